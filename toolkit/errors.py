@@ -1,0 +1,89 @@
+"""One exception tree, and the one way in which a mistake reaches the user.
+
+Exit codes of ``python -m toolkit.train`` and ``run_train.sh``: 0 finished; 2 configuration
+or arguments; 3 data or checkpoint unusable; 75 stopped by a signal after saving (requeue me);
+1 anything else.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+EXIT_FINISHED = 0
+EXIT_ERROR = 1
+EXIT_CONFIG = 2
+EXIT_DATA = 3
+EXIT_REQUEUE = 75
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One broken rule: what the user wrote, what it breaks and what to do.
+
+    ``origin`` says where the value came from ("debug.toml:12", "--training.seq_len",
+    "default"); ``key`` and ``value`` may be empty when no single key is at fault.
+    """
+
+    rule: str
+    fix: str
+    key: str = ""
+    value: object = None
+    origin: str = ""
+
+    def __str__(self) -> str:
+        what = f"{self.key} = {self.value!r}" if self.key else ""
+        where = f"{self.origin}: " if self.origin and what else ""
+        head = f"{where}{what}\n  rule: " if what else ""
+        return f"{head}{self.rule}\n  fix:  {self.fix}"
+
+
+class ToolkitError(Exception):
+    """Base of every error that is reported to the user without a traceback."""
+
+    exit_code = EXIT_ERROR
+
+
+class ConfigError(ToolkitError):
+    """The configuration, a flag or the mesh cannot be right. Carries every problem found."""
+
+    exit_code = EXIT_CONFIG
+
+    def __init__(self, problems: Problem | Sequence[Problem]):
+        self.problems = [problems] if isinstance(problems, Problem) else list(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class DataError(ToolkitError):
+    """A corpus or tokenizer is missing, empty, undecodable or does not fit the model."""
+
+    exit_code = EXIT_DATA
+
+
+class CheckpointError(ToolkitError):
+    """A checkpoint is missing, incomplete, altered or does not fit the run."""
+
+    exit_code = EXIT_DATA
+
+
+class TrainingError(ToolkitError):
+    """The run itself cannot go on, for example because the loss is not finite."""
+
+
+def report(error: BaseException, *, show: bool, debug: bool = False) -> int:
+    """Print ``error`` to stderr where ``show`` (rank 0, or the failing rank) and return the exit code.
+
+    A :class:`ToolkitError` is one message; anything else, or ``debug``, is a traceback.
+    """
+    known = isinstance(error, ToolkitError)
+    if show:
+        if debug or not known:
+            traceback.print_exception(error)
+        if known:
+            print(f"error: {error}", file=sys.stderr)
+            if not debug:
+                print("(--debug shows the traceback)", file=sys.stderr)
+        sys.stderr.flush()
+    return error.exit_code if known else EXIT_ERROR

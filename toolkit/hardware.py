@@ -1,0 +1,59 @@
+"""What this machine has, found without importing torch so that checks stay fast."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """``device`` is "cuda" or "cpu"; ``count`` the processes that a launch starts by default."""
+
+    device: str
+    name: str
+    count: int
+    native_bf16: bool
+    float8: bool
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux: say nothing rather than guess
+        return set()
+    return next((set(line.split()) for line in lines if line.startswith("flags")), set())
+
+
+def _visible_gpus() -> list[tuple[str, float]]:
+    """(name, compute capability) of each GPU that CUDA_VISIBLE_DEVICES leaves visible."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return []
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index,uuid,name,compute_cap", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=20, check=True,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines() if line.strip()]
+    if visible is not None:
+        wanted = [item.strip() for item in visible.split(",")]
+        rows = [row for item in wanted for row in rows if row[0] == item or row[1].startswith(item)]
+    return [(row[2], float(row[3])) for row in rows]
+
+
+def detect() -> Hardware:
+    """Describe the accelerators here, or the CPU where there is none.
+
+    Two CPU processes by default: enough to exercise sharding, and what a laptop can spare.
+    """
+    gpus = _visible_gpus()
+    if gpus:
+        capability = min(capability for _, capability in gpus)
+        return Hardware("cuda", gpus[0][0], len(gpus), native_bf16=capability >= 8.0, float8=capability >= 8.9)
+    flags = _cpu_flags()
+    return Hardware("cpu", "CPU", 2, native_bf16=bool(flags & {"amx_bf16", "avx512_bf16"}), float8=False)
