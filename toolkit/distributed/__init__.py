@@ -1,0 +1,1 @@
+"""Process groups, time-outs, seeds and garbage collection."""

@@ -1,0 +1,58 @@
+"""The process group of a run: formed once, on NCCL or gloo, for one process as for many."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from toolkit.errors import TrainingError
+
+
+def local_device() -> torch.device:
+    """The device of this rank: its own GPU where there are GPUs, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= torch.cuda.device_count():
+        raise TrainingError(
+            f"local rank {index} has no GPU: {torch.cuda.device_count()} visible on this machine; "
+            "start no more processes per node than GPUs (NGPU), or hide the GPUs to train on CPU "
+            "(CUDA_VISIBLE_DEVICES=)"
+        )
+    return torch.device("cuda", index)
+
+
+def start(device: torch.device, *, timeout_seconds: int) -> None:
+    """Join the group that the launcher's environment describes, or form one of a single process.
+
+    On CUDA, gloo carries the CPU tensors beside NCCL, so that checkpoints need no device copy.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_seconds)
+    device_id = None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        device_id = device
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group(
+            backend, timeout=timeout, device_id=device_id, store=store, rank=0, world_size=1
+        )
+
+
+def set_timeout(timeout_seconds: int) -> None:
+    """Give every group the training time-out: the groups of a mesh do not inherit the first one's."""
+    timeout = timedelta(seconds=timeout_seconds)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def stop() -> None:
+    """Leave the process group, if one was formed."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

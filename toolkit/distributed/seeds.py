@@ -1,0 +1,27 @@
+"""Randomness as a function of (seed, step, rank): nothing to save, the same after any interruption."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import torch
+
+
+def seed_step(seed: int, step: int, data_rank: int) -> None:
+    """Seed torch's generators for one step, so that a resumed run draws what it would have drawn.
+
+    ``data_rank`` distinguishes ranks that see different samples; ranks that share samples (tensor or
+    pipeline parallel peers) pass the same one.
+    """
+    digest = hashlib.blake2b(f"{seed}:{step}:{data_rank}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def set_deterministic(enabled: bool, *, warn_only: bool) -> None:
+    """Ask torch for deterministic kernels: slower on CUDA, bit-identical between reruns."""
+    if not enabled:
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,47 @@
+"""FSDP2: parameters, gradients and optimizer state sharded per unit over the data-parallel ranks.
+
+Gradients are *summed* over ranks, never averaged: the loss is already divided by the tokens of the
+global batch, so that uneven ranks weigh as they should. gloo has no pre-multiplied sum, hence both
+calls in :func:`_sum_gradients`; neither recurses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+def apply_fsdp(
+    model: nn.Module,
+    units: Sequence[Sequence[nn.Module]],
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: str,
+) -> None:
+    """Shard each unit, then what is left in the root, in place.
+
+    ``units`` are in forward order. ``mesh`` is 1-D (shard) or 2-D (replicate × shard). Inputs are not
+    cast: the embedding hands out ``param_dtype`` and RoPE tables stay in their own precision.
+    ``reshard_after_forward`` "always" frees every unit's full parameters after its forward, "never"
+    keeps them for backward; "default" frees all but the last unit's, which backward needs at once.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    for position, unit in enumerate(units):
+        last = position == len(units) - 1
+        reshard = reshard_after_forward == "always" or (reshard_after_forward == "default" and not last)
+        fully_shard(list(unit), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)  # type: ignore[arg-type]
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward == "always")
+    _sum_gradients(model)
+
+
+def _sum_gradients(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,120 @@
+"""One global batch: count its tokens, accumulate gradients over micro-batches, clip, update.
+
+The loss of a micro-batch is a *sum* over its tokens, divided by the number of valid tokens in the
+whole global batch (all ranks, all micro-batches), which one small all-reduce finds before the first
+backward. Gradients are then plain sums everywhere: however the batch is cut, they are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from toolkit.errors import TrainingError
+from toolkit.models.llama.model import Llama
+from toolkit.names import clean_name
+from toolkit.optim.clip import clip_, global_norm, nonfinite_parameters
+
+IGNORED = -100
+MicroBatch = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Sums over the global batch: ``loss`` is the mean loss a token (nats), ``tokens`` the valid labels."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Move a micro-batch; None (no documents, no positions) stays None."""
+    return {name: None if value is None else value.to(device, non_blocking=True) for name, value in batch.items()}
+
+
+def loss_sum(model: Llama, batch: MicroBatch) -> Tensor:
+    """Summed cross-entropy of a micro-batch, as a scalar of at least fp32."""
+    return model(
+        batch["tokens"],
+        positions=batch["positions"],
+        documents=batch["documents"],
+        labels=batch["labels"],
+    )
+
+
+def count_valid(batches: Iterable[MicroBatch]) -> Tensor:
+    """How many labels of these micro-batches count: an int64 scalar on their device."""
+    counts = [(batch["labels"] != IGNORED).sum() for batch in batches]  # type: ignore[union-attr, operator]
+    return torch.stack(counts).sum()
+
+
+class TrainStep:
+    """Callable on the micro-batches of this rank's part of one global batch."""
+
+    def __init__(self, model: Llama, optimizer: torch.optim.Optimizer, *, max_norm: float, device: torch.device):
+        self.model = model
+        self.optimizer = optimizer
+        self.max_norm = max_norm
+        self.device = device
+
+    def __call__(self, batches: Sequence[MicroBatch], *, learning_rate: float) -> StepResult:
+        """Run the step and return its global loss, gradient norm (before clipping) and token count.
+
+        Raises:
+            TrainingError: the loss or the gradient norm is not finite; parameters are left as they were.
+        """
+        batches = [to_device(batch, self.device) for batch in batches]
+        tokens = count_valid(batches)
+        dist.all_reduce(tokens)
+        # A batch without a single valid label has loss 0 and gradient 0, not 0/0.
+        scale = 1.0 / tokens.clamp(min=1)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(batches):
+            self._reduce_on(last=index == len(batches) - 1)
+            loss = loss_sum(self.model, batch)
+            (loss * scale.to(loss.dtype)).backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = global_norm(parameters)
+        mean = (total * scale).item()
+        grad_norm = norm.item()
+        self._check_finite(mean, grad_norm)
+        clip_(parameters, self.max_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return StepResult(mean, grad_norm, int(tokens.item()))
+
+    def _reduce_on(self, *, last: bool) -> None:
+        """Reduce-scatter each micro-batch (so gradients stay sharded); all-reduce over replicas once."""
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_is_last_backward(last)
+        self.model.set_requires_all_reduce(last)
+
+    def _check_finite(self, loss: float, grad_norm: float) -> None:
+        finite = torch.tensor([loss, grad_norm]).isfinite().all()
+        if finite:
+            return
+        names = [clean_name(name) for name in nonfinite_parameters(self.model.named_parameters())]
+        gathered: list[list[str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, names)
+        where = [f"rank {rank}: {_first(found)}" for rank, found in enumerate(gathered) if found]
+        raise TrainingError(
+            f"the loss is {loss} and the gradient norm {grad_norm}: training cannot go on\n"
+            f"  gradients that are not finite: {'; '.join(where) or 'none (the norm itself overflowed)'}\n"
+            "  fix:  lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or resume from an earlier "
+            "checkpoint (checkpoint.load_step); the parameters were not updated by this step"
+        )
+
+
+def _first(names: list[str], limit: int = 3) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
