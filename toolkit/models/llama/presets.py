@@ -1,0 +1,289 @@
+"""Shapes of the published Llama models by ``model.name`` and ``model.flavor``. Imports no torch.
+
+``llama3`` is what torchtitan means by it: RoPE scaled by 8 at every size. The other names are
+Meta's releases. Each has a ``debugmodel``, a few million parameters that train on a laptop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+from toolkit.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the slow RoPE frequencies to a context ``factor`` times longer."""
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+
+@dataclass(frozen=True)
+class LlamaArgs:
+    """Everything that fixes the architecture. ``head_dim`` usually is ``dim / n_heads``."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    vocab_size: int
+    head_dim: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    max_seq_len: int = 4096
+    tie_embeddings: bool = False
+
+
+def _is_debug(flavor: str) -> bool:
+    return flavor.startswith("debugmodel")
+
+
+@dataclass(frozen=True)
+class _Size:
+    """A row of Meta's ``params.json``: the feed-forward width follows from the last two."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_multiplier: float = 1.0
+    ffn_multiple_of: int = 256
+
+    def ffn_dim(self, dim: int) -> int:
+        """Meta's rule: two thirds of 4·dim, times the multiplier, rounded up to the multiple."""
+        width = int(self.ffn_multiplier * int(8 * dim / 3))
+        return -(-width // self.ffn_multiple_of) * self.ffn_multiple_of
+
+
+@dataclass(frozen=True)
+class _Family:
+    sizes: dict[str, _Size]
+    vocab_size: int = 128256
+    rope_theta: float = 500000.0
+    rope_scaling: RopeScaling | None = None
+    max_seq_len: int = 131072
+    debug_max_seq_len: int = 2048
+    tie_embeddings: bool = False
+
+    def args(self, flavor: str) -> LlamaArgs:
+        size = self.sizes[flavor]
+        debug = _is_debug(flavor)
+        return LlamaArgs(
+            dim=size.dim,
+            n_layers=size.n_layers,
+            n_heads=size.n_heads,
+            n_kv_heads=size.n_kv_heads,
+            ffn_dim=size.ffn_dim(size.dim),
+            vocab_size=_DEBUG_VOCAB if debug else self.vocab_size,
+            head_dim=size.dim // size.n_heads,
+            rope_theta=self.rope_theta,
+            rope_scaling=self.rope_scaling,
+            max_seq_len=self.debug_max_seq_len if debug else self.max_seq_len,
+            tie_embeddings=self.tie_embeddings,
+        )
+
+
+# The vocabulary of a debugmodel is the tokenizer's; torchtitan's stands in where there is none.
+_DEBUG_VOCAB = 2048
+_DEBUG = _Size(256, 6, 16, 16)
+_8B = _Size(4096, 32, 32, 8, 1.3, 1024)
+_70B = _Size(8192, 80, 64, 8, 1.3, 4096)
+_405B = _Size(16384, 126, 128, 8, 1.2, 4096)
+
+_FAMILIES = {
+    "llama2": _Family(
+        {
+            "debugmodel": _DEBUG,
+            "7B": _Size(4096, 32, 32, 32),
+            "13B": _Size(5120, 40, 40, 40),
+            "70B": _70B,
+        },
+        vocab_size=32000,
+        rope_theta=10000.0,
+        max_seq_len=4096,
+    ),
+    "llama3": _Family(
+        {
+            # torchtitan names its attention back ends in the flavor; the shape is the same.
+            "debugmodel": _DEBUG,
+            "debugmodel_flex_attn": _DEBUG,
+            "debugmodel_varlen_attn": _DEBUG,
+            "8B": _8B,
+            "8B_flex": _8B,
+            "8B_varlen": _8B,
+            "70B": _70B,
+            "405B": _405B,
+        },
+        rope_scaling=RopeScaling(8.0),
+        debug_max_seq_len=131072,
+    ),
+    "llama3.0": _Family({"debugmodel": _DEBUG, "8B": _8B, "70B": _70B}, max_seq_len=8192),
+    "llama3.1": _Family(
+        {"debugmodel": _DEBUG, "8B": _8B, "70B": _70B, "405B": _405B}, rope_scaling=RopeScaling(8.0)
+    ),
+    "llama3.2": _Family(
+        {
+            "debugmodel": _DEBUG,
+            "1B": _Size(2048, 16, 32, 8, 1.5, 256),
+            "3B": _Size(3072, 28, 24, 8, 1.0, 256),
+        },
+        rope_scaling=RopeScaling(32.0),
+        tie_embeddings=True,
+    ),
+    "llama3.3": _Family({"debugmodel": _DEBUG, "70B": _70B}, rope_scaling=RopeScaling(8.0)),
+}
+
+PRESETS: dict[str, dict[str, LlamaArgs]] = {
+    name: {flavor: family.args(flavor) for flavor in family.sizes} for name, family in _FAMILIES.items()
+}
+
+_OVERRIDES = {field.name for field in fields(LlamaArgs)} - {"rope_scaling"} | {"rope_scaling_factor"}
+
+
+def resolve(name: str, flavor: str, *, tokenizer_vocab: int | None = None, **overrides: Any) -> LlamaArgs:
+    """The shape of ``name``/``flavor`` with fields replaced; ``None`` keeps the preset's value.
+
+    ``overrides`` are the ``model.*`` keys: every field of :class:`LlamaArgs`, and
+    ``rope_scaling_factor`` for ``rope_scaling`` (1 turns scaling off; where the preset has none, the
+    preset's ``max_seq_len`` is taken as the original context). What depends on an overridden field
+    follows it unless it is given too: ``head_dim`` is ``dim / n_heads``, ``ffn_dim`` comes from
+    ``dim`` by the preset's own rule, and ``n_kv_heads`` follows ``n_heads`` where they were equal.
+    A debugmodel without ``vocab_size`` has ``tokenizer_vocab`` entries.
+
+    Raises:
+        ConfigError: no such name or flavor, or values that do not fit together; all of them at once.
+    """
+    unknown = overrides.keys() - _OVERRIDES
+    if unknown:
+        raise TypeError(f"not fields of the model: {', '.join(sorted(unknown))}")
+    preset = _find(name, flavor)
+    size = _FAMILIES[name].sizes[flavor]
+    given = {key: value for key, value in overrides.items() if value is not None}
+    _check_each(given)
+
+    if "rope_scaling_factor" in given:
+        given["rope_scaling"] = _scaling(preset, given.pop("rope_scaling_factor"))
+    if _is_debug(flavor) and tokenizer_vocab is not None:
+        given.setdefault("vocab_size", tokenizer_vocab)
+    if "dim" in given:
+        given.setdefault("ffn_dim", size.ffn_dim(given["dim"]))
+    if "n_heads" in given and preset.n_kv_heads == preset.n_heads:
+        given.setdefault("n_kv_heads", given["n_heads"])
+    derived = "head_dim" not in given
+    if derived:
+        given["head_dim"] = given.get("dim", preset.dim) // given.get("n_heads", preset.n_heads)
+    args = replace(preset, **given)
+    _check_together(args, derived_head_dim=derived)
+    return args
+
+
+def parameter_count(args: LlamaArgs) -> int:
+    """Number of distinct parameters; a tied head counts once."""
+    embeddings = args.vocab_size * args.dim * (1 if args.tie_embeddings else 2)
+    attention = 2 * args.dim * args.head_dim * (args.n_heads + args.n_kv_heads)
+    block = attention + 3 * args.dim * args.ffn_dim + 2 * args.dim
+    return embeddings + args.n_layers * block + args.dim
+
+
+def _find(name: str, flavor: str) -> LlamaArgs:
+    if name not in PRESETS:
+        raise ConfigError(
+            Problem(
+                key="model.name",
+                value=name,
+                rule=f"the models are {', '.join(PRESETS)}",
+                fix=_did_you_mean("model.name", name, list(PRESETS)),
+            )
+        )
+    if flavor not in PRESETS[name]:
+        elsewhere = [other for other, flavors in PRESETS.items() if flavor in flavors]
+        fix = _did_you_mean("model.flavor", flavor, list(PRESETS[name]))
+        if elsewhere:
+            fix = f"{flavor} is a flavor of {', '.join(elsewhere)}: set model.name to one of them, or {fix}"
+        raise ConfigError(
+            Problem(
+                key="model.flavor",
+                value=flavor,
+                rule=f"the flavors of {name} are {', '.join(PRESETS[name])}",
+                fix=fix,
+            )
+        )
+    return PRESETS[name][flavor]
+
+
+def _did_you_mean(key: str, value: str, known: list[str]) -> str:
+    by_lower = {item.lower(): item for item in known}
+    close = get_close_matches(value.lower().replace("-", "").replace("_", "."), by_lower, n=1, cutoff=0.5)
+    close = close or get_close_matches(value.lower(), by_lower, n=1, cutoff=0.5)
+    return f"did you mean {key} = {by_lower[close[0]]!r}?" if close else f"set {key} to one of them"
+
+
+def _scaling(preset: LlamaArgs, factor: float) -> RopeScaling | None:
+    if factor == 1:
+        return None
+    if preset.rope_scaling is not None:
+        return replace(preset.rope_scaling, factor=float(factor))
+    return RopeScaling(float(factor), original_max_seq_len=preset.max_seq_len)
+
+
+def _check_each(given: dict[str, Any]) -> None:
+    """Rules on one value alone, before anything is divided by it."""
+    problems = []
+    for key, value in given.items():
+        if key == "tie_embeddings":
+            continue
+        if key == "rope_scaling_factor":
+            sound, rule = value >= 1, "at least 1 (1 turns scaling off)"
+        else:
+            sound, rule = value > 0, "greater than 0"
+        if not sound:
+            fix = f"give a value {rule}, or leave the key out for the preset's"
+            problems.append(Problem(key=f"model.{key}", value=value, rule=f"{key} must be {rule}", fix=fix))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_together(args: LlamaArgs, *, derived_head_dim: bool) -> None:
+    problems = []
+    if derived_head_dim and args.dim % args.n_heads:
+        problems.append(
+            Problem(
+                key="model.dim",
+                value=args.dim,
+                rule=f"dim must be a multiple of n_heads ({args.n_heads}) where head_dim is not set",
+                fix=f"model.dim = {_nearest_multiple(args.dim, args.n_heads)}, or set model.head_dim",
+            )
+        )
+    elif args.head_dim % 2:
+        problems.append(
+            Problem(
+                key="model.head_dim",
+                value=args.head_dim,
+                rule="head_dim (dim / n_heads where it is not set) must be even: RoPE turns pairs",
+                fix=f"model.head_dim = {args.head_dim + 1}, or change model.dim or model.n_heads",
+            )
+        )
+    if args.n_heads % args.n_kv_heads:
+        divisors = [k for k in range(1, args.n_heads + 1) if args.n_heads % k == 0]
+        nearest = min(divisors, key=lambda k: abs(k - args.n_kv_heads))
+        problems.append(
+            Problem(
+                key="model.n_kv_heads",
+                value=args.n_kv_heads,
+                rule=f"n_heads ({args.n_heads}) must be a multiple of n_kv_heads",
+                fix=f"model.n_kv_heads = {nearest} (possible: {', '.join(map(str, divisors))})",
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _nearest_multiple(value: int, of: int) -> int:
+    return max(of, round(value / of) * of)
