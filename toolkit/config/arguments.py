@@ -1,0 +1,71 @@
+"""Words of a command line as settings: ``--table.key value``, ``--table.key=value``, ``--table.key``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from toolkit.config.files import Setting
+from toolkit.config.schema import Field, fields_by_key
+from toolkit.config.suggest import unknown_key
+from toolkit.config.values import parse
+from toolkit.errors import Problem
+
+_SHORTHANDS = {"--debug": "--job.debug"}
+
+
+@dataclass
+class Arguments:
+    """``help`` is the table that ``--help`` asks about, "" for all, None without ``--help``."""
+
+    settings: dict[str, Setting] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    help: str | None = None
+
+
+def read_arguments(argv: Sequence[str]) -> Arguments:
+    """Read flags; the last of several for one key counts. Nothing is validated beyond the names."""
+    arguments = Arguments()
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word in ("-h", "--help"):
+            arguments.help = words.pop(0) if words and not words[0].startswith("-") else ""
+            continue
+        word = _SHORTHANDS.get(word, word)
+        if not word.startswith("--"):
+            arguments.problems.append(_stray(word))
+            continue
+        flag, equals, text = word.partition("=")
+        key = flag.removeprefix("--")
+        known = fields_by_key().get(key)
+        if known is None:
+            value = text if equals else _take_value(words)
+            arguments.problems.append(unknown_key(key, value, flag))
+            continue
+        value = text if equals else _following(words, known)
+        if value is None:
+            arguments.problems.append(Problem(f"{flag} needs a value", f"write {flag} VALUE", key, "", flag))
+            continue
+        arguments.settings[key] = Setting(parse(value, known.annotation), flag)
+    return arguments
+
+
+def _following(words: list[str], known: Field) -> str | None:
+    """Take the value from the next word; a boolean without one is true."""
+    if known.annotation is bool and not (words and words[0].lower() in ("true", "false")):
+        return "true"
+    return _take_value(words)
+
+
+def _take_value(words: list[str]) -> str | None:
+    return words.pop(0) if words and not words[0].startswith("--") else None
+
+
+def _stray(word: str) -> Problem:
+    if word.endswith(".toml"):
+        return Problem(f"{word!r} stands alone", f"write --job.config_file {word}")
+    return Problem(
+        f"{word!r} belongs to no flag",
+        "write --table.key value; lists as a,b without spaces; quote a value that has spaces",
+    )

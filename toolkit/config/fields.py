@@ -1,0 +1,77 @@
+"""What a schema class is made of: the base of every table, number ranges, and marks on fields.
+
+A mark says that a key of torchtitan's is known but does not act, so that the preflight can refuse a
+value that would otherwise be ignored in silence.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Interval, Lt
+from pydantic import BaseModel, ConfigDict, model_validator
+
+Positive = Annotated[int, Ge(1)]
+NonNegative = Annotated[int, Ge(0)]
+AutoOrPositive = Literal[-1] | Positive
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Interval(ge=0, le=1)]
+Momentum = Annotated[float, Interval(ge=0), Lt(1)]
+
+NONE = "None"
+"""How TOML and the command line, which have no null, write it for a key that may be None."""
+
+
+@dataclass(frozen=True)
+class NotBuilt:
+    """The toolkit will do this but does not yet: refuse ``values``, or all but the default if empty."""
+
+    values: tuple[Any, ...] = ()
+
+    def refuses(self, value: object, default: object) -> bool:
+        return value in self.values if self.values else value != default
+
+
+@dataclass(frozen=True)
+class DefaultOnly:
+    """A key of torchtitan's that has no meaning here, accepted at its default for the ``reason``."""
+
+    reason: str
+
+    def refuses(self, value: object, default: object) -> bool:
+        return value != default
+
+
+@dataclass(frozen=True)
+class ActsWith:
+    """Read only when ``switch`` is on, which is not built yet: any value is accepted until then."""
+
+    switch: str
+
+
+def allows_none(annotation: object) -> bool:
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return is_union and type(None) in typing.get_args(annotation)
+
+
+class Table(BaseModel):
+    """A TOML table. Values are taken as they are: only an integer may stand for a float."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_none(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        fields = cls.model_fields
+        return {
+            key: None if value == NONE and key in fields and allows_none(fields[key].annotation) else value
+            for key, value in data.items()
+        }

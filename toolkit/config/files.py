@@ -1,0 +1,145 @@
+"""TOML files as settings: what a file says itself over what it extends, each value with its line."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from dataclasses import dataclass, field
+from typing import Any
+
+from toolkit.config.lines import Path, key_lines
+from toolkit.config.schema import fields_by_key, tables
+from toolkit.config.suggest import did_you_mean, unknown_key
+from toolkit.errors import Problem
+
+_EXTENDS = "extends"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value and where it comes from: "file.toml:12" or "--table.key"."""
+
+    value: object
+    origin: str
+
+
+@dataclass
+class Layer:
+    """What one or more files set."""
+
+    settings: dict[str, Setting] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read_files(path: str, *, origin: str = "--job.config_file") -> Layer:
+    """Read ``path`` and the files that it extends, nearest last. ``origin`` is who names ``path``."""
+    return _read(path, Problem("", "", "job.config_file", path, origin), ())
+
+
+def _read(path: str, named_by: Problem, children: tuple[str, ...]) -> Layer:
+    """Read a file. ``named_by`` has key, value and origin of what names it; ``children`` extend it."""
+
+    def misnamed(rule: str, fix: str) -> Layer:
+        return Layer(problems=[Problem(rule, fix, named_by.key, named_by.value, named_by.origin)])
+
+    if any(os.path.realpath(path) == os.path.realpath(child) for child in children):
+        return misnamed(
+            f"files extend one another in a circle: {' → '.join([*children, path])}",
+            "remove one of these extends",
+        )
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read()
+    except FileNotFoundError:
+        return misnamed(f"there is no file {path}", _similar_file(path))
+    except UnicodeDecodeError as error:
+        return misnamed(f"{path} is not UTF-8 text (byte {error.start})", "save it as UTF-8")
+    except OSError as error:
+        return misnamed(f"{path} cannot be read: {error.strerror}", "give the name of a readable TOML file")
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        return Layer(problems=[_syntax_problem(path, text, error)])
+    lines = _Lines(path, text)
+    layer = _extended(path, document, lines, (*children, path))
+    _flatten(document, (), lines, layer)
+    return layer
+
+
+def _extended(path: str, document: dict[str, Any], lines: _Lines, children: tuple[str, ...]) -> Layer:
+    if _EXTENDS not in document:
+        return Layer()
+    base, origin = document.pop(_EXTENDS), lines.origin((_EXTENDS,))
+    if not isinstance(base, str):
+        return Layer(
+            problems=[
+                Problem(
+                    "must be the name of one TOML file",
+                    'write extends = "other.toml"',
+                    _EXTENDS,
+                    base,
+                    origin,
+                )
+            ]
+        )
+    return _read(os.path.join(os.path.dirname(path), base), Problem("", "", _EXTENDS, base, origin), children)
+
+
+def _flatten(document: dict[str, Any], prefix: Path, lines: _Lines, layer: Layer) -> None:
+    """Add the keys of ``document``, which lies at ``prefix``, to ``layer``."""
+    for name, value in document.items():
+        path = (*prefix, name)
+        key, origin = ".".join(path), lines.origin(path)
+        if key in fields_by_key():
+            layer.settings[key] = Setting(value, origin)
+        elif key not in tables():
+            layer.problems.append(unknown_key(key, value, origin))
+        elif isinstance(value, dict):
+            _flatten(value, path, lines, layer)
+        else:
+            layer.problems.append(
+                Problem(f"{key} is a table", f"write [{key}] and its keys below it", key, value, origin)
+            )
+
+
+class _Lines:
+    """Where the keys of a file are."""
+
+    def __init__(self, path: str, text: str):
+        self._path = path
+        self._found = key_lines(text)
+
+    def origin(self, path: Path) -> str:
+        """Return "file:line" of a key, or of the first key inside a table that has no header."""
+        line = next(line for found, line in self._found if found[: len(path)] == path)
+        return f"{self._path}:{line}"
+
+
+def _syntax_problem(path: str, text: str, error: tomllib.TOMLDecodeError) -> Problem:
+    first_line: dict[Path, int] = {}
+    for found, line in key_lines(text):
+        if found in first_line:
+            key = ".".join(found)
+            return Problem(
+                f"{path}:{line}: {key} is given twice, first in line {first_line[found]}",
+                "keep one of the two",
+            )
+        first_line[found] = line
+    message, _, place = str(error).partition(" (at ")
+    match = re.search(r"line (\d+)", place)
+    line = int(match.group(1)) if match else max(1, len(text.splitlines()))
+    excerpt = text.splitlines()[line - 1].strip() if text.strip() else ""
+    return Problem(
+        f"{path}:{line}: not valid TOML: {message}: {excerpt}",
+        "strings need quotes, booleans are true and false, lists are [a, b]",
+    )
+
+
+def _similar_file(path: str) -> str:
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        return f"there is no folder {folder} either; paths are relative to {os.getcwd()}"
+    names = [name for name in os.listdir(folder) if name.endswith(".toml")]
+    there = ", ".join(sorted(names)) or "no TOML file"
+    return did_you_mean(os.path.basename(path), names, f"{folder} has {there}")

@@ -1,0 +1,63 @@
+"""The text of ``--help``, made from the schema."""
+
+from __future__ import annotations
+
+import textwrap
+
+from toolkit.config.fields import ActsWith, DefaultOnly, NotBuilt
+from toolkit.config.schema import Field, fields, tables
+from toolkit.config.suggest import did_you_mean
+from toolkit.config.values import format_toml, short_type
+
+_USAGE = """\
+usage: python -m toolkit.train [--job.config_file FILE.toml] [--table.key VALUE ...]
+
+  --table.key VALUE   or --table.key=VALUE sets a key over the file; booleans also as a bare --table.key;
+                      lists as a,b; None where a key may be None
+  --help [TABLE]      this text, for one table
+  --job.print_config  print the resolved config, with the origin of each value
+  --debug             show tracebacks (same as --job.debug)
+"""
+_WIDTH = 100
+
+
+def help_text(table: str = "") -> str:
+    """List the keys of ``table`` and the tables inside it, or of all, with type, default and meaning."""
+    chosen = [field for field in fields() if not table or f"{field.key}.".startswith(f"{table}.")]
+    if not chosen:
+        return (
+            f"there is no table {table}; {did_you_mean(table, tables(), f'there are {", ".join(tables())}')}"
+        )
+    parts = [] if table else [_USAGE]
+    current = ""
+    for field in chosen:
+        if field.table != current:
+            current = field.table
+            parts.append(f"\n[{current}]  {' '.join((tables()[current].__doc__ or '').split())}")
+        parts.append(_entry(field))
+    return "\n".join(parts)
+
+
+def _entry(field: Field) -> str:
+    head = f"  --{field.key} {short_type(field.annotation)}  (default {_default(field)})"
+    return "\n".join(
+        [head, *textwrap.wrap(_meaning(field), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    )
+
+
+def _default(field: Field) -> str:
+    return "None" if field.default is None else format_toml(field.default)
+
+
+def _meaning(field: Field) -> str:
+    notes = [note for note in map(_note, field.marks) if note]
+    return " ".join([field.description, *notes])
+
+
+def _note(mark: object) -> str:
+    if isinstance(mark, NotBuilt):
+        refused = " and ".join(format_toml(value) for value in mark.values) or "another value"
+        return f"[{refused} is not built yet]"
+    if isinstance(mark, DefaultOnly):
+        return f"[only the default: {mark.reason}]"
+    return f"[acts with {mark.switch}]" if isinstance(mark, ActsWith) else ""

@@ -1,0 +1,97 @@
+"""From a command line to a :class:`Config`: files that extend one another, then flags over them.
+
+Every key that a file or flag sets is kept with its origin. Mistakes are collected, so that one run
+reports them all.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from toolkit.config.arguments import read_arguments
+from toolkit.config.files import Setting, read_files
+from toolkit.config.help import help_text
+from toolkit.config.schema import Config, Field, fields_by_key
+from toolkit.config.suggest import closest
+from toolkit.config.values import choices, format_toml, in_words, parse
+from toolkit.errors import ConfigError, Problem
+
+_CONFIG_FILE = "job.config_file"
+
+
+def load_config(argv: Sequence[str]) -> Config:
+    """Read the config that the words after ``python -m toolkit.train`` ask for.
+
+    ``--help`` and ``--help TABLE`` print the keys and exit.
+
+    Raises:
+        ConfigError: with every problem found in files and flags.
+    """
+    arguments = read_arguments(argv)
+    if arguments.help is not None:
+        print(help_text(arguments.help))
+        sys.exit(0)
+    settings: dict[str, Setting] = {}
+    problems = list(arguments.problems)
+    if _CONFIG_FILE in arguments.settings:
+        layer = read_files(str(arguments.settings[_CONFIG_FILE].value))
+        settings |= layer.settings
+        problems += layer.problems
+    settings |= arguments.settings
+    try:
+        config = _build(settings)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _build(settings: Mapping[str, Setting]) -> Config:
+    nested: dict[str, Any] = {}
+    for key, setting in settings.items():
+        *path, name = key.split(".")
+        table = nested
+        for part in path:
+            table = table.setdefault(part, {})
+        table[name] = setting.value
+    try:
+        config = Config.model_validate(nested)
+    except ValidationError as error:
+        wrong = dict.fromkeys(_key(details["loc"]) for details in error.errors())
+        raise ConfigError([_wrong_value(fields_by_key()[key], settings[key]) for key in wrong]) from None
+    return config.with_origins({key: setting.origin for key, setting in settings.items()})
+
+
+def _key(location: tuple[int | str, ...]) -> str:
+    """Return the schema's key at the start of a pydantic location, which goes on into unions and lists."""
+    prefixes = (".".join(map(str, location[:length])) for length in range(len(location), 0, -1))
+    return next(prefix for prefix in prefixes if prefix in fields_by_key())
+
+
+def _wrong_value(field: Field, setting: Setting) -> Problem:
+    rule = f"must be {in_words(field.annotation, field.marks)}"
+    return Problem(rule, _fix(field, setting), field.key, setting.value, setting.origin)
+
+
+def _fix(field: Field, setting: Setting) -> str:
+    """Offer what was probably meant, else the default as an example."""
+
+    def write(value: object) -> str:
+        if setting.origin.startswith("--"):
+            text = value if isinstance(value, str) else format_toml(value).strip('"')
+            return f"{setting.origin} {text}"
+        return f"{field.name} = {format_toml(value)}"
+
+    if isinstance(setting.value, str):
+        meant = closest(setting.value, choices(field.annotation)) or parse(setting.value, field.annotation)
+        if meant != setting.value:
+            return f"did you mean {write(meant)}?"
+    if field.default is None:
+        return f"leave {field.name} out, or give it such a value"
+    return f"for example {write(field.default)}, the default"

@@ -1,0 +1,198 @@
+"""Tables about a run as a whole: the job, what it shows and saves, and how its processes talk."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from toolkit.config.fields import (
+    ActsWith,
+    DefaultOnly,
+    NonNegative,
+    NotBuilt,
+    Positive,
+    PositiveFloat,
+    Table,
+)
+
+_TORCHFT = DefaultOnly("fault tolerance through torchft is not supported")
+
+
+class Job(Table):
+    """The run: its config file, its folder and what it says about itself."""
+
+    config_file: str | None = None
+    """TOML file to read. Flags override it."""
+    dump_folder: str = "./outputs"
+    """Folder of everything that the run writes."""
+    description: str = "default job"
+    """Free text, kept with the run."""
+    print_config: bool = False
+    """Print the resolved config, with the origin of each value, at start-up."""
+    save_config_file: str | None = None
+    """Also save the resolved config under this name in dump_folder (config.toml is always written)."""
+    custom_config_module: Annotated[
+        str, DefaultOnly("the schema is extended in toolkit/config, not by importing a module at start-up")
+    ] = ""
+    """torchtitan's module of further config classes."""
+    debug: bool = False
+    """Show tracebacks of mistakes in config, data or checkpoint. The flag --debug is short for it."""
+
+
+class Profiling(Table):
+    """torch.profiler traces and memory snapshots."""
+
+    enable_profiling: Annotated[bool, NotBuilt()] = False
+    """Write a trace every profile_freq steps."""
+    save_traces_folder: Annotated[str, ActsWith("profiling.enable_profiling")] = "profile_traces"
+    """Folder of the traces, inside job.dump_folder."""
+    profile_freq: Annotated[Positive, ActsWith("profiling.enable_profiling")] = 10
+    """Steps from one trace to the next."""
+    profiler_active: Annotated[Positive, ActsWith("profiling.enable_profiling")] = 1
+    """Steps that a trace covers."""
+    profiler_warmup: Annotated[NonNegative, ActsWith("profiling.enable_profiling")] = 3
+    """Steps that the profiler runs before each trace."""
+    enable_memory_snapshot: Annotated[bool, NotBuilt()] = False
+    """Record the CUDA allocator's history."""
+    save_memory_snapshot_folder: Annotated[str, ActsWith("profiling.enable_memory_snapshot")] = (
+        "memory_snapshot"
+    )
+    """Folder of the snapshots, inside job.dump_folder."""
+
+
+class Metrics(Table):
+    """Console, metrics.jsonl and TensorBoard."""
+
+    log_freq: Positive = 10
+    """Steps from one logged line to the next."""
+    enable_tensorboard: bool = True
+    """Write TensorBoard events (torchtitan's default is false)."""
+    disable_color_printing: bool = False
+    """Print the console lines without colour."""
+    save_tb_folder: str = "tb"
+    """Folder of the TensorBoard events, inside job.dump_folder."""
+    save_for_all_ranks: bool = False
+    """Write TensorBoard events on every rank, each in its own folder, instead of rank 0 alone."""
+    enable_wandb: Annotated[bool, NotBuilt()] = False
+    """Send the metrics to Weights & Biases."""
+    peak_tflops: PositiveFloat | None = None
+    """Dense bf16 peak of one device in TFLOP/s, for the MFU of a device that is not in our table."""
+
+
+class Checkpoint(Table):
+    """Saving and loading of the training state."""
+
+    enable: bool = False
+    """Save checkpoints, and resume from the newest one in the folder."""
+    enable_ft_dataloader_checkpoints: Annotated[bool, _TORCHFT] = True
+    """torchtitan's per-replica data loader checkpoints."""
+    folder: str = "checkpoint"
+    """Folder of the checkpoints, inside job.dump_folder."""
+    interval: Positive = 500
+    """Steps from one checkpoint to the next; the last step is always saved."""
+    initial_load_path: str | None = None
+    """A step-N folder to start from when the run has no checkpoint of its own."""
+    initial_load_model_only: bool = True
+    """Take only the weights from initial_load_path, not optimizer, step and data position."""
+    initial_load_in_hf: Annotated[bool, NotBuilt()] = False
+    """initial_load_path holds Hugging Face safetensors."""
+    initial_load_in_hf_quantized: Annotated[
+        bool, DefaultOnly("quantised Hugging Face weights are only published for mixture-of-experts models")
+    ] = False
+    """initial_load_path holds quantised Hugging Face safetensors."""
+    last_save_model_only: bool = False
+    """Save only the weights after the last step (torchtitan's default is true). A run that ended so cannot
+    go on."""
+    last_save_in_hf: Annotated[bool, NotBuilt()] = False
+    """Save the last step as Hugging Face safetensors."""
+    export_dtype: Annotated[Literal["float16", "bfloat16", "float32"], NotBuilt()] = "float32"
+    """Precision of a weights-only save."""
+    async_mode: Annotated[Literal["disabled", "async", "async_with_pinned_mem"], NotBuilt()] = "disabled"
+    """Write checkpoints while training goes on."""
+    keep_latest_k: NonNegative = 10
+    """Keep this many checkpoints and delete older ones; 0 keeps all."""
+    load_step: Literal[-1] | NonNegative = -1
+    """Step to resume from; -1 is the newest."""
+    exclude_from_loading: list[str] = []
+    """Parts not to load: any of model, optimizer, dataloader, train_state."""
+    enable_first_step_checkpoint: bool = False
+    """Also save after the first step, to learn early that saving works."""
+    create_seed_checkpoint: Annotated[bool, NotBuilt()] = False
+    """Save the initial weights and stop. Not needed here: they do not depend on the mesh."""
+    load_only: bool = False
+    """Load but never save."""
+
+
+class Comm(Table):
+    """Process groups."""
+
+    init_timeout_seconds: Positive = 300
+    """Time-out of collectives until the first step is done."""
+    train_timeout_seconds: Positive = 100
+    """Time-out of collectives after the first step."""
+    trace_buf_size: Annotated[NonNegative, NotBuilt()] = 20000
+    """Entries of NCCL's flight recorder."""
+    save_traces_folder: Annotated[str, NotBuilt()] = "comm_traces"
+    """Folder of the flight recorder's traces, inside job.dump_folder."""
+    save_traces_file_prefix: Annotated[str, NotBuilt()] = "rank_"
+    """First part of the name of a flight recorder's trace."""
+    mode: Annotated[
+        Literal["default", "fake_backend", "local_tensor"],
+        DefaultOnly(
+            "runs without real communication are not supported; every parallelism runs on CPU with gloo"
+        ),
+    ] = "default"
+    """torchtitan's simulated back ends."""
+
+
+class MemoryEstimation(Table):
+    """torchtitan's estimate of memory without a run."""
+
+    enable: Annotated[bool, NotBuilt()] = False
+    """Estimate instead of training."""
+    disable_fake_mode: Annotated[bool, ActsWith("memory_estimation.enable")] = False
+    """Estimate with real tensors."""
+
+
+class FaultTolerance(Table):
+    """torchtitan's torchft options."""
+
+    enable: Annotated[bool, _TORCHFT] = False
+    """Train with torchft."""
+    process_group: Annotated[str, _TORCHFT] = "gloo"
+    """Back end of torchft's process group."""
+    process_group_timeout_ms: Annotated[int, _TORCHFT] = 10000
+    """Time-out of torchft's process group."""
+    replica_id: Annotated[int, _TORCHFT] = 0
+    """Replica that this process belongs to."""
+    group_size: Annotated[int, _TORCHFT] = 0
+    """Number of replicas."""
+    min_replica_size: Annotated[int, _TORCHFT] = 1
+    """Replicas that a step needs."""
+    semi_sync_method: Annotated[str | None, _TORCHFT] = None
+    """Semi-synchronous training method."""
+
+
+class Experimental(Table):
+    """torchtitan's hooks for code outside the repository."""
+
+    custom_import: Annotated[str, DefaultOnly("a config file runs no code")] = ""
+    """Module to import at start-up."""
+    custom_args_module: Annotated[
+        str, DefaultOnly("the schema is extended in toolkit/config, not by importing a module at start-up")
+    ] = ""
+    """Older name of job.custom_config_module."""
+
+
+class Debug(Table):
+    """Seeds and determinism."""
+
+    seed: NonNegative | None = None
+    """Seed of the initial weights, the data order and random numbers in the model; None is 0."""
+    deterministic: bool = False
+    """Deterministic algorithms only, at some cost in speed; an operation without one is an error."""
+    deterministic_warn_only: bool = False
+    """As deterministic, but an operation without such an algorithm is only a warning."""
+    moe_force_load_balance: Annotated[bool, DefaultOnly("mixture-of-experts models are not supported")] = (
+        False
+    )
+    """Spread tokens evenly over experts."""

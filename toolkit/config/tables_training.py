@@ -1,0 +1,184 @@
+"""Tables about what is trained on what: model, data, batches, optimizer, schedule, validation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+from pydantic import Field as Constraint
+
+from toolkit.config.fields import (
+    ActsWith,
+    AutoOrPositive,
+    Fraction,
+    Momentum,
+    NonNegative,
+    NonNegativeFloat,
+    NotBuilt,
+    Positive,
+    PositiveFloat,
+    Table,
+)
+
+
+class Model(Table):
+    """Which Llama. A key that is None takes the preset's value."""
+
+    name: str = "llama3"
+    """Family: llama2, llama3.0, llama3.1, llama3.2, llama3.3, or llama3, which is torchtitan's (RoPE scaled
+    by 8 at every size)."""
+    flavor: str = "debugmodel"
+    """Size within the family, such as 8B. debugmodel takes its vocabulary from the tokenizer."""
+    hf_assets_path: str = "./tests/assets/tokenizer"
+    """Folder of the tokenizer (tokenizer.model or tokenizer.json), as Hugging Face lays a model out."""
+    tokenizer_path: str | None = None
+    """Tokenizer file or folder, when it is not in hf_assets_path."""
+    converters: Annotated[list[str], NotBuilt()] = []
+    """Changes of the model before sharding, such as float8."""
+    print_after_conversion: Annotated[bool, ActsWith("model.converters")] = False
+    """Print the converted model."""
+    dim: Positive | None = None
+    """Model dimension."""
+    n_layers: Positive | None = None
+    """Transformer blocks."""
+    n_heads: Positive | None = None
+    """Query heads."""
+    n_kv_heads: Positive | None = None
+    """Key and value heads; divides n_heads."""
+    ffn_dim: Positive | None = None
+    """Inner dimension of the feed-forward."""
+    head_dim: Positive | None = None
+    """Dimension of one head; even. None: dim / n_heads where either of those is set, else the preset's."""
+    vocab_size: Positive | None = None
+    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    max_seq_len: Positive | None = None
+    """Longest sequence that the model is made for."""
+    norm_eps: PositiveFloat | None = None
+    """Epsilon of RMSNorm."""
+    rope_theta: PositiveFloat | None = None
+    """Base of the rotary frequencies."""
+    rope_scaling_factor: Annotated[float, Ge(1)] | None = None
+    """Llama 3 scaling of the rotary frequencies by this factor; 1 is none."""
+    tie_embeddings: bool | None = None
+    """One matrix for the embedding and the output head."""
+
+
+class Optimizer(Table):
+    """AdamW."""
+
+    name: Annotated[Literal["AdamW", "Adam"], NotBuilt(("Adam",))] = "AdamW"
+    """Optimizer."""
+    lr: NonNegativeFloat = 8e-4
+    """Peak learning rate."""
+    beta1: Momentum = 0.9
+    """Decay of the first moment."""
+    beta2: Momentum = 0.95
+    """Decay of the second moment."""
+    eps: NonNegativeFloat = 1e-8
+    """Added to the denominator of the update."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay."""
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """How the update is computed; fused is the fastest."""
+    early_step_in_backward: Annotated[bool, NotBuilt()] = False
+    """Step each parameter as soon as its gradient is ready."""
+
+
+class LRScheduler(Table):
+    """Learning rate: linear warm-up, then constant, then decay."""
+
+    warmup_steps: NonNegative = 200
+    """Steps of linear warm-up."""
+    total_steps: Positive | None = None
+    """Length of the schedule when it is not training.steps."""
+    decay_ratio: Fraction | None = None
+    """Last part of the schedule in which the rate decays; None: all of it after the warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: Fraction = 0.0
+    """Rate at the end as a part of optimizer.lr."""
+
+
+class DataLoader(Table):
+    """torch's DataLoader. The order of the data does not depend on these."""
+
+    num_workers: NonNegative = 0
+    """Worker processes of each rank."""
+    persistent_workers: bool = False
+    """Keep the workers between epochs; needs num_workers."""
+    pin_memory: bool = False
+    """Copy batches into page-locked memory."""
+    prefetch_factor: Positive | None = None
+    """Batches that each worker prepares ahead; needs num_workers."""
+
+
+class Training(Table):
+    """Batches, length and precision of the training."""
+
+    dataset: str = "c4_test"
+    """Corpus by name: embedded (also called c4_test) or embedded_validation (c4_validation), which are
+    shipped. With dataset_path the name is only a label."""
+    dataset_path: str | None = None
+    """Own text: a .txt or .jsonl file (also .gz), a folder, a glob, or several of them with commas."""
+    local_batch_size: Positive = 8
+    """Samples that a rank takes through the model at once."""
+    global_batch_size: AutoOrPositive = -1
+    """Samples of one optimizer step over all ranks; micro-batches are accumulated to reach it. -1 is
+    local_batch_size x data-parallel degree, which makes the run depend on the mesh."""
+    seq_len: Positive = 2048
+    """Tokens of one sample."""
+    max_norm: Annotated[float, Constraint(allow_inf_nan=True), Gt(0)] | Positive = 1.0
+    """Clip the global gradient norm to this; inf does not clip."""
+    steps: Positive = 10000
+    """Optimizer steps."""
+    enable_cpu_offload: Annotated[bool, NotBuilt()] = False
+    """Keep parameters, gradients and optimizer state in CPU memory."""
+    dtype: Literal["bfloat16", "float32"] = "float32"
+    """Precision in which parameters and optimizer state are kept."""
+    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Precision of the computation. auto is bfloat16 where the device multiplies it natively, else float32
+    (torchtitan's default is bfloat16)."""
+    mixed_precision_reduce: Literal["float32"] = "float32"
+    """Precision in which gradients are reduced."""
+    gc_freq: Positive = 50
+    """Steps from one garbage collection of Python's to the next; all ranks collect together."""
+    gc_debug: bool = False
+    """Collect garbage at every step and warn of reference cycles that hold tensors."""
+    loss_chunk_tokens: NonNegative = 2048
+    """Tokens for which head and loss are computed at once, so that all logits never exist; 0 is all."""
+    dataloader: DataLoader = DataLoader()
+
+
+class Data(Table):
+    """How text becomes samples."""
+
+    text_column: str = "text"
+    """Column of a .jsonl file that holds the text."""
+    packing: bool = True
+    """Fill samples with documents end to end; false puts one document in a row, cut or padded."""
+    document_mask: bool = True
+    """Attend within a document only, positions counted from its start."""
+    shuffle: bool = True
+    """New order of the samples in each epoch; false keeps the order of the files."""
+    cache_folder: str = "~/.cache/llama-toolkit"
+    """Folder in which tokenised corpora are kept."""
+
+
+class Validation(Table):
+    """Loss on held-out text, computed as in training."""
+
+    enable: bool = False
+    """Validate every freq steps and after the last."""
+    dataset: str = "c4_validation"
+    """Corpus by name, as training.dataset."""
+    dataset_path: str | None = None
+    """Own text, as training.dataset_path."""
+    local_batch_size: Positive = 8
+    """Samples that a rank takes through the model at once."""
+    seq_len: Positive = 2048
+    """Tokens of one sample."""
+    freq: Positive = 10
+    """Steps from one validation to the next."""
+    steps: AutoOrPositive = -1
+    """Batches of one validation; -1 is the whole corpus, each sample once."""
+    dataloader: DataLoader = DataLoader()

@@ -1,0 +1,154 @@
+"""Values of the schema's types: said in words, read from a flag, written as TOML."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+import types
+import typing
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Interval, Le, Lt
+
+from toolkit.config.fields import NONE, allows_none
+
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_PLURALS = {str: "strings", int: "integers", float: "numbers"}
+_SHORT = {bool: "bool", int: "int", float: "float", str: "str", types.NoneType: NONE}
+
+
+def in_words(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
+    """Complete "must be …" for a type, for example "an integer of at least 1"."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return in_words(arguments[0], arguments[1:])
+    if origin in (typing.Union, types.UnionType):
+        alternatives = [in_words(a, metadata) for a in arguments if a is not types.NoneType]
+        return " or ".join([*alternatives, f'"{NONE}"'] if allows_none(annotation) else alternatives)
+    if origin is Literal:
+        choices = [json.dumps(choice) for choice in arguments]
+        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+    if origin is list:
+        return f"a list of {_plural(arguments[0])}"
+    return _WORDS[annotation] + _bounds(metadata)
+
+
+def _plural(annotation: Any) -> str:
+    if typing.get_origin(annotation) is list:
+        return f"lists of {_plural(typing.get_args(annotation)[0])}"
+    if typing.get_origin(annotation) is Literal:
+        return " and ".join(json.dumps(choice) for choice in typing.get_args(annotation))
+    return _PLURALS[annotation]
+
+
+def _bounds(metadata: tuple[Any, ...]) -> str:
+    bounds: dict[str, Any] = {}
+    for mark in metadata:
+        if isinstance(mark, Ge | Gt | Le | Lt | Interval):
+            bounds |= {name: value for name, value in vars(mark).items() if value is not None}
+    phrases = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
+    said = [f"{phrases[name]} {bounds[name]}" for name in phrases if name in bounds]
+    return f" {' and '.join(said)}" if said else ""
+
+
+def short_type(annotation: Any) -> str:
+    """Name a type for ``--help``: ``int``, ``a|b``, ``str,…`` for a list."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return short_type(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return "|".join(dict.fromkeys(short_type(a) for a in arguments))
+    if origin is Literal:
+        return "|".join(str(choice) for choice in arguments)
+    if origin is list:
+        return f"[{short_type(arguments[0])},…]"
+    return _SHORT[annotation]
+
+
+def choices(annotation: Any) -> list[str]:
+    """Return the strings that a type names."""
+    if typing.get_origin(annotation) is Literal:
+        return [choice for choice in typing.get_args(annotation) if isinstance(choice, str)]
+    return [choice for inner in typing.get_args(annotation) for choice in choices(inner)]
+
+
+def parse(text: str, annotation: Any) -> object:
+    """Read a flag's ``text`` as the schema's type; text of no such type stays text, for validation to refuse."""
+    for read in _readers(annotation):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _readers(annotation: Any) -> list[Any]:
+    """Ways to read a text as ``annotation``, strictest first; each raises ValueError."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _readers(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        order = {types.NoneType: 0, int: 1, float: 2}
+        readers = [reader for a in arguments for reader in ((order.get(_base(a), 3), r) for r in _readers(a))]
+        return [reader for _, reader in sorted(readers, key=lambda pair: pair[0])]
+    if origin is list:
+        return [lambda text: _read_list(text, arguments[0])]
+    if origin is Literal:
+        return [int] if isinstance(arguments[0], int) else []
+    return {bool: [_read_bool], int: [int], float: [float], types.NoneType: [_read_none]}.get(annotation, [])
+
+
+def _base(annotation: Any) -> Any:
+    if typing.get_origin(annotation) is Annotated:
+        return _base(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) is Literal:
+        return type(typing.get_args(annotation)[0])
+    return annotation
+
+
+def _read_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
+
+
+def _read_none(text: str) -> None:
+    if text != NONE:
+        raise ValueError(text)
+
+
+def _read_list(text: str, element: Any) -> list[Any]:
+    if text.lstrip().startswith("["):
+        try:
+            value: list[Any] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(text) from error
+        return value
+    if typing.get_origin(element) is list:
+        raise ValueError(text)
+    return [parse(item.strip(), element) for item in text.split(",")] if text else []
+
+
+def format_toml(value: object) -> str:
+    """Write one value as TOML; None, which TOML lacks, as the string "None"."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return _format_float(value)
+    if isinstance(value, list):
+        return f"[{', '.join(format_toml(item) for item in value)}]"
+    if value is None or isinstance(value, str):
+        return _format_string(NONE if value is None else value)
+    return str(value)
+
+
+def _format_float(value: float) -> str:
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    return repr(value)
+
+
+def _format_string(value: str) -> str:
+    # JSON's escapes are TOML's, except that TOML also wants DEL escaped and knows no surrogate pairs.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
