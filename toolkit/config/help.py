@@ -8,6 +8,7 @@ from toolkit.config.fields import ActsWith, DefaultOnly, NotBuilt
 from toolkit.config.schema import Field, fields, tables
 from toolkit.config.suggest import did_you_mean
 from toolkit.config.values import format_toml, short_type
+from toolkit.errors import ConfigError, Problem
 
 _USAGE = """\
 usage: python -m toolkit.train [--job.config_file FILE.toml] [--table.key VALUE ...]
@@ -22,11 +23,21 @@ _WIDTH = 100
 
 
 def help_text(table: str = "") -> str:
-    """List the keys of ``table`` and the tables inside it, or of all, with type, default and meaning."""
+    """List the keys of ``table`` and the tables inside it, or of all, with type, default and meaning.
+
+    Raises:
+        ConfigError: there is no such table.
+    """
     chosen = [field for field in fields() if not table or f"{field.key}.".startswith(f"{table}.")]
     if not chosen:
-        return (
-            f"there is no table {table}; {did_you_mean(table, tables(), f'there are {", ".join(tables())}')}"
+        raise ConfigError(
+            Problem(
+                f"there is no table [{table}]",
+                did_you_mean(table, tables(), f"the tables are {', '.join(tables())}"),
+                "--help",
+                table,
+                "command line",
+            )
         )
     parts = [] if table else [_USAGE]
     current = ""

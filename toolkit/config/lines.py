@@ -7,6 +7,7 @@ that tomllib refuses it finds what comes before the fault, which is enough to na
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tomllib
 from collections.abc import Callable
@@ -29,10 +30,8 @@ _SCALAR = re.compile(r"[^,\]}#\n]+")
 def key_lines(text: str) -> list[tuple[Path, int]]:
     """Return (key path, 1-based line) of each key and table header, in order of appearance."""
     scanner = _Scanner(text)
-    try:
+    with contextlib.suppress(_Stop):
         scanner.document()
-    except _Stop:
-        pass
     return scanner.found
 
 

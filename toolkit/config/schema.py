@@ -75,7 +75,7 @@ class Config(Table):
         return copy
 
     def origin(self, key: str) -> str:
-        """Say where the value of a dotted ``key`` comes from: "file.toml:12", "--training.seq_len", "default"."""
+        """Say what set a dotted ``key``: "file.toml:12", "--training.seq_len" or "default"."""
         return self._origins.get(key, DEFAULT)
 
     def value(self, key: str) -> Any:
@@ -90,7 +90,9 @@ class Config(Table):
             if field.table != table:
                 table = field.table
                 lines += ["", f"[{table}]"]
-            line = f"{field.name} = {format_toml(self.value(field.key))}"
+            value = self.value(field.key)
+            unset = value is None and field.default is None
+            line = f"# {field.name} = None" if unset else f"{field.name} = {format_toml(value)}"
             lines.append(f"{line}  # {self.origin(field.key)}" if origins else line)
         return "\n".join(lines[1:]) + "\n"
 

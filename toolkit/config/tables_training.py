@@ -127,7 +127,7 @@ class Training(Table):
     local_batch_size x data-parallel degree, which makes the run depend on the mesh."""
     seq_len: Positive = 2048
     """Tokens of one sample."""
-    max_norm: Annotated[float, Constraint(allow_inf_nan=True), Gt(0)] | Positive = 1.0
+    max_norm: Annotated[float, Constraint(allow_inf_nan=True), Gt(0)] = 1.0
     """Clip the global gradient norm to this; inf does not clip."""
     steps: Positive = 10000
     """Optimizer steps."""

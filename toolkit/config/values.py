@@ -7,6 +7,7 @@ import math
 import tomllib
 import types
 import typing
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval, Le, Lt
@@ -46,7 +47,9 @@ def _bounds(metadata: tuple[Any, ...]) -> str:
     bounds: dict[str, Any] = {}
     for mark in metadata:
         if isinstance(mark, Ge | Gt | Le | Lt | Interval):
-            bounds |= {name: value for name, value in vars(mark).items() if value is not None}
+            bounds |= {name: bound for name, bound in asdict(mark).items() if bound is not None}
+    if "ge" in bounds and "le" in bounds:
+        return f" from {bounds['ge']} to {bounds['le']}"
     phrases = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
     said = [f"{phrases[name]} {bounds[name]}" for name in phrases if name in bounds]
     return f" {' and '.join(said)}" if said else ""
@@ -74,7 +77,7 @@ def choices(annotation: Any) -> list[str]:
 
 
 def parse(text: str, annotation: Any) -> object:
-    """Read a flag's ``text`` as the schema's type; text of no such type stays text, for validation to refuse."""
+    """Read a flag's ``text`` as a type of the schema; what cannot be read stays text, for validation."""
     for read in _readers(annotation):
         try:
             return read(text)
