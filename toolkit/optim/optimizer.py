@@ -1,0 +1,83 @@
+"""The optimizer of a run, and its state as named tensors for a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from toolkit.names import clean_name
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+# Which of torch's kernels each implementation asks for.
+IMPLEMENTATIONS = {
+    "for-loop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True, "fused": False},
+    "fused": {"foreach": False, "fused": True},
+}
+OPTIMIZERS: dict[str, type[Optimizer]] = {"AdamW": AdamW}
+
+
+def parameter_groups(parameters: NamedParameters, *, weight_decay: float) -> list[dict]:
+    """torch's parameter groups for what is trainable: one group, all of it decayed, as in torchtitan."""
+    trainable = [(clean_name(name), parameter) for name, parameter in parameters if parameter.requires_grad]
+    return [{"params": trainable, "weight_decay": weight_decay}]
+
+
+def build_optimizer(
+    parameters: NamedParameters,
+    *,
+    name: str = "AdamW",
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    implementation: str,
+) -> Optimizer:
+    """An optimizer over the trainable ones of ``parameters`` (plain or DTensor).
+
+    ``implementation``: "for-loop" updates one tensor at a time, "foreach" a list of them in few
+    kernels, "fused" all of it in one; they differ in speed and rounding only.
+
+    Raises:
+        KeyError: ``name`` or ``implementation`` is not one of those above.
+        ValueError: nothing is trainable, or a number is out of its range (torch's own checks).
+    """
+    groups = parameter_groups(parameters, weight_decay=weight_decay)
+    return OPTIMIZERS[name](groups, lr=lr, betas=(beta1, beta2), eps=eps, **IMPLEMENTATIONS[implementation])
+
+
+def optimizer_tensors(parameters: NamedParameters, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The live state of ``optimizer`` as ``optim.<name>.exp_avg``, ``.exp_avg_sq`` and ``.step``.
+
+    Moments have the shape and layout of their parameter; ``step`` is a float32 scalar. Writing into
+    these tensors changes the optimizer. State that does not exist yet, before the first step, is made
+    here exactly as torch would make it, so that a checkpoint can be loaded in place and the run that
+    goes on from it equals the one that never stopped bit for bit.
+    """
+    owner = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in parameters:
+        if id(parameter) not in owner:
+            continue
+        state = optimizer.state[parameter]
+        if not state:
+            state.update(_fresh_state(parameter, owner[id(parameter)]))
+        for key, value in state.items():
+            tensors[f"optim.{clean_name(name)}.{key}"] = value
+    return tensors
+
+
+def _fresh_state(parameter: nn.Parameter, group: dict) -> dict[str, Tensor]:
+    # The fused kernels count steps on the device; the others keep the count on the CPU, because a
+    # kernel launch for a scalar costs more than the scalar.
+    device = parameter.device if group["fused"] else torch.device("cpu")
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=device),
+        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+    }
