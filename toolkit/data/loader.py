@@ -1,0 +1,190 @@
+"""Batches for one rank: a pure function of how many samples the run has consumed.
+
+Global batch g after a start at sample s is samples [s + g·G, s + (g+1)·G) of the run. Data-parallel rank r
+of R takes the r-th R-th of them, ``local_batch_size`` at a time. No worker, prefetch depth or number of
+ranks changes which samples those are, so the loader's state is one counter (and what it counts, to
+refuse another corpus).
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from toolkit.data.cache import TokenCache
+from toolkit.data.order import corpus_indices
+from toolkit.data.packing import PADDING, Rows, corpus_rows
+from toolkit.errors import DataError
+
+Batch = dict[str, torch.Tensor | None]
+FIELDS = ("tokens", "labels", "positions", "documents")
+ORDERED_AT_ONCE = 4096  # samples whose place is computed in one vectorised step
+
+
+class _MicroBatches(Sampler[list[int]]):
+    """Corpus indices of this rank's micro-batches from ``start`` on; PADDING for rows past a finite end."""
+
+    def __init__(
+        self, n: int, *, global_batch_size: int, local_batch_size: int, dp_rank: int, dp_size: int, seed: int,
+        shuffle: bool, infinite: bool,
+    ):  # fmt: skip
+        self.n, self.global_batch_size, self.local_batch_size = (n, global_batch_size, local_batch_size)
+        self.seed, self.shuffle, self.infinite = seed, shuffle, infinite
+        rows = global_batch_size // dp_size
+        self.offsets = dp_rank * rows + np.arange(rows)
+        self.start = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        at_once = max(1, ORDERED_AT_ONCE // len(self.offsets))
+        steps = np.arange(at_once)[:, None] * self.global_batch_size
+        start = self.start
+        while self.infinite or start < self.n:
+            samples = (start + steps + self.offsets).ravel()
+            indices = corpus_indices(samples, self.n, seed=self.seed, shuffle=self.shuffle)
+            if not self.infinite:
+                begun = (start + steps < self.n).sum() * len(self.offsets)
+                indices = np.where(samples < self.n, indices, PADDING)[:begun]
+            yield from indices.reshape(-1, self.local_batch_size).tolist()
+            start += at_once * self.global_batch_size
+
+
+class _MicroBatchDataset(Dataset[Batch]):
+    """Rows, put together a micro-batch at a time (torch's own collation would copy each row once more)."""
+
+    def __init__(self, corpus: TokenCache, **options: Any):
+        self.corpus, self.options = corpus, options
+        self.rows: Rows = corpus_rows(corpus.tokens, corpus.offsets, **options)
+
+    def __reduce__(self) -> tuple:
+        # To a worker that is not forked goes the name of the cache folder, never the tokens.
+        return functools.partial(_MicroBatchDataset, **self.options), (self.corpus,)
+
+    def __getitem__(self, indices: list[int]) -> Batch:
+        samples = [self.rows.blank() if index == PADDING else self.rows.sample(index) for index in indices]
+        return {
+            name: torch.from_numpy(np.stack([sample[name] for sample in samples]))
+            if name in samples[0]
+            else None
+            for name in FIELDS
+        }
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+class Loader:
+    """Iterates micro-batches: tokens, labels, positions int64 and documents int32, each (B, S).
+
+    positions and documents are None without a document mask. An infinite loader goes on from where its
+    state says; a finite one starts anew with each ``iter``, gives each sample once and ends with a global
+    batch filled up by rows without labels, so that all ranks have equally many micro-batches.
+    """
+
+    def __init__(self, data: StatefulDataLoader, sampler: _MicroBatches, identity: dict[str, Any]):
+        self._data, self._sampler, self._identity = data, sampler, identity
+        self._micro_batches = len(sampler.offsets) // sampler.local_batch_size  # a global batch, of this rank
+        self._start = 0
+        self._taken = 0
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self._sampler.n
+
+    @property
+    def samples(self) -> int:
+        """Samples consumed by the whole run, to the last complete global batch."""
+        return self._start + self._taken // self._micro_batches * self._sampler.global_batch_size
+
+    def __len__(self) -> int:
+        """Micro-batches of this rank in one epoch, the last global batch filled up."""
+        return -(-self._sampler.n // self._sampler.global_batch_size) * self._micro_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._start = self.samples if self._sampler.infinite else 0
+        self._taken = 0
+        self._sampler.start = self._start
+        return _Counted(self, iter(self._data))
+
+    def state_dict(self) -> dict[str, int | str | bool]:
+        """Samples consumed (not prefetched) and what they were samples of."""
+        return {"samples": self.samples, **self._identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the samples that ``state`` counts, at any number of ranks, workers or batch size.
+
+        Raises DataError where the state counts samples of another corpus, seed or packing.
+        """
+        changed = [
+            f"{name} was {state.get(name)!r} and is {value!r}"
+            for name, value in self._identity.items()
+            if state.get(name) != value
+        ]
+        if changed:
+            raise DataError(
+                f"the data position of the checkpoint does not fit this run: {'; '.join(changed)}\n"
+                f"  fix:  restore these, or start the data anew with "
+                f'checkpoint.exclude_from_loading = ["dataloader"]'
+            )
+        self._start, self._taken = int(state["samples"]), 0
+
+
+class _Counted:
+    """Counts micro-batches as they are handed over, whatever has been prefetched behind them."""
+
+    def __init__(self, loader: Loader, batches: Iterator[Batch]):
+        self._loader, self._batches = loader, batches
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self._loader._taken += 1
+        return batch
+
+
+def build_loader(
+    corpus: TokenCache, *, seq_len: int, global_batch_size: int, local_batch_size: int, dp_rank: int,
+    dp_size: int, seed: int, packing: bool, document_mask: bool, shuffle: bool, pad_id: int | None,
+    num_workers: int = 0, persistent_workers: bool = False, pin_memory: bool = False,
+    prefetch_factor: int | None = None, infinite: bool = True,
+) -> Loader:  # fmt: skip
+    """A loader of rank ``dp_rank`` of ``dp_size``.
+
+    ``pad_id`` None pads with 0 (a padding token is neither attended to nor predicted).
+    ``persistent_workers`` and ``prefetch_factor`` mean nothing without workers, as in torchtitan's files.
+
+    Raises:
+        DataError: the corpus is shorter than one sample.
+        ValueError: global_batch_size is not a multiple of local_batch_size times dp_size.
+    """
+    if global_batch_size % (local_batch_size * dp_size):
+        raise ValueError(f"{global_batch_size=} is not a multiple of {local_batch_size=} times {dp_size=}")
+    dataset = _MicroBatchDataset(
+        corpus, seq_len=seq_len, packing=packing, document_mask=document_mask, pad_id=pad_id or 0
+    )
+    sampler = _MicroBatches(
+        len(dataset.rows), global_batch_size=global_batch_size, local_batch_size=local_batch_size,
+        dp_rank=dp_rank, dp_size=dp_size, seed=seed, shuffle=shuffle, infinite=infinite,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates.
+        warnings.filterwarnings("ignore", message=".*set_vital", category=UserWarning)
+        data = StatefulDataLoader(
+            dataset, batch_size=None, sampler=sampler, num_workers=num_workers, pin_memory=pin_memory,
+            collate_fn=_as_it_is, persistent_workers=persistent_workers and num_workers > 0,
+            prefetch_factor=prefetch_factor if num_workers > 0 else None,
+        )  # fmt: skip
+    identity = {
+        "corpus": corpus.fingerprint, "seq_len": seq_len, "packing": packing, "shuffle": shuffle,
+        "seed": seed,
+    }  # fmt: skip
+    return Loader(data, sampler, identity)

@@ -1,0 +1,63 @@
+"""The order of samples: a keyed permutation of [0, n) that is computed, not stored.
+
+Swap-or-not (Hoang, Morris and Rogaway, "An enciphering scheme based on a card shuffle", CRYPTO 2012): in
+each round r every index x has the partner (K_r − x) mod n, and a keyed coin of the pair says whether the
+two trade places. It is exact for every n, needs O(1) memory and, unlike a Feistel network, no walking of
+cycles. The chance that an index was never moved is 2**−ROUNDS.
+
+The round keys are the bytes of SHAKE-256 and the coin is the finaliser of SplitMix64: integer arithmetic
+throughout, so the order is the same on every platform and in every version of Python and NumPy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import overload
+
+import numpy as np
+
+ROUNDS = 32
+
+
+@overload
+def permute(index: int, n: int, key: bytes) -> int: ...
+@overload
+def permute(index: np.ndarray, n: int, key: bytes) -> np.ndarray: ...
+def permute(index: int | np.ndarray, n: int, key: bytes) -> int | np.ndarray:
+    """Where the permutation of [0, n) that belongs to ``key`` sends ``index`` (a number or an int array)."""
+    x = np.atleast_1d(np.asarray(index, dtype=np.int64))
+    if n < 1 or (x.size and (x.min() < 0 or x.max() >= n)):
+        raise IndexError(f"index {index} is not in [0, {n})")
+    stream = hashlib.shake_256(key).digest(16 * ROUNDS)
+    for start in range(0, 16 * ROUNDS, 16):
+        pivot = int.from_bytes(stream[start : start + 8], "little") % n
+        salt = np.uint64(int.from_bytes(stream[start + 8 : start + 16], "little"))
+        partner = pivot - x
+        partner += n * (partner < 0)
+        x = np.where(_coin(np.maximum(x, partner).view(np.uint64) ^ salt), partner, x)
+    return x if isinstance(index, np.ndarray) else int(x[0])
+
+
+def _coin(z: np.ndarray) -> np.ndarray:
+    """One even bit of each 64-bit word (Steele, Lea and Flood, "Fast splittable pseudorandom …", 2014)."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z >> np.uint64(63)).astype(bool)
+
+
+def epoch_key(seed: int, epoch: int) -> bytes:
+    """The key of one epoch's order."""
+    return f"llama-toolkit sample order 1, seed {seed}, epoch {epoch}".encode()
+
+
+def corpus_indices(samples: np.ndarray, n: int, *, seed: int, shuffle: bool) -> np.ndarray:
+    """Which of the corpus's ``n`` samples the run's samples are (both int64, same shape).
+
+    Epoch e is the run's samples [e·n, (e+1)·n): each of the corpus once, in an order of its own.
+    """
+    epochs, indices = np.divmod(samples, n)
+    if shuffle:
+        for epoch in np.unique(epochs):
+            of_epoch = epochs == epoch
+            indices[of_epoch] = permute(indices[of_epoch], n, epoch_key(seed, int(epoch)))
+    return indices

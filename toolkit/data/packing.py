@@ -1,0 +1,119 @@
+"""Rows of constant length from a tokenised corpus.
+
+Packed: the documents lie end to end in corpus order and are cut every ``seq_len`` tokens; row k reads the
+``seq_len + 1`` tokens from k·seq_len, so that in an epoch every token is predicted exactly once, but for
+the very first and a tail shorter than a row. Which documents share a row is the same in every epoch; the
+order of the rows is not. (Shuffling documents first would need a table as long as the corpus each epoch;
+what it buys, other neighbours for a document, the document mask hides from the model anyway.)
+
+Padded: one document a row, cut at ``seq_len`` tokens or filled up.
+
+With ``document_mask`` positions restart and ``documents`` counts up at each document, and the last token
+of a document has no label, for its successor belongs to another document. A document that began in an
+earlier row restarts its positions at the row's start: attention cannot see the earlier part.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from toolkit.errors import DataError
+
+NO_LABEL = -100
+PADDING = -1
+
+Sample = dict[str, np.ndarray]
+
+
+class Rows(Protocol):
+    """``len()`` rows of a corpus; tokens, labels, positions int64 and documents int32, each (seq_len,)."""
+
+    seq_len: int
+
+    def __len__(self) -> int: ...
+    def sample(self, k: int) -> Sample: ...
+    def blank(self) -> Sample: ...
+
+
+class _Rows:
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        offsets: np.ndarray,
+        seq_len: int,
+        *,
+        document_mask: bool = True,
+        pad_id: int = 0,
+    ):
+        """``tokens`` (N,) unsigned; ``offsets`` (D + 1,) int64, where each document begins, and N."""
+        self.tokens, self.offsets, self.seq_len = tokens, offsets, seq_len
+        self.document_mask, self.pad_id = document_mask, pad_id
+        self._arange = np.arange(seq_len)
+
+    def blank(self) -> Sample:
+        """A row of padding only."""
+        row = {"tokens": np.full(self.seq_len, self.pad_id), "labels": np.full(self.seq_len, NO_LABEL)}
+        if self.document_mask:
+            row["positions"] = np.zeros(self.seq_len, np.int64)
+            row["documents"] = np.full(self.seq_len, PADDING, np.int32)
+        return row
+
+
+class PackedRows(_Rows):
+    """Constant-length cuts of the concatenated documents."""
+
+    def __len__(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self.seq_len)
+
+    def sample(self, k: int) -> Sample:
+        """Row ``k``, reading seq_len + 1 tokens of the file."""
+        start, length = k * self.seq_len, self.seq_len
+        window = self.tokens[start : start + length + 1].astype(np.int64)
+        row = {"tokens": window[:-1], "labels": window[1:]}
+        if self.document_mask:
+            low, high = np.searchsorted(self.offsets, (start, start + length), side="right")
+            begins = self.offsets[low:high] - start  # of the documents after the row's first, in (0, length]
+            row["labels"] = window[1:].copy()
+            row["labels"][begins - 1] = NO_LABEL
+            begins = begins[begins < length]
+            documents = np.zeros(length, np.int32)
+            documents[begins] = 1
+            row["documents"] = np.cumsum(documents, dtype=np.int32)
+            row["positions"] = self._arange - np.concatenate(([0], begins))[row["documents"]]
+        return row
+
+
+class PaddedRows(_Rows):
+    """One document a row; what is longer than the row is left out."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def sample(self, k: int) -> Sample:
+        """Document ``k``."""
+        start, end = int(self.offsets[k]), int(self.offsets[k + 1])
+        row = self.blank()
+        n_inputs, n_labels = (min(end - start, self.seq_len), min(end - start - 1, self.seq_len))
+        row["tokens"][:n_inputs] = self.tokens[start : start + n_inputs]
+        row["labels"][:n_labels] = self.tokens[start + 1 : start + 1 + n_labels]
+        if self.document_mask:
+            row["positions"][:n_inputs] = self._arange[:n_inputs]
+            row["documents"][:n_inputs] = 0
+        return row
+
+
+def corpus_rows(
+    tokens: np.ndarray, offsets: np.ndarray, seq_len: int, *, packing: bool, document_mask: bool, pad_id: int
+) -> Rows:
+    """The rows of a corpus. Raises DataError where it is too short for one."""
+    kind = PackedRows if packing else PaddedRows
+    rows = kind(tokens, offsets, seq_len, document_mask=document_mask, pad_id=pad_id)
+    if len(rows) == 0:
+        raise DataError(
+            f"the corpus has {len(tokens):,} tokens in {len(offsets) - 1:,} documents: one packed sample of "
+            f"seq_len {seq_len:,} takes {seq_len + 1:,} tokens\n"
+            f"  fix:  add text, lower seq_len, or set data.packing = false (one document a row)"
+        )
+    return rows

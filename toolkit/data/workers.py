@@ -1,0 +1,173 @@
+"""Turning pieces of text into token ids, by this process or by several, the results in order.
+
+The helpers are fresh interpreters that import this file and what the tokenizer needs, never torch and
+never the parent's ``__main__``; ``multiprocessing`` would do the latter, and forking a parent that has
+threads (torch, gloo, CUDA) is not safe. A helper holds one piece at a time, ends when its pipe closes,
+and so never outlives its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from toolkit.data.sources import Piece
+from toolkit.errors import DataError
+
+AHEAD = 4  # pieces that may wait, a process, for an earlier one that takes longer
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer; it must pickle."""
+
+    n_words: int
+    bos_id: int | None
+    eos_id: int | None
+    fingerprint: str
+
+    def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]: ...
+
+
+class Encoded(NamedTuple):
+    """A piece's ``tokens``, the ``lengths`` of its texts in tokens (int64), and what it said of itself."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    opens: bool
+    closes: bool
+    n_file_bytes: int
+
+
+def encode_piece(piece: Piece, text_column: str, tokenizer: Tokenizer, dtype: str) -> Encoded:
+    """Token ids of a piece: each document is BOS, its text, EOS (those that the tokenizer has)."""
+    texts = piece.texts(text_column)
+    has_bos, has_eos = tokenizer.bos_id is not None, tokenizer.eos_id is not None
+    parts = []
+    for number, text in enumerate(texts):
+        begins, ends = (piece.opens or number > 0, piece.closes or number < len(texts) - 1)
+        ids = tokenizer.encode(text, bos=has_bos and begins, eos=has_eos and ends)
+        parts.append(np.array(ids, dtype=dtype))
+    tokens = np.concatenate(parts) if parts else np.zeros(0, dtype)
+    lengths = np.array([len(part) for part in parts], dtype=np.int64)
+    return Encoded(tokens, lengths, piece.opens, piece.closes, piece.n_file_bytes)
+
+
+def encode_all(
+    pieces: Iterator[Piece], text_column: str, tokenizer: Tokenizer, dtype: str, *, processes: int
+) -> Iterator[Encoded]:
+    """:func:`encode_piece` of every piece, in order, by ``processes`` (1: this one).
+
+    Memory is bounded by ``AHEAD`` pieces a process, however long the corpus. An error is raised when the
+    turn of its piece comes, so that it is the same one for any number of processes.
+    """
+    if processes == 1:
+        yield from (encode_piece(piece, text_column, tokenizer, dtype) for piece in pieces)
+        return
+    helpers = [_Helper() for _ in range(processes)]
+    try:
+        for helper in helpers:
+            helper.send((text_column, tokenizer, dtype))
+        yield from _in_order(pieces, helpers)
+    finally:
+        for helper in helpers:
+            helper.stop()
+
+
+def _in_order(pieces: Iterator[Piece], helpers: list[_Helper]) -> Iterator[Encoded]:
+    idle, busy = list(helpers), dict[Connection, tuple[_Helper, int]]()
+    results: dict[int, Encoded | Exception] = {}
+    sent = done = 0
+    more = True
+    while True:
+        while more and idle and sent - done < AHEAD * len(helpers):
+            piece = next(pieces, None)
+            if piece is None:
+                more = False
+                break
+            helper = idle.pop()
+            helper.send(piece)
+            busy[helper.connection] = helper, sent
+            sent += 1
+        if not busy:
+            return
+        for connection in wait(list(busy)):
+            helper, number = busy.pop(connection)  # type: ignore[arg-type, index]
+            results[number] = helper.receive()
+            idle.append(helper)
+        while done in results:
+            result = results.pop(done)
+            if isinstance(result, Exception):
+                raise result
+            yield result
+            done += 1
+
+
+class _Helper:
+    """One tokenising process and the pipe to it."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from toolkit.data.workers import serve; serve({theirs.fileno()})"
+        )
+        # One thread each: there are as many helpers as cores.
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+        theirs.close()
+
+    def send(self, message: object) -> None:
+        try:
+            self.connection.send(message)
+        except OSError:
+            raise self._died() from None
+
+    def receive(self) -> Encoded | Exception:
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            raise self._died() from None
+
+    def _died(self) -> DataError:
+        code = self.process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return DataError(
+            f"a tokenising process {how}\n  fix:  if memory ran out, give the job more; otherwise start again"
+        )
+
+    def stop(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def serve(descriptor: int) -> None:
+    """The life of a helper: the tokenizer first, then pieces, until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    connection = Connection(descriptor)
+    try:
+        text_column, tokenizer, dtype = connection.recv()
+        while True:
+            piece = connection.recv()
+            try:
+                answer: Encoded | Exception = encode_piece(piece, text_column, tokenizer, dtype)
+            except DataError as error:
+                answer = DataError(str(error))
+            except Exception:
+                answer = RuntimeError(f"a tokenising process failed:\n{traceback.format_exc()}")
+            connection.send(answer)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
