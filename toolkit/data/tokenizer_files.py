@@ -1,0 +1,231 @@
+"""Which tokenizer a folder holds: finding the file, telling its kind by content, naming its tokens.
+
+A folder is searched for, in this order,
+
+1. ``tokenizer.model``            tiktoken ranks (Llama 3) or a SentencePiece model (Llama 2)
+2. ``original/tokenizer.model``   the same, where Hugging Face repositories of Meta keep it
+3. ``tokenizer.json``             Hugging Face tokenizers
+
+The ``.model`` files come first because they are what Meta's own code reads, they load three times
+faster than the JSON of the same vocabulary, and both encode alike. Tokens that someone added beside
+them are not lost: ``tokenizer_config.json`` of the same folder is read for their names and ids.
+
+The tokenizer libraries are imported where one is needed, so that the preflight can ask for a
+vocabulary's size in some tens of milliseconds.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from toolkit.errors import DataError
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+
+Kind = Literal["tiktoken", "sentencepiece", "json"]
+
+CANDIDATES = ("tokenizer.model", "original/tokenizer.model", "tokenizer.json")
+ACCEPTED = (
+    "accepted are tokenizer.model (tiktoken ranks as of Llama 3, or SentencePiece as of Llama 2), "
+    "original/tokenizer.model and tokenizer.json (Hugging Face tokenizers)"
+)
+N_LLAMA3_RANKS = 128_000
+N_LLAMA3_SPECIAL = 256
+PAD_LLAMA3 = "<|finetune_right_pad_id|>"
+
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?\n")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """One tokenizer on disk.
+
+    Attributes:
+        path: the file that defines it.
+        kind: how to read that file.
+        content: its bytes.
+        added: name → id of the tokens that ``tokenizer_config.json`` beside it lists.
+        named: role ("bos", "eos", "pad") → token name, where that file says so.
+        older_names: the model files beside it have no scaled RoPE: Llama 3.0, if of Llama 3 at all, which
+            had other names for some special tokens.
+    """
+
+    path: Path
+    kind: Kind
+    content: bytes
+    added: dict[str, int] = field(default_factory=dict)
+    named: dict[str, str] = field(default_factory=dict)
+    older_names: bool = False
+
+
+def find(path: str | Path) -> TokenizerFiles:
+    """Find and read the tokenizer file at ``path``, a folder or the file itself.
+
+    Raises:
+        DataError: nothing there, or a file that is no tokenizer of a known kind.
+    """
+    given = Path(path).expanduser()
+    if not given.exists():
+        raise DataError(
+            f"tokenizer path {str(path)!r} does not exist (from folder {Path.cwd()}); "
+            f"model.hf_assets_path must name a local folder or file, not a model on a hub; {ACCEPTED}"
+        )
+    file, folder = given, given.parent
+    if given.is_dir():
+        folder = given
+        found = [given / name for name in CANDIDATES if (given / name).is_file()]
+        if not found:
+            there = ", ".join(sorted(entry.name for entry in given.iterdir())[:12]) or "nothing"
+            raise DataError(f"no tokenizer in folder {str(path)!r}: it holds {there}; {ACCEPTED}")
+        file = found[0]
+    elif folder.name == "original":
+        folder = folder.parent
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read tokenizer file {file}: {error.strerror}") from error
+    kind = kind_of(content, file)
+    added, named = _tokenizer_config(folder / "tokenizer_config.json")
+    return TokenizerFiles(file, kind, content, added, named, _is_llama3_0(folder))
+
+
+def kind_of(content: bytes, path: Path) -> Kind:
+    """The kind of a tokenizer file, from its first bytes and never from its name."""
+    head = content[:4096]
+    if head.startswith(b"version https://git-lfs"):
+        raise DataError(f"{path} is a Git LFS pointer, not the tokenizer itself: run `git lfs pull` there")
+    if head.lstrip().startswith(b"{"):
+        return "json"
+    # A SentencePiece model is a protobuf message whose first field (1, bytes) is its first piece.
+    if head.startswith(b"\x0a"):
+        return "sentencepiece"
+    if _TIKTOKEN_LINE.match(head if b"\n" in head else head + b"\n"):
+        return "tiktoken"
+    shown = "it is empty" if not content else f"it starts with {bytes(content[:16])!r}"
+    raise DataError(f"{path} is no tokenizer of a known kind: {shown}; {ACCEPTED}")
+
+
+def read_ranks(content: bytes, path: Path) -> dict[bytes, int]:
+    """The merge ranks of a tiktoken file: token bytes → rank, which is also its id.
+
+    Raises:
+        DataError: a line that is not "base64 rank", a token or rank given twice, or a rank left out.
+    """
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            if not line.strip():
+                continue
+            raise DataError(f"{path}:{number}: expected 'base64 rank', found {line[:40]!r}") from error
+    lines = sum(1 for line in content.splitlines() if line.strip())
+    if len(ranks) != lines or set(ranks.values()) != set(range(lines)):
+        raise DataError(f"{path}: the {lines} ranks are not 0 to {lines - 1}, each once; is the file whole?")
+    return ranks
+
+
+def special_tokens_llama3(files: TokenizerFiles, n_ranks: int) -> dict[str, int]:
+    """Names and ids of the special tokens after ``n_ranks`` ranks: Llama 3's 256, then what was added.
+
+    Ids are the same in all Llama 3 releases; names are not. Those that ``tokenizer_config.json``
+    lists win, then 3.0's where the folder's model is of that release, and else those of 3.1 to 3.3.
+    """
+    listed = {name: token for name, token in files.added.items() if token >= n_ranks}
+    older = files.older_names and n_ranks == N_LLAMA3_RANKS
+    names = dict(enumerate(llama3_names(older=older), start=n_ranks))
+    by_id = {token: name for token, name in names.items() if name not in listed}
+    by_id.update({token: name for name, token in listed.items()})
+    return {by_id[token]: token for token in sorted(by_id)}
+
+
+def vocabulary_size(path: str | Path) -> int:
+    """Entries of the tokenizer at ``path`` (largest id + 1), without building it: a peek for checks.
+
+    Raises:
+        DataError: as :func:`find`, or a JSON file that is no tokenizer.
+    """
+    files = find(path)
+    if files.kind == "json":
+        return json_vocabulary_size(files)
+    added = max(files.added.values(), default=-1) + 1
+    if files.kind == "tiktoken":
+        lines = files.content.count(b"\n") + (not files.content.endswith(b"\n"))
+        return max(lines + N_LLAMA3_SPECIAL, added)
+    return max(sentencepiece_processor(files).get_piece_size(), added)
+
+
+def json_vocabulary_size(files: TokenizerFiles) -> int:
+    """Largest id + 1 in the vocabulary and the added tokens of a ``tokenizer.json``."""
+    try:
+        content = json.loads(files.content)
+        vocabulary = content["model"]["vocab"]
+        added = [token["id"] for token in content.get("added_tokens", [])]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{files.path} is no tokenizer.json of Hugging Face tokenizers: {type(error).__name__} {error}"
+        ) from error
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return max([*ids, *added], default=-1) + 1
+
+
+def sentencepiece_processor(files: TokenizerFiles) -> SentencePieceProcessor:
+    """The SentencePiece model of ``files``, loaded."""
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        return SentencePieceProcessor(model_proto=files.content)
+    except RuntimeError as error:
+        raise DataError(
+            f"{files.path} ({len(files.content):,} bytes) is no whole SentencePiece model: {error}"
+        ) from error
+
+
+def llama3_names(*, older: bool = False) -> list[str]:
+    """The 256 special tokens of Llama 3 by offset: 3.0's (``older``) or 3.1's and later."""
+    names: list[str | None] = [None] * N_LLAMA3_SPECIAL
+    names[0], names[1] = "<|begin_of_text|>", "<|end_of_text|>"
+    names[6], names[7], names[9] = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
+    if not older:
+        names[4], names[8], names[10] = PAD_LLAMA3, "<|eom_id|>", "<|python_tag|>"
+    reserved = (f"<|reserved_special_token_{index}|>" for index in range(N_LLAMA3_SPECIAL))
+    return [name or next(reserved) for name in names]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _tokenizer_config(path: Path) -> tuple[dict[str, int], dict[str, str]]:
+    """(added token name → id, role → token name) that a ``tokenizer_config.json`` declares."""
+    config = _read_json(path)
+
+    def name(token: Any) -> str | None:
+        return token.get("content") if isinstance(token, dict) else token
+
+    listed = config.get("added_tokens_decoder", {})
+    added = {str(name(token)): int(index) for index, token in listed.items()}
+    roles = {role: name(config.get(f"{role}_token")) for role in ("bos", "eos", "pad")}
+    return added, {role: token for role, token in roles.items() if token}
+
+
+def _is_llama3_0(folder: Path) -> bool:
+    """Whether the model files of ``folder`` are of Llama 3.0: the later ones have scaled RoPE."""
+    hugging_face, meta = _read_json(folder / "config.json"), _read_json(folder / "params.json")
+    if hugging_face.get("model_type") == "llama":
+        return not (hugging_face.get("rope_scaling") or hugging_face.get("rope_parameters", {}).get("factor"))
+    return bool(meta) and not meta.get("use_scaled_rope", False)

@@ -1,0 +1,167 @@
+"""Train a byte-level BPE or SentencePiece tokenizer on text files.
+
+    python tools/train_tokenizer.py --output tests/assets/tokenizer
+    python tools/train_tokenizer.py --format json --output tests/assets/tokenizer_json
+    python tools/train_tokenizer.py --format sentencepiece --output tests/assets/tokenizer_sentencepiece
+    python tools/train_tokenizer.py --corpus 'books/*.txt' --vocab-size 8192 --output my_tokenizer
+
+``tiktoken`` writes ``tokenizer.model`` as Llama 3's: byte-level BPE ranks for Llama 3's word pattern.
+The 256 special tokens follow the ranks and are not in the file. ``json`` writes the same tokenizer as
+``tokenizer.json``, which adds BOS as Llama 3.1's does. ``sentencepiece`` writes ``tokenizer.model`` with
+Llama 2's settings (BPE, byte fallback, split digits, no normalisation). The vocabulary size counts every
+entry, special tokens included. The same text gives the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from toolkit.data.sources import open_source
+from toolkit.data.tokenizer import LLAMA3_PATTERN
+from toolkit.data.tokenizer_files import N_LLAMA3_SPECIAL, llama3_names
+
+FILE_NAMES = {"tiktoken": "tokenizer.model", "sentencepiece": "tokenizer.model", "json": "tokenizer.json"}
+
+
+def texts(corpus: str | None, column: str) -> Iterator[str]:
+    """The texts of files named as ``training.dataset_path`` names them; None: the shipped corpus."""
+    source = open_source("embedded" if corpus is None else "", corpus, column)
+    for piece in source.pieces():
+        yield from piece.texts(column)
+
+
+def train_ranks(corpus: Iterable[str], n_ranks: int) -> dict[bytes, int]:
+    """Byte-level BPE for Llama 3's word pattern: token bytes → rank, the 256 bytes first.
+
+    Raises:
+        ValueError: the text has too few different words for so many ranks.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = _words()
+    # Alphabet first, then one entry a merge: the order of ids is the order in which merges were learnt.
+    trainer = trainers.BpeTrainer(
+        vocab_size=n_ranks, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    byte_of = {character: byte for byte, character in byte_characters().items()}
+    learnt = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    ranks = {bytes(byte_of[character] for character in token): rank for token, rank in learnt}
+    if len(ranks) != n_ranks:
+        raise ValueError(f"the text gives {len(ranks)} ranks, not {n_ranks}: take more text or fewer entries")
+    return ranks
+
+
+def byte_characters() -> dict[int, str]:
+    """The printable character that stands for each byte in ``tokenizer.json`` (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{byte: chr(byte) for byte in printable}, **{b: chr(256 + n) for n, b in enumerate(others)}}
+
+
+def tiktoken_file(ranks: dict[bytes, int]) -> bytes:
+    """``tokenizer.model`` of ``ranks``: a line "base64 rank" each."""
+    return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items())
+
+
+def json_file(ranks: dict[bytes, int]) -> bytes:
+    """``tokenizer.json`` that encodes as tiktoken does with ``ranks``.
+
+    tiktoken joins any two neighbours whose joint bytes have a rank; so every cut of every token is a
+    merge here, in the order of ranks, and a word that is a token is taken whole.
+    """
+    character = byte_characters()
+
+    def name(token: bytes) -> str:
+        return "".join(character[byte] for byte in token)
+
+    merges = [
+        (name(token[:cut]), name(token[cut:]))
+        for token in ranks
+        for cut in sorted(range(1, len(token)), key=lambda cut: _ranks_of_cut(ranks, token, cut))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    vocabulary = {name(token): rank for token, rank in ranks.items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    tokenizer.pre_tokenizer = _words()
+    tokenizer.decoder = decoders.ByteLevel()
+    special = llama3_names()
+    tokenizer.add_special_tokens(special)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{special[0]} $A",
+        pair=f"{special[0]} $A {special[0]} $B",
+        special_tokens=[(special[0], len(ranks))],
+    )
+    return (json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False) + "\n").encode()
+
+
+def sentencepiece_file(corpus: Iterable[str], n_pieces: int) -> bytes:
+    """A SentencePiece model of ``n_pieces`` with the settings of Llama 2's."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    lines = (line for text in corpus for line in text.split("\n") if line)
+    settings: dict[str, Any] = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "split_digits": True,
+        "character_coverage": 0.99995,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "allow_whitespace_only_pieces": True,
+        "max_sentence_length": 1 << 20,
+        "num_threads": 1,
+        "minloglevel": 2,
+    }
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=model, vocab_size=n_pieces, **settings
+    )
+    return model.getvalue()
+
+
+def _words() -> pre_tokenizers.PreTokenizer:
+    """Llama 3's cut of a text into words, in byte characters."""
+    split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _ranks_of_cut(ranks: dict[bytes, int], token: bytes, cut: int) -> tuple[int, int]:
+    return ranks.get(token[:cut], -1), ranks.get(token[cut:], -1)
+
+
+def main() -> None:
+    summary, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--corpus", help="file, folder, glob or comma list (default: the shipped corpus)")
+    parser.add_argument("--text-column", default="text", help="column of JSON lines (default: text)")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="entries in all (default: 4096)")
+    parser.add_argument("--format", choices=sorted(FILE_NAMES), default="tiktoken")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the tokenizer file")
+    arguments = parser.parse_args()
+
+    n_ranks = arguments.vocab_size - N_LLAMA3_SPECIAL
+    if n_ranks < 256:
+        parser.error(f"--vocab-size {arguments.vocab_size}: 256 bytes and 256 special tokens need 512")
+    corpus = texts(arguments.corpus, arguments.text_column)
+    if arguments.format == "sentencepiece":
+        content = sentencepiece_file(corpus, arguments.vocab_size)
+    else:
+        form = tiktoken_file if arguments.format == "tiktoken" else json_file
+        content = form(train_ranks(corpus, n_ranks))
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    path = arguments.output / FILE_NAMES[arguments.format]
+    path.write_bytes(content)
+    print(f"{path}: {arguments.vocab_size} entries, {len(content):,} bytes")
+
+
+if __name__ == "__main__":
+    main()
