@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Trains the model that a TOML file describes; sets up what is missing on first use.
+usage() {
+  cat <<'USAGE'
+Usage: [NAME=value …] ./run_train.sh [--table.key value …]
+
+  NGPU=N                 ranks on this machine (default: one a GPU, or 2 on the CPU)
+  CONFIG_FILE=FILE       what to train (default: train_configs/debug_model.toml)
+  LOG_RANK=0,1           ranks whose output is shown (default: 0)
+  SHUTDOWN_TIMEOUT=S     seconds that the ranks get to save after a signal (default: 600)
+  NNODES=N NODE_RANK=I MASTER_ADDR=HOST MASTER_PORT=PORT
+                         several machines: the same command on each, I from 0; HOST is machine 0
+                         (tools/slurm/train.sbatch does it under SLURM)
+
+Any value of the file can be given as an option, for example --training.steps 100 --optimizer.lr 3e-4.
+Ends with 0: finished; 2: the configuration is wrong; 3: data or a checkpoint cannot be used;
+75: stopped by a signal after saving, start again to go on; 1: anything else.
+USAGE
+}
+set -euo pipefail
+
+root=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+python=
+for argument in "$@"; do
+  if [[ $argument == --help || $argument == -h ]]; then
+    usage
+    python=$("$root/tools/setup.sh" --check) || {
+      printf '\nAfter the first run, --help lists every option.\n'
+      exit 0
+    }
+  fi
+done
+python=${python:-$("$root/tools/setup.sh")}
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+exec "$python" -m toolkit.launch --job.config_file "${CONFIG_FILE:-$root/train_configs/debug_model.toml}" "$@"

@@ -1,0 +1,271 @@
+"""The supervisor with stand-ins for training processes: what they are told, shown and ended with."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from toolkit.distributed.supervisor import Launch, exit_code, supervise
+
+ROOT = Path(__file__).parents[2]
+PREAMBLE = "import os, signal, sys, time; rank = int(os.environ['RANK']); "
+LAUNCHER = """
+import sys
+from toolkit.distributed.supervisor import Launch, supervise
+sys.exit(supervise([sys.executable, "-S", "-c", sys.argv[2]], Launch(**eval(sys.argv[1]))))
+"""
+SAVES = """
+def save(signum, frame):
+    print("notice", signum, flush=True)
+    time.sleep(0.3)
+    print("saved", flush=True)
+    sys.exit(75)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, save)
+print("ready", os.getpid(), flush=True)
+signal.pause()
+"""
+STUBBORN = """
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+print("ready", os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def run(code: str, **launch: object) -> int:
+    """Supervise ranks that run ``code`` in this process; pytest's capfd sees what they print."""
+    settings: dict = {"processes": 2, "peer_grace": 0.2, "kill_grace": 0.2} | launch
+    return supervise([sys.executable, "-S", "-c", PREAMBLE + code], Launch(**settings))
+
+
+class Launched:
+    """A launcher in a process of its own, whose ranks have all said that they are ready."""
+
+    def __init__(self, code: str, **launch: object):
+        settings = {"processes": 2, "shown": {0, 1}} | launch
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, repr(settings), PREAMBLE + code],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        lines = [self.process.stdout.readline() for _ in range(settings["processes"])]  # type: ignore[call-overload]
+        self.pids = [int(line.split()[-1]) for line in lines]
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=20)
+        return self.process.returncode, out, err
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def eventually(condition, seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([0, 0], 0),
+        ([2, 2], 2),
+        ([75, 75], 75),
+        ([1, 3], 3),  # the peer of a rank that names the mistake merely lost it
+        ([1, 1, 2], 2),
+        ([-9, 1], 1),
+        ([5, 1], 5),
+        ([75, 1], 1),
+        ([0, 75], 75),
+        ([-15, -15], 1),
+    ],
+)
+def test_the_code_is_the_one_that_describes_the_run(codes, expected):
+    assert exit_code(codes) == expected
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 75])
+def test_ranks_that_agree_give_their_code(code):
+    assert run(f"sys.exit({code})") == code
+
+
+def test_ranks_know_their_place(tmp_path):
+    names = [
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ]
+    code = f"open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(' '.join(os.environ[n] for n in {names}))"
+    where = {"nodes": 2, "node_rank": 1, "master_addr": "first", "master_port": 1234}
+    assert run(code, **where) == 0
+    assert (tmp_path / "2").read_text() == "2 0 4 2 1 first 1234"
+    assert (tmp_path / "3").read_text() == "3 1 4 2 1 first 1234"
+
+
+def test_cores_are_divided_among_ranks_unless_the_user_said_otherwise(tmp_path, monkeypatch):
+    code = f"open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(os.environ.get('OMP_NUM_THREADS', 'unset'))"
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    assert run(code) == 0
+    assert (tmp_path / "1").read_text() == str(max(1, cores // 2))
+    assert run(code, processes=1) == 0
+    assert (tmp_path / "0").read_text() == "unset"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert run(code) == 0
+    assert (tmp_path / "1").read_text() == "7"
+
+
+def test_a_hidden_rank_is_heard_when_it_fails_alone(capfd):
+    code = "print('hello from', rank, flush=True); rank == 1 and os.kill(os.getpid(), 9); time.sleep(60)"
+    assert run(code) == 1
+    out, err = capfd.readouterr()
+    assert out == "hello from 0\n"
+    assert "rank 1 was ended by SIGKILL" in err
+    assert "hello from 1" in err
+    log = Path(re.search(r"the end of its output, (.*):", err)[1])
+    assert log.read_text() == "hello from 1\n"
+
+
+def test_a_mistake_that_rank_0_reported_is_not_repeated(capfd):
+    assert run("print(f'error: of {rank}', file=sys.stderr); sys.exit(3)") == 3
+    assert capfd.readouterr().err == "error: of 0\n"
+
+
+def test_a_mistake_that_only_a_hidden_rank_saw_is_shown(capfd):
+    assert run("rank or sys.exit(1); print('error: column text is missing'); sys.exit(3)") == 3
+    err = capfd.readouterr().err
+    assert "rank 1 ended with code 3" in err and "error: column text is missing" in err
+
+
+def test_several_shown_ranks_are_told_apart(capfd):
+    assert run("print('one\\ntwo')", processes=3, shown=frozenset({0, 2})) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(lines) == ["[rank0]: one", "[rank0]: two", "[rank2]: one", "[rank2]: two"]
+
+
+def test_the_shown_rank_owns_the_terminal():
+    leader, follower = pty.openpty()
+    settings = repr({"processes": 2})
+    code = PREAMBLE + "print('terminal', rank, sys.stdout.isatty(), sys.stderr.isatty())"
+    subprocess.run(
+        [sys.executable, "-c", LAUNCHER, settings, code],
+        cwd=ROOT,
+        stdout=follower,
+        stderr=follower,
+        timeout=20,
+    )
+    os.close(follower)
+    assert os.read(leader, 1000).decode().splitlines() == ["terminal 0 True True"]
+    os.close(leader)
+
+
+def test_a_failed_rank_ends_peers_that_hang(capfd):
+    code = "rank == 1 and sys.exit(3); signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    started = time.monotonic()
+    assert run(code) == 3
+    assert time.monotonic() - started < 10  # not the minute that rank 0 wanted
+    err = capfd.readouterr().err
+    assert err.index("SIGTERM to rank 0") < err.index("SIGKILL to rank 0")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_reaches_each_rank_once_and_the_save_is_waited_for(number):
+    launched = Launched(SAVES)
+    launched.process.send_signal(number)
+    code, out, err = launched.end()
+    assert code == 75
+    for rank in (0, 1):
+        told = [line for line in out.splitlines() if line.startswith(f"[rank{rank}]")]
+        assert told == [f"[rank{rank}]: notice {int(number)}", f"[rank{rank}]: saved"]
+    assert err.count(number.name) == 1
+
+
+def test_a_later_signal_of_the_scheduler_does_not_disturb_the_save():
+    launched = Launched(SAVES)
+    launched.process.send_signal(signal.SIGUSR1)
+    assert "notice" in launched.process.stdout.readline()
+    launched.process.send_signal(signal.SIGTERM)
+    code, out, _ = launched.end()
+    assert code == 75
+    assert out.count("saved") == 2 and f"notice {int(signal.SIGTERM)}" not in out
+
+
+def test_a_second_interrupt_ends_at_once():
+    launched = Launched(STUBBORN)
+    launched.process.send_signal(signal.SIGTERM)
+    assert "SIGTERM" in launched.process.stderr.readline()
+    launched.process.send_signal(signal.SIGINT)
+    code, _, err = launched.end()
+    assert code == 1
+    assert "SIGKILL to rank 0, 1" in err
+    assert not any(map(alive, launched.pids))
+
+
+def test_ranks_that_do_not_stop_in_time_are_ended():
+    launched = Launched(STUBBORN, shutdown_timeout=0.3)
+    launched.process.send_signal(signal.SIGTERM)
+    code, _, err = launched.end()
+    assert code == 1
+    assert "SIGKILL to rank 0, 1" in err and "memory" not in err
+    assert not any(map(alive, launched.pids))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
+def test_a_killed_launcher_leaves_no_orphan():
+    launched = Launched(STUBBORN)
+    launched.process.kill()
+    launched.process.wait()
+    assert eventually(lambda: not any(map(alive, launched.pids)))
+    launched.end()
+
+
+def test_what_a_failed_rank_had_started_ends_with_it(tmp_path):
+    started = tmp_path / "child"
+    code = f"""import subprocess
+child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])
+open({str(started)!r}, 'w').write(str(child.pid))
+os.kill(os.getpid(), 9)
+"""
+    assert run(code, processes=1) == 1
+    assert eventually(lambda: not alive(int(started.read_text())))
+
+
+def test_a_group_forms_at_the_reserved_port_while_others_cannot_take_it(capfd):
+    code = """
+import socket, torch.distributed as dist
+port = int(os.environ["MASTER_PORT"])
+other = socket.socket()
+try:
+    other.bind(("", port))
+    print("taken by another")
+except OSError:
+    pass
+dist.init_process_group("gloo")
+print("formed", dist.get_world_size())
+dist.destroy_process_group()
+"""
+    launch = Launch(processes=2)
+    assert supervise([sys.executable, "-c", PREAMBLE + code], launch) == 0
+    assert capfd.readouterr().out == "formed 2\n"

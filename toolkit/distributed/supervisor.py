@@ -1,0 +1,304 @@
+"""Run one process a rank, pass signals on, and end with the code that the ranks ended with.
+
+Needs no torch: ranks meet at MASTER_ADDR:MASTER_PORT, as with torchrun's static rendezvous.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import IO
+
+from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE
+
+ENDED_WELL = (EXIT_FINISHED, EXIT_REQUEUE)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+TAIL_LINES = 30
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How many ranks to start here, and where they meet the others. Times are in seconds.
+
+    ``shown`` are the global ranks whose output reaches the terminal. After a signal the ranks have
+    ``shutdown_timeout`` to save and end. Once a rank has failed, its peers have ``peer_grace`` to end by
+    themselves before SIGTERM, and ``kill_grace`` more before SIGKILL.
+    """
+
+    processes: int
+    nodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0  # 0: a free port, for a single node
+    shown: frozenset[int] = frozenset({0})
+    shutdown_timeout: float = 600.0
+    peer_grace: float = 5.0
+    kill_grace: float = 25.0
+
+    @property
+    def world_size(self) -> int:
+        return self.processes * self.nodes
+
+    @property
+    def ranks(self) -> range:
+        """The global ranks of this node."""
+        return range(self.node_rank * self.processes, (self.node_rank + 1) * self.processes)
+
+
+@dataclass
+class _Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path | None = None
+    pump: threading.Thread | None = None
+
+
+# --- starting the ranks
+
+
+@contextmanager
+def _reserved_port(launch: Launch) -> Iterator[int]:
+    """The port at which rank 0 will listen, free on this machine until it does.
+
+    A bound socket that does not listen keeps the port from everyone but a listener that sets
+    SO_REUSEADDR, as torch's TCPStore does: two runs that start together never choose the same one.
+    """
+    if launch.master_port:
+        yield launch.master_port
+        return
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        holder.bind(("", 0))
+        port: int = holder.getsockname()[1]
+        yield port
+
+
+def _environment(launch: Launch, rank: int, port: int) -> dict[str, str]:
+    environment = dict(os.environ)
+    if launch.processes > 1 and "OMP_NUM_THREADS" not in environment:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        environment["OMP_NUM_THREADS"] = str(max(1, cores // launch.processes))
+    environment |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank - launch.ranks.start),
+        "WORLD_SIZE": str(launch.world_size),
+        "LOCAL_WORLD_SIZE": str(launch.processes),
+        "GROUP_RANK": str(launch.node_rank),
+        "MASTER_ADDR": launch.master_addr,
+        "MASTER_PORT": str(port),
+    }
+    return environment
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What a new rank runs first, so that it does not outlive a launcher that is killed (Linux only)."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+    parent = os.getpid()
+
+    def ask() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before we asked
+            os._exit(EXIT_ERROR)
+
+    return ask
+
+
+def _forward_lines(worker: _Worker) -> None:
+    assert worker.process.stdout is not None
+    for line in worker.process.stdout:
+        text = line.decode(errors="replace").removesuffix("\n")
+        sys.stdout.write(f"[rank{worker.rank}]: {text}\n")
+        sys.stdout.flush()
+
+
+def _start(command: Sequence[str], launch: Launch, port: int, logs: Path) -> list[_Worker]:
+    """Start the ranks of this node, each in a process group of its own.
+
+    So Ctrl-C reaches them once, through the launcher. A single shown rank owns the terminal (a progress
+    bar needs one); several share it line by line; the others write to a file in ``logs``.
+    """
+    die_with_parent = _die_with_parent()
+
+    def popen(rank: int, output: IO[bytes] | int | None) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            env=_environment(launch, rank, port),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+            process_group=0,
+            preexec_fn=die_with_parent,  # safe: no other thread runs yet
+        )
+
+    workers: list[_Worker] = []
+    alone = len(launch.shown.intersection(launch.ranks)) == 1
+    for rank in launch.ranks:
+        if rank in launch.shown:
+            workers.append(_Worker(rank, popen(rank, None if alone else subprocess.PIPE)))
+        else:
+            log = logs / f"rank{rank}.log"
+            with log.open("wb") as file:
+                workers.append(_Worker(rank, popen(rank, file), log))
+    for worker in workers:
+        if worker.process.stdout is not None:
+            worker.pump = threading.Thread(target=_forward_lines, args=(worker,), daemon=True)
+            worker.pump.start()
+    return workers
+
+
+# --- watching them
+
+
+@contextmanager
+def _signals() -> Iterator[SimpleQueue[int]]:
+    """Signals that arrive, in order; SIGCHLD among them, so that waiting ends when a rank does."""
+    arrived: SimpleQueue[int] = SimpleQueue()
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        arrived.put(signum)
+
+    watched = (*STOP_SIGNALS, signal.SIGCHLD)
+    before = {signum: signal.signal(signum, note) for signum in watched}
+    try:
+        yield arrived
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def say(message: str) -> None:
+    """One line of the launcher itself, on stderr."""
+    print(f"launch: {message}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class _Watch:
+    """Waits for the ranks, and decides what they are sent and when."""
+
+    launch: Launch
+    running: list[_Worker]
+    ended: list[_Worker] = field(default_factory=list)  # in the order in which they ended
+    stopping: bool = False  # a stop signal has been passed on
+    failed: bool = False
+    killed: bool = False  # by us
+    plan: list[tuple[float, signal.Signals]] = field(default_factory=list)  # (when, what), soonest first
+
+    def run(self, arrived: SimpleQueue[int]) -> None:
+        while True:
+            self._collect()
+            if not self.running:
+                return
+            wait = max(0.0, self.plan[0][0] - time.monotonic()) if self.plan else None
+            try:
+                self._arrived(arrived.get(timeout=wait))
+            except Empty:
+                self._end_peers(self.plan.pop(0)[1])
+
+    def _collect(self) -> None:
+        for worker in [worker for worker in self.running if worker.process.poll() is not None]:
+            self.running.remove(worker)
+            self.ended.append(worker)
+            if not self.failed and worker.process.returncode not in ENDED_WELL:
+                self.failed = True
+                term = time.monotonic() + self.launch.peer_grace
+                self.plan = [(term, signal.SIGTERM), (term + self.launch.kill_grace, signal.SIGKILL)]
+
+    def _arrived(self, signum: int) -> None:
+        if signum == signal.SIGCHLD:
+            return
+        if self.stopping:
+            # A scheduler may send SIGUSR1, then SIGTERM, while a save goes on: only a person insists.
+            if signum == signal.SIGINT:
+                self._end_peers(signal.SIGKILL)
+            return
+        self.stopping = True
+        patience = self.launch.shutdown_timeout
+        say(
+            f"{signal.Signals(signum).name}: the ranks save and stop, in at most {patience:.0f} s"
+            " (Ctrl-C ends them at once, unsaved)"
+        )
+        self.plan = self.plan or [(time.monotonic() + patience, signal.SIGKILL)]
+        for worker in self.running:
+            worker.process.send_signal(signum)
+
+    def _end_peers(self, what: signal.Signals) -> None:
+        ranks = ", ".join(str(worker.rank) for worker in self.running)
+        say(f"{what.name} to rank {ranks}, still running")
+        self.killed |= what == signal.SIGKILL
+        for worker in self.running:
+            worker.process.send_signal(what)
+
+
+def exit_code(codes: Sequence[int]) -> int:
+    """The launch's code for the ranks' ``codes``, given in the order in which they ended.
+
+    A rank that names the user's mistake (2, 3) outranks peers that merely lost it; otherwise the first
+    failure counts, a signal as 1; then 75; then 0.
+    """
+    failures = [code for code in codes if code not in ENDED_WELL]
+    named = [code for code in failures if code in (EXIT_CONFIG, EXIT_DATA)]
+    if failures:
+        return max((named or failures)[0], 0) or EXIT_ERROR
+    return EXIT_REQUEUE if EXIT_REQUEUE in codes else EXIT_FINISHED
+
+
+def _explain(watch: _Watch, code: int) -> None:
+    """Say which rank failed first, unless it has already told the user what is wrong."""
+    failed = [worker for worker in watch.ended if worker.process.returncode not in ENDED_WELL]
+    alike = [worker for worker in failed if worker.process.returncode == code]
+    if code in (EXIT_CONFIG, EXIT_DATA) and any(worker.log is None for worker in alike):
+        return
+    first = (alike or failed)[0]
+    returned = first.process.returncode
+    how = f"was ended by {signal.Signals(-returned).name}" if returned < 0 else f"ended with code {returned}"
+    if returned == -signal.SIGKILL and not watch.killed:
+        how += " (by the kernel, if memory ran out: see dmesg)"
+    say(f"rank {first.rank} {how}")
+    if first.log:
+        lines = first.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        say("\n".join([f"the end of its output, {first.log}:", *lines]))
+
+
+def supervise(command: Sequence[str], launch: Launch) -> int:
+    """Run ``command`` once a rank of this node and return the code that describes how they ended.
+
+    SIGTERM, SIGINT or SIGUSR1 is passed on once, and the ranks get ``launch.shutdown_timeout`` seconds;
+    a further SIGINT ends them at once. No rank outlives this call or, on Linux, this process.
+    """
+    logs = Path(tempfile.mkdtemp(prefix="toolkit-logs-"))
+    with _signals() as arrived, _reserved_port(launch) as port:
+        workers = _start(command, launch, port, logs)
+        watch = _Watch(launch, list(workers))
+        watch.run(arrived)
+    for worker in workers:
+        if worker.process.returncode not in ENDED_WELL:
+            with suppress(ProcessLookupError, PermissionError):  # what it had started itself
+                os.killpg(worker.process.pid, signal.SIGKILL)
+        if worker.pump:
+            worker.pump.join(timeout=5)
+    code = exit_code([worker.process.returncode for worker in watch.ended])
+    if watch.failed:
+        _explain(watch, code)
+    else:
+        shutil.rmtree(logs, ignore_errors=True)
+    return code

@@ -1,0 +1,52 @@
+"""Say what the running Python lacks of this project's dependencies: nothing if it has them all.
+
+    python tools/dependencies.py [EXTRA]
+
+Reads versions from the installed packages' metadata, so that it takes milliseconds. The standard
+library and ``packaging`` are all it needs; where ``packaging`` is absent, so is most else.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+
+
+def missing(project: dict[str, object], extra: str = "") -> Iterator[str]:
+    """Yield "name" or "name 1.0 (needs >=2)" for each unmet requirement of ``project`` with ``extra``."""
+    from packaging.requirements import Requirement
+
+    extras: dict[str, list[str]] = project["optional-dependencies"]  # type: ignore[assignment]
+    wanted: list[str] = list(project["dependencies"])  # type: ignore[call-overload]
+    wanted += extras[extra] if extra else []
+    while wanted:
+        requirement = Requirement(wanted.pop(0))
+        if requirement.name == project["name"]:  # an extra that includes another
+            wanted += [item for name in requirement.extras for item in extras[name]]
+            continue
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            yield requirement.name
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            yield f"{requirement.name} {found} (needs {requirement.specifier})"
+
+
+def main() -> int:
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    try:
+        lacking = list(missing(project, *sys.argv[1:2]))
+    except ImportError:
+        lacking = ["packaging"]
+    print(", ".join(lacking))
+    return 1 if lacking else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
