@@ -1,0 +1,83 @@
+"""The arithmetic of meshes and batches: how a world is divided, and a global batch over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.config.tables_parallel import Parallelism
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Sizes of the mesh dimensions, outermost first."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree: how many ways a global batch is split."""
+        return self.dp_replicate * self.dp_shard
+
+    def __str__(self) -> str:
+        names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        sizes = [(name, getattr(self, name)) for name in names]
+        shown = [f"{name} {size}" for name, size in sizes if size > 1]
+        return " × ".join(shown) or "1 process"
+
+
+def degrees(parallelism: Parallelism, world_size: int) -> Degrees | None:
+    """The degrees that ``parallelism`` gives ``world_size`` ranks, or None where it does not fit.
+
+    ``data_parallel_shard_degree`` −1 takes all ranks that the others leave.
+    """
+    others = (
+        parallelism.pipeline_parallel_degree
+        * parallelism.data_parallel_replicate_degree
+        * parallelism.context_parallel_degree
+        * parallelism.tensor_parallel_degree
+    )
+    shard = parallelism.data_parallel_shard_degree
+    if shard == -1:
+        shard = world_size // others
+    if shard * others != world_size:
+        return None
+    return Degrees(
+        pp=parallelism.pipeline_parallel_degree,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=shard,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+    )
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Samples of a step: ``accumulation`` micro-batches of ``local`` on each of ``dp`` ranks are ``total``."""
+
+    total: int
+    local: int
+    accumulation: int
+
+
+def batch_shape(*, global_batch_size: int, local_batch_size: int, dp: int) -> BatchShape | None:
+    """Cut a global batch over ``dp`` ranks, or None where it does not divide.
+
+    A ``global_batch_size`` of −1 is one micro-batch on each rank. ``local_batch_size`` is what fits on a
+    device, hence an upper bound: the micro-batch is the largest divisor of a rank's part within it, so
+    that one TOML gives the same run on more ranks than it was written for.
+    """
+    if global_batch_size == -1:
+        return BatchShape(local_batch_size * dp, local_batch_size, 1)
+    if global_batch_size % dp:
+        return None
+    rows = global_batch_size // dp
+    local = max(size for size in range(1, min(local_batch_size, rows) + 1) if rows % size == 0)
+    return BatchShape(global_batch_size, local, rows // local)
