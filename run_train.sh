@@ -13,6 +13,7 @@ Usage: [NAME=value …] ./run_train.sh [--table.key value …]
                          (tools/slurm/train.sbatch does it under SLURM)
 
 Any value of the file can be given as an option, for example --training.steps 100 --optimizer.lr 3e-4.
+Relative paths among them start at the folder of this script, as ./outputs does.
 Ends with 0: finished; 2: the configuration is wrong; 3: data or a checkpoint cannot be used;
 75: stopped by a signal after saving, start again to go on; 1: anything else.
 USAGE
@@ -31,5 +32,7 @@ for argument in "$@"; do
   fi
 done
 python=${python:-$("$root/tools/setup.sh")}
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" -m toolkit.launch --job.config_file "${CONFIG_FILE:-$root/train_configs/debug_model.toml}" "$@"
+config=${CONFIG_FILE:-$root/train_configs/debug_model.toml}
+if [[ -e $config ]]; then config=$(readlink -f "$config"); fi
+cd "$root"
+exec "$python" -m toolkit.launch --job.config_file "$config" "$@"
