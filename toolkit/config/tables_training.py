@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 from pydantic import Field as Constraint
@@ -61,6 +61,18 @@ class Model(Table):
     """Llama 3 scaling of the rotary frequencies by this factor; 1 is none."""
     tie_embeddings: bool | None = None
     """One matrix for the embedding and the output head."""
+
+    def overrides(self) -> dict[str, Any]:
+        """Return the keys that change a preset's shape, None where the preset's value stays."""
+        not_shape = {
+            "name",
+            "flavor",
+            "hf_assets_path",
+            "tokenizer_path",
+            "converters",
+            "print_after_conversion",
+        }
+        return self.model_dump(exclude=not_shape)
 
 
 class Optimizer(Table):

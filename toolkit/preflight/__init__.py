@@ -1,0 +1,97 @@
+"""Every check of a run that needs no process group and no torch: ``python -m toolkit.preflight CONFIG.toml``.
+
+Each rule is a function registered by ``@rule`` in one of the ``rules_*`` files; ``RULES`` has them all.
+A mistake in the config ends in exit code 2. A tokenizer, corpus or checkpoint that cannot be used ends
+in 3 when nothing in the config itself is wrong.
+"""
+
+from __future__ import annotations
+
+from toolkit.config import Config
+from toolkit.errors import ConfigError, Problem
+from toolkit.hardware import Hardware, detect
+from toolkit.models.llama.presets import parameter_count
+from toolkit.preflight import rules_files, rules_mesh, rules_model, rules_options
+from toolkit.preflight.facts import RULES, Rule, Run
+
+__all__ = ["RULES", "check", "notes", "run", "summary"]
+
+_ORDER = (rules_options, rules_model, rules_mesh, rules_files)
+"""Files of rules as a reader wants their problems: what was asked for, what it is, where it runs, from what."""
+
+
+def check(config: Config, *, world_size: int, hardware: Hardware) -> list[Problem]:
+    """Return every rule that ``config`` breaks on ``world_size`` ranks of ``hardware``."""
+    return [problem for _, problem in _broken(Run(config, world_size, hardware))]
+
+
+def run(config: Config, *, world_size: int, hardware: Hardware | None = None) -> None:
+    """Check ``config``; without ``hardware``, for the devices that are here.
+
+    Raises:
+        ConfigError: a rule about the config itself is broken; it names the others as well.
+        DataError, CheckpointError: only tokenizer, corpus or checkpoint cannot be used.
+    """
+    broken = _broken(Run(config, world_size, hardware or detect()))
+    problems = [problem for _, problem in broken]
+    errors = [rule.error for rule, _ in broken]
+    if ConfigError in errors:
+        raise ConfigError(problems)
+    if errors:
+        raise errors[0]("\n".join(map(str, problems)))
+
+
+def _broken(facts: Run) -> list[tuple[Rule, Problem]]:
+    rules = [rule for file in _ORDER for rule in RULES.values() if rule.check.__module__ == file.__name__]
+    return [(rule, problem) for rule in rules for problem in rule.check(facts)]
+
+
+def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
+    """Say what is allowed but may surprise."""
+    facts = Run(config, world_size, hardware)
+    training = config.training
+    said = _schedule_notes(config)
+    if facts.mesh and facts.batch:
+        total, local, per_rank = facts.batch.total, facts.batch.local, facts.batch.total // facts.mesh.dp
+        if training.global_batch_size == -1:
+            said.append(
+                f"training.global_batch_size is -1, which on this mesh is {total}; "
+                f"set it to {total} to have the same run on any mesh"
+            )
+        if local < min(training.local_batch_size, per_rank):
+            said.append(
+                f"the {per_rank} samples of a rank are taken {local} at a time: "
+                f"training.local_batch_size {training.local_batch_size} does not divide them"
+            )
+    asks_bf16 = "bfloat16" in (training.dtype, training.mixed_precision_param)
+    if asks_bf16 and hardware.device == "cpu" and not hardware.native_bf16:
+        said.append("this CPU does not multiply bfloat16 natively: float32 is faster here")
+    return said
+
+
+def _schedule_notes(config: Config) -> list[str]:
+    """The schedule is cut to fit, as in torchtitan."""
+    schedule = config.lr_scheduler
+    steps, warmup = schedule.total_steps or config.training.steps, schedule.warmup_steps
+    if warmup > steps:
+        return [f"lr_scheduler.warmup_steps {warmup} is cut to the {steps} steps of the run"]
+    decay = round(steps * (schedule.decay_ratio or 0))
+    if warmup + decay > steps:
+        ratio, left = schedule.decay_ratio, steps - warmup
+        return [f"lr_scheduler.decay_ratio {ratio} is {decay} steps, cut to the {left} after the warm-up"]
+    return []
+
+
+def summary(config: Config, *, world_size: int, hardware: Hardware) -> str:
+    """Describe a run that passed :func:`check`: model, mesh and batch."""
+    facts = Run(config, world_size, hardware)
+    model, mesh, batch = facts.model, facts.mesh, facts.batch
+    assert model is not None and mesh is not None and batch is not None
+    cut = f"{mesh.dp} data-parallel × {batch.local} local × {batch.accumulation} accumulated"
+    return "\n".join(
+        [
+            f"model  {config.model.name} {config.model.flavor}, {parameter_count(model):,} parameters",
+            f"mesh   {mesh} on {hardware.name}",
+            f"batch  {batch.total} samples ({cut}) of {config.training.seq_len} tokens",
+        ]
+    )

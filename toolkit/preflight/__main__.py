@@ -1,0 +1,61 @@
+"""``python -m toolkit.preflight CONFIG.toml [--world-size N] [--table.key value …]``"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from toolkit import preflight
+from toolkit.config import load_config
+from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, report
+from toolkit.hardware import detect
+
+_WORLD_SIZE = "--world-size"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check a config and print what it would run; return the exit code."""
+    try:
+        world_size, words = _world_size(argv)
+        if words and not words[0].startswith("-"):
+            words = ["--job.config_file", *words]
+        config = load_config(words)
+        hardware = detect()
+        world_size = world_size or int(os.environ.get("WORLD_SIZE", hardware.count))
+        preflight.run(config, world_size=world_size, hardware=hardware)
+    except ToolkitError as error:
+        return report(error, show=True, debug="--debug" in argv)
+    if config.job.print_config:
+        print(config.to_toml())
+    print(f"OK     {config.job.config_file or 'defaults'}")
+    print(preflight.summary(config, world_size=world_size, hardware=hardware))
+    for note in preflight.notes(config, world_size=world_size, hardware=hardware):
+        print(f"note   {note}")
+    return EXIT_FINISHED
+
+
+def _world_size(argv: Sequence[str]) -> tuple[int | None, list[str]]:
+    """Take ``--world-size N`` out of the words."""
+    words = [
+        part for word in argv for part in (word.split("=", 1) if word.startswith(_WORLD_SIZE) else [word])
+    ]
+    if _WORLD_SIZE not in words:
+        return None, words
+    place = words.index(_WORLD_SIZE)
+    text = words[place + 1] if place + 1 < len(words) else ""
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(
+            Problem(
+                "must be a whole number of at least 1",
+                f"for example {_WORLD_SIZE} 8",
+                _WORLD_SIZE,
+                text,
+                "command line",
+            )
+        )
+    return int(text), [*words[:place], *words[place + 2 :]]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

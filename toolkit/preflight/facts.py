@@ -1,0 +1,119 @@
+"""What the rules look at: the config, the world it shall run in, and what follows from both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from toolkit.config import Config
+from toolkit.config.layout import BatchShape, Degrees, batch_shape, degrees
+from toolkit.data.tokenizer_files import vocabulary_size
+from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
+from toolkit.hardware import Hardware
+from toolkit.models.llama.presets import LlamaArgs, resolve
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has not started. What cannot be known, since another rule is broken, is None."""
+
+    config: Config
+    world_size: int
+    hardware: Hardware
+
+    def problem(self, key: str, rule: str, fix: str) -> Problem:
+        """Describe a broken rule of a key, with its value and origin."""
+        return Problem(rule, fix, key, self.config.value(key), self.config.origin(key))
+
+    def located(self, problem: Problem) -> Problem:
+        """Add the origin to a problem that was found without the config."""
+        return replace(problem, origin=self.config.origin(problem.key))
+
+    @cached_property
+    def mesh(self) -> Degrees | None:
+        """The mesh, if it fits the world."""
+        return degrees(self.config.parallelism, self.world_size)
+
+    @cached_property
+    def tokenizer_path(self) -> str:
+        return self.config.model.tokenizer_path or self.config.model.hf_assets_path
+
+    @cached_property
+    def _vocabulary(self) -> int | DataError:
+        try:
+            return vocabulary_size(self.tokenizer_path)
+        except DataError as error:
+            return error
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Entries of the tokenizer."""
+        return self._vocabulary if isinstance(self._vocabulary, int) else None
+
+    @property
+    def tokenizer_error(self) -> str:
+        return "" if isinstance(self._vocabulary, int) else str(self._vocabulary)
+
+    @cached_property
+    def _model(self) -> LlamaArgs | ConfigError:
+        model = self.config.model
+        try:
+            return resolve(model.name, model.flavor, tokenizer_vocab=self.vocabulary, **model.overrides())
+        except ConfigError as error:
+            return error
+
+    @property
+    def model(self) -> LlamaArgs | None:
+        """The shape of the model."""
+        return self._model if isinstance(self._model, LlamaArgs) else None
+
+    @property
+    def model_problems(self) -> list[Problem]:
+        return [] if isinstance(self._model, LlamaArgs) else self._model.problems
+
+    @property
+    def batch(self) -> BatchShape | None:
+        """How a global batch is cut."""
+        training = self.config.training
+        return self.mesh and batch_shape(
+            global_batch_size=training.global_batch_size,
+            local_batch_size=training.local_batch_size,
+            dp=self.mesh.dp,
+        )
+
+
+Check = Callable[[Run], "list[Problem]"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check and the error that its problems are raised as when nothing worse is wrong."""
+
+    name: str
+    check: Check
+    error: type[ConfigError] | type[DataError] | type[CheckpointError]
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(
+    error: type[ConfigError] | type[DataError] | type[CheckpointError] = ConfigError,
+) -> Callable[[Check], Check]:
+    """Register a function of a :class:`Run` that returns the problems it finds."""
+
+    def register(check: Check) -> Check:
+        RULES[check.__name__] = Rule(check.__name__, check, error)
+        return check
+
+    return register
+
+
+def nearest_multiple(value: int, of: int) -> int:
+    return max(1, math.floor(value / of + 0.5)) * of
+
+
+def divisors(value: int) -> list[int]:
+    return [divisor for divisor in range(1, value + 1) if value % divisor == 0]

@@ -1,0 +1,110 @@
+"""Rules about options that contradict one another, or do nothing."""
+
+from __future__ import annotations
+
+from toolkit.config.fields import DefaultOnly, NotBuilt
+from toolkit.config.schema import Field, fields
+from toolkit.config.values import format_toml
+from toolkit.errors import Problem
+from toolkit.preflight.facts import Run, rule
+
+
+@rule()
+def built_options(run: Run) -> list[Problem]:
+    """An option that is not built yet would be ignored in silence."""
+
+    def words(field: Field) -> str:
+        return f"{field.key} = {format_toml(run.config.value(field.key))} is not built yet"
+
+    return [run.problem(field.key, words(field), _leave(field)) for field in _refused(run, NotBuilt)]
+
+
+@rule()
+def supported_options(run: Run) -> list[Problem]:
+    """torchtitan's options that have no meaning here, at other than their defaults."""
+    return [
+        run.problem(field.key, mark.reason, _leave(field))
+        for field in _refused(run, DefaultOnly)
+        for mark in field.marks
+        if isinstance(mark, DefaultOnly)
+    ]
+
+
+def _refused(run: Run, kind: type[NotBuilt] | type[DefaultOnly]) -> list[Field]:
+    return [
+        field
+        for field in fields()
+        for mark in field.marks
+        if isinstance(mark, kind) and mark.refuses(run.config.value(field.key), field.default)
+    ]
+
+
+def _leave(field: Field) -> str:
+    return f"remove it, or set {field.name} = {format_toml(field.default)}, the default"
+
+
+@rule()
+def selective_checkpointing(run: Run) -> list[Problem]:
+    """``selective_ac_option`` is a stride over blocks."""
+    options = run.config.activation_checkpoint
+    key = "activation_checkpoint.selective_ac_option"
+    if options.mode != "selective":
+        return []
+    if options.selective_ac_option == "op":
+        return [
+            run.problem(
+                key,
+                'selective_ac_option = "op" is not built yet',
+                'set it to "2" to recompute every second block, or activation_checkpoint.mode = "full"',
+            )
+        ]
+    if not options.selective_ac_option.isdecimal() or int(options.selective_ac_option) < 1:
+        return [
+            run.problem(key, 'must be a whole number of at least 1, in quotes, or "op"', 'for example "2"')
+        ]
+    return []
+
+
+@rule()
+def loader_workers(run: Run) -> list[Problem]:
+    """Two options of the DataLoader speak of its workers."""
+    problems = []
+    for table in ("training.dataloader", "validation.dataloader"):
+        options = run.config.value(table)
+        if options.num_workers:
+            continue
+        for name in ("persistent_workers", "prefetch_factor"):
+            if getattr(options, name):
+                fix = f"set {table}.num_workers to at least 1, or leave {name} out"
+                problems.append(run.problem(f"{table}.{name}", "needs workers, and num_workers is 0", fix))
+    return problems
+
+
+@rule()
+def learning_rate_above_zero(run: Run) -> list[Problem]:
+    """Past the end of its schedule the rate stays where it ended; at zero nothing is learnt."""
+    schedule, steps = run.config.lr_scheduler, run.config.training.steps
+    if schedule.total_steps is None or schedule.total_steps >= steps or schedule.min_lr_factor > 0:
+        return []
+    return [
+        run.problem(
+            "lr_scheduler.total_steps",
+            f"the schedule ends at a learning rate of 0, but training.steps is {steps}",
+            f"set total_steps to at least {steps}, or lr_scheduler.min_lr_factor above 0",
+        )
+    ]
+
+
+@rule()
+def checkpoint_options_act(run: Run) -> list[Problem]:
+    """Loading and saving happen only where checkpoints are enabled."""
+    if run.config.checkpoint.enable:
+        return []
+    asked = [
+        field
+        for field in fields()
+        if field.key in ("checkpoint.initial_load_path", "checkpoint.load_step", "checkpoint.load_only")
+        and run.config.value(field.key) != field.default
+    ]
+    fix = "set checkpoint.enable = true, or leave it out"
+    return [run.problem(field.key, "has no effect while checkpoint.enable is false", fix) for field in asked]
