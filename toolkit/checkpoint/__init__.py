@@ -1,0 +1,1 @@
+"""Checkpoints that are complete and verified, or do not exist."""

@@ -1,0 +1,59 @@
+"""Decisions that all ranks share, so that none goes on alone and none waits for one that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from toolkit.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks that save and load together; a process without a process group is alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        self.distributed = dist.is_initialized()
+        self.group = group if self.distributed else None
+        self.rank = dist.get_rank(group) if self.distributed else 0
+        self.size = dist.get_world_size(group) if self.distributed else 1
+
+    def decide(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns on rank 0, on every rank.
+
+        Raises:
+            CheckpointError: ``make`` failed; the same message on every rank.
+        """
+        outcome: list = [None, None]
+        if self.rank == 0:
+            try:
+                outcome = [make(), None]
+            except CheckpointError as error:
+                outcome = [None, str(error)]
+            except Exception as error:  # the others must hear of it, whatever it is
+                outcome = [None, f"rank 0: {type(error).__name__}: {error}"]
+        if self.size > 1:
+            dist.broadcast_object_list(outcome, group=self.group, group_src=0)
+        value, failure = outcome
+        if failure is not None:
+            raise CheckpointError(failure)
+        return value
+
+    def agree(self, problems: Sequence[str]) -> list[str]:
+        """The problems of all ranks, each once, in rank order; the same list on every rank."""
+        gathered: list = [list(problems)]
+        if self.size > 1:
+            gathered = [None] * self.size
+            dist.all_gather_object(gathered, list(problems), group=self.group)
+        return list(dict.fromkeys(problem for found in gathered for problem in found))
+
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """Element by element, whether any rank has it set. One byte an element, whatever the world size."""
+        marks = torch.tensor(flags, dtype=torch.uint8)
+        if self.size > 1:
+            dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self.group)
+        return marks.bool().tolist()

@@ -1,0 +1,120 @@
+"""Reads a checkpoint into tensors that exist already, after checking that it fits and is what was saved."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+
+from toolkit.checkpoint.collective import Ranks
+from toolkit.checkpoint.manifest import check_files
+from toolkit.checkpoint.storage import VerifiedReader, read_metadata
+from toolkit.errors import CheckpointError
+
+_SHOWN = 8
+
+
+def load_tensors(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    *,
+    exclude: Sequence[str],
+    verify: bool,
+    ranks: Ranks,
+) -> None:
+    """Fill ``tensors`` from ``folder``; see :meth:`toolkit.checkpoint.manager.CheckpointManager.load`.
+
+    Nothing is written into ``tensors`` before every check on every rank has passed.
+
+    Raises:
+        CheckpointError: the same on every rank.
+    """
+    files = manifest["files"]
+    _agree(ranks, folder, check_files(folder, _share(files, ranks), verify=verify))
+    metadata, problems = None, []
+    try:
+        metadata = read_metadata(folder, files)
+    except CheckpointError as error:
+        problems = [str(error)]
+    _agree(ranks, folder, problems)
+    assert metadata is not None
+    wanted = {name: tensor.detach() for name, tensor in tensors.items() if not excluded(name, exclude)}
+    _agree(ranks, folder, _misfits(metadata, wanted, exclude, ranks))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(
+                wanted,
+                storage_reader=VerifiedReader(folder, metadata),
+                planner=DefaultLoadPlanner(flatten_state_dict=False),
+                process_group=ranks.group,
+            )
+    except CheckpointException as error:
+        causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
+        raise CheckpointError(f"{folder} could not be read: {causes}") from error
+
+
+def excluded(name: str, exclude: Sequence[str]) -> bool:
+    """Whether ``name`` is one of ``exclude`` or lies under one ("optim" covers "optim.norm.weight.step")."""
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in exclude)
+
+
+def _share(files: Mapping[str, dict[str, Any]], ranks: Ranks) -> dict[str, dict[str, Any]]:
+    """This rank's part of the files, so that a large checkpoint is hashed once, not once a rank."""
+    by_size = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+    return {name: files[name] for name in by_size[ranks.rank :: ranks.size]}
+
+
+def _misfits(
+    metadata: Metadata, wanted: Mapping[str, Tensor], exclude: Sequence[str], ranks: Ranks
+) -> list[str]:
+    """What differs in names and shapes between the checkpoint and this rank's tensors."""
+    stored = metadata.state_dict_metadata
+    problems = []
+    missing = [name for name in wanted if name not in stored]
+    if missing:
+        tops = {name.partition(".")[0] for name in missing} - {name.partition(".")[0] for name in stored}
+        hint = (
+            f" (nothing of {', '.join(sorted(tops))}; checkpoint.exclude_from_loading leaves it out)"
+            if tops
+            else ""
+        )
+        problems.append(f"not in the checkpoint{hint}: {_list(missing)}")
+    shapes = [
+        f"{name} {tuple(stored[name].size)} there, {tuple(tensor.shape)} here"
+        for name, tensor in wanted.items()
+        if name in stored and stored[name].size != tensor.shape
+    ]
+    if shapes:
+        problems.append(f"of another shape: {_list(shapes)}")
+    # Ranks of a pipeline each hold some of the names: what no rank asks for is too much.
+    names = sorted(stored)
+    asked = ranks.any_of([name in wanted for name in names])
+    tops = {name.partition(".")[0] for name, used in zip(names, asked, strict=True) if used}
+    extra = [
+        name
+        for name, used in zip(names, asked, strict=True)
+        if not used and name.partition(".")[0] in tops and not excluded(name, exclude)
+    ]
+    if extra:
+        problems.append(f"in the checkpoint but not in this model: {_list(extra)}")
+    return problems
+
+
+def _list(items: Sequence[str]) -> str:
+    rest = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(items[:_SHOWN]) + rest
+
+
+def _agree(ranks: Ranks, folder: Path, problems: Sequence[str]) -> None:
+    found = ranks.agree(problems)
+    if found:
+        raise CheckpointError(f"{folder} cannot be loaded:\n  " + "\n  ".join(found))

@@ -1,0 +1,249 @@
+"""Saves, finds, loads and retires the checkpoints of a run.
+
+A save writes DCP shards into ``step-N.tmp-<id>``, hashed on the way, syncs them, adds the manifest and
+commits by one rename. Killed anywhere, it leaves either the previous state or the new one, and a
+``.tmp-`` folder that the next start removes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+
+from toolkit.checkpoint.collective import Ranks
+from toolkit.checkpoint.loading import load_tensors
+from toolkit.checkpoint.manifest import (
+    MANIFEST,
+    build_manifest,
+    committed_steps,
+    read_manifest,
+    step_folder,
+)
+from toolkit.checkpoint.storage import CommittingWriter, Files
+from toolkit.errors import CheckpointError
+
+_TEMPORARY = re.compile(r"step-\d+\.tmp-[0-9a-f]+")
+_REPLACED = re.compile(r"(step-\d+)\.replaced-[0-9a-f]+")
+
+
+class CheckpointManager:
+    """The checkpoints in ``folder``, seen alike by all ranks of ``group`` (default: all).
+
+    Every method is collective: all ranks call it, with the same arguments but for the tensors, which
+    are each rank's own. ``keep_latest_k`` is how many committed checkpoints are kept, 0 for all.
+    ``say`` takes one line of text for the user; rank 0 calls it. Tensors may be DTensors of any mesh;
+    the group must carry CPU tensors (gloo).
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        keep_latest_k: int = 0,
+        group: dist.ProcessGroup | None = None,
+        say: Callable[[str], None] = print,
+    ):
+        self.folder = Path(folder)
+        self.keep_latest_k = keep_latest_k
+        self.group = group
+        self.say = say
+        self.ranks = Ranks(group)
+
+    def latest(self) -> int | None:
+        """The newest committed step, or None; rank 0's view of the file system decides."""
+        return self.ranks.decide(lambda: max(committed_steps(self.folder), default=None))
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> Path:
+        """Write ``tensors`` under flat names, with ``run`` (JSON types) in the manifest, as ``step-N``.
+
+        A committed checkpoint of the same step is replaced: after a rewind, what is written last is
+        what counts. Then the oldest beyond ``keep_latest_k`` are deleted. Returns the folder.
+
+        Raises:
+            CheckpointError: on every rank, when any rank could not write (disk full, read-only …). All
+                earlier checkpoints are as they were.
+        """
+        final = step_folder(self.folder, step)
+        temporary = self.ranks.decide(lambda: self._new_folder(final))
+
+        def commit(files: Files, metadata: Metadata) -> None:
+            sizes = [
+                math.prod(t.size) * t.properties.dtype.itemsize for t in metadata.state_dict_metadata.values()
+            ]
+            manifest = build_manifest(
+                step=step, files=files, tensor_count=len(sizes), tensor_bytes=sum(sizes), run=dict(run)
+            )
+            _commit(temporary, final, manifest)
+
+        writer = CommittingWriter(temporary, commit)
+        try:
+            with _without_crc32(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                dcp.save(
+                    {name: tensor.detach() for name, tensor in tensors.items()},
+                    storage_writer=writer,
+                    planner=DefaultSavePlanner(flatten_state_dict=False),
+                    process_group=self.group,
+                )
+        except CheckpointException as error:
+            if self.ranks.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(
+                f"the checkpoint of step {step} was not saved to {final}: {_reasons(error)}\n"
+                "  Earlier checkpoints are as they were. Free space or repair the folder."
+            ) from error
+        if self.ranks.rank == 0:
+            self._retire(step)
+        return final
+
+    def manifest(self, where: int | Path | str) -> dict[str, Any]:
+        """The manifest of a step (−1: the newest) or of any checkpoint folder, read by rank 0.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or its manifest is damaged.
+        """
+        return self.ranks.decide(lambda: read_manifest(self._locate(where)))
+
+    def load(
+        self,
+        where: int | Path | str,
+        tensors: Mapping[str, Tensor],
+        *,
+        exclude: Sequence[str] = (),
+        verify: bool = True,
+    ) -> dict[str, Any]:
+        """Read a step (−1: the newest) or any checkpoint folder into ``tensors``, in place; the manifest.
+
+        Any layout loads what any other saved. Names that start with one of ``exclude`` (whole parts:
+        ``optim``, ``model.output``) keep their values. Top-level names that no rank asks for, such as
+        ``optim`` when only ``model`` is loaded, are skipped; within the others names must agree.
+        ``verify`` checks SHA-256 sums first, each rank a share of the files.
+
+        Raises:
+            CheckpointError: on every rank alike: no such checkpoint; files missing, truncated, altered
+                or unsafe; names or shapes that do not fit.
+        """
+        folder, manifest = self.ranks.decide(lambda: self._find(where))
+        load_tensors(folder, manifest, tensors, exclude=exclude, verify=verify, ranks=self.ranks)
+        return manifest
+
+    def remove_leftovers(self) -> None:
+        """Clear what killed saves and deletions left behind; called at the start of a run that will save."""
+        self.ranks.decide(self._remove_leftovers)
+
+    def _remove_leftovers(self) -> None:
+        for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():
+            replaced = _REPLACED.fullmatch(path.name)
+            if replaced and not (self.folder / replaced[1]).exists():
+                path.rename(self.folder / replaced[1])
+                self.say(f"checkpoint: restored {replaced[1]}, which a killed save was replacing")
+            elif replaced or _TEMPORARY.fullmatch(path.name):
+                shutil.rmtree(path)
+                self.say(f"checkpoint: removed {path.name}, left by a save that was killed")
+
+    def _new_folder(self, final: Path) -> Path:
+        temporary = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint {final} cannot be written: {error.strerror}: {error.filename}"
+            ) from None
+        return temporary
+
+    def _locate(self, where: int | Path | str) -> Path:
+        if not isinstance(where, int):
+            return Path(where)
+        steps = committed_steps(self.folder)
+        if not steps:
+            raise CheckpointError(f"there is no checkpoint in {self.folder}")
+        if where != -1 and where not in steps:
+            # the folder may be there without being sound; then its manifest says what is wrong
+            if step_folder(self.folder, where).is_dir():
+                return step_folder(self.folder, where)
+            there = ", ".join(map(str, steps))
+            raise CheckpointError(
+                f"there is no checkpoint of step {where} in {self.folder}; there are: {there}"
+            )
+        return step_folder(self.folder, steps[-1] if where == -1 else where)
+
+    def _find(self, where: int | Path | str) -> tuple[Path, dict[str, Any]]:
+        folder = self._locate(where)
+        return folder, read_manifest(folder)
+
+    def _retire(self, just_saved: int) -> None:
+        """Delete the oldest beyond ``keep_latest_k``, never the one just saved. A failure is only told."""
+        if self.keep_latest_k == 0:
+            return
+        others = [step for step in committed_steps(self.folder) if step != just_saved]
+        for step in others[: max(0, len(others) + 1 - self.keep_latest_k)]:
+            path = step_folder(self.folder, step)
+            try:
+                # renamed first: half deleted, it must not look committed
+                doomed = path.rename(path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}"))
+                shutil.rmtree(doomed)
+            except OSError as error:
+                self.say(f"checkpoint: {path} could not be deleted: {error}")
+
+
+def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
+    """Turn the written folder into the checkpoint ``final``; runs on rank 0 after all ranks have synced."""
+    unseen = [name for name in manifest["files"] if not (temporary / name).is_file()]
+    if unseen:
+        raise CheckpointError(
+            f"rank 0 does not see {', '.join(unseen[:3])} in {temporary}: "
+            "the checkpoint folder must be on a file system that all nodes share"
+        )
+    with (temporary / MANIFEST).open("w") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(temporary)
+    replaced = None
+    if final.exists():
+        replaced = final.rename(final.with_name(f"{final.name}.replaced-{uuid.uuid4().hex[:8]}"))
+    temporary.rename(final)
+    _sync_folder(final.parent)
+    if replaced:
+        shutil.rmtree(replaced)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, not only the contents of its files."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """torch's own checksum costs a third of a save, and the SHA-256 covers more."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _reasons(error: CheckpointException) -> str:
+    return "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))

@@ -1,0 +1,178 @@
+"""What makes a folder a checkpoint: its manifest. Imports no torch.
+
+``step-N/manifest.json`` is written last, inside a temporary folder that one rename then turns into
+``step-N``. A folder with a sound manifest therefore holds a complete checkpoint, and only such folders
+exist for loading, for retention and for "latest".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = "llama-toolkit checkpoint"
+VERSION = 1
+
+# Everything that DCP writes has one of these names; no other may be read, so no path can escape.
+_FILE_NAME = re.compile(r"\.metadata|__\d+_\d+\.distcp")
+_STEP_FOLDER = re.compile(r"step-(\d+)")
+_FIELDS = {
+    "format": str,
+    "version": int,
+    "step": int,
+    "saved_at": str,
+    "files": dict,
+    "tensors": dict,
+    "run": dict,
+    "digest": str,
+}
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` lies."""
+    return folder / f"step-{step}"
+
+
+def build_manifest(
+    *, step: int, files: dict[str, dict[str, Any]], tensor_count: int, tensor_bytes: int, run: dict[str, Any]
+) -> dict[str, Any]:
+    """The manifest of a checkpoint: ``files`` maps names to ``{"bytes": int, "sha256": hex}``.
+
+    ``run`` is the caller's own: configuration, mesh, tokens, data position, versions; JSON types only.
+    """
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "files": dict(sorted(files.items())),
+        "tensors": {"count": tensor_count, "bytes": tensor_bytes},
+        # through JSON once, so that keys and tuples are already what a reader will see
+        "run": json.loads(json.dumps(run)),
+    }
+    return manifest | {"digest": _digest(manifest)}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint in ``folder`` (a ``step-N``).
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, of another format, or not of this step; the
+            message says which. The files that it lists are not looked at.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(_absent(folder)) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: it is not JSON ({error}); {_ADVICE}") from None
+    problem = _problem(folder, manifest)
+    if problem:
+        raise CheckpointError(f"{path} {problem}")
+    return manifest
+
+
+def committed_steps(folder: Path) -> list[int]:
+    """Steps of the committed checkpoints in ``folder``, ascending; no folder means none."""
+    steps = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _STEP_FOLDER.fullmatch(path.name)
+        if match and _is_committed(path):
+            steps.append(int(match[1]))
+    return sorted(steps)
+
+
+def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool) -> list[str]:
+    """What is wrong with these files of the checkpoint in ``folder``, one line a file.
+
+    Existence and size; with ``verify`` the SHA-256 too, which reads them.
+    """
+    problems = []
+    for name, expected in files.items():
+        try:
+            size = (folder / name).stat().st_size
+            if size != expected["bytes"]:
+                problems.append(f"{name} has {size:,} bytes instead of {expected['bytes']:,}")
+            elif verify and _sha256(folder / name) != expected["sha256"]:
+                problems.append(f"{name} was altered: its SHA-256 is not the one of the manifest")
+        except FileNotFoundError:
+            problems.append(f"{name} is missing")
+        except OSError as error:
+            problems.append(f"{name} cannot be read: {error.strerror}")
+    return problems
+
+
+_ADVICE = "take another step (checkpoint.load_step), or a copy of this one"
+
+
+def _is_committed(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _absent(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"no checkpoint at {folder}: there is no such folder"
+    steps = committed_steps(folder)
+    if steps:
+        return (
+            f"{folder} is not a checkpoint but a folder of them: name one, "
+            f"for example {step_folder(folder, steps[-1])}"
+        )
+    if (folder / ".metadata").exists():
+        return (
+            f"{folder} has no {MANIFEST}: a DCP folder of another program, or one that was never "
+            "committed; only checkpoints that this toolkit wrote can be verified and loaded"
+        )
+    return f"{folder} is not a checkpoint: it has no {MANIFEST}"
+
+
+def _problem(folder: Path, manifest: Any) -> str | None:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        return f"is not a manifest of this toolkit (its format is not {FORMAT!r})"
+    if manifest.get("version") != VERSION:
+        return f"has version {manifest.get('version')!r}; this toolkit reads version {VERSION}"
+    for field, kind in _FIELDS.items():
+        if not isinstance(manifest.get(field), kind):
+            return f"is damaged: {field} is missing or not a {kind.__name__}; {_ADVICE}"
+    if manifest["digest"] != _digest({key: value for key, value in manifest.items() if key != "digest"}):
+        return f"was altered: its digest does not fit its content; {_ADVICE}"
+    strange = [name for name in manifest["files"] if not _FILE_NAME.fullmatch(name)]
+    if strange:
+        return f"lists files that no checkpoint has: {', '.join(map(repr, strange[:3]))}"
+    if not all(_describes_file(entry) for entry in manifest["files"].values()):
+        return f"is damaged: a file without its size or SHA-256; {_ADVICE}"
+    match = _STEP_FOLDER.fullmatch(folder.name)
+    if match and int(match[1]) != manifest["step"]:
+        return f"is of step {manifest['step']}: the folder was renamed or its files were mixed up"
+    return None
+
+
+def _describes_file(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("bytes"), int)
+        and isinstance(entry.get("sha256"), str)
+    )
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

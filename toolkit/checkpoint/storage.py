@@ -1,0 +1,186 @@
+"""DCP's file storage, made to hash what it writes, to commit, and to run no code from what it reads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from toolkit.errors import CheckpointError
+
+METADATA = ".metadata"
+Files = dict[str, dict[str, Any]]
+
+
+class _HashingStream:
+    """A binary file that knows the SHA-256 and the length of what went through it."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+        self._sha256 = hashlib.sha256()
+        self._bytes = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._sha256.update(data)
+        self._bytes += memoryview(data).nbytes
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._bytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:  # without it DCP calls os.sync(), which flushes the whole machine
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def entry(self) -> dict[str, Any]:
+        return {"bytes": self._bytes, "sha256": self._sha256.hexdigest()}
+
+
+class _HashingFileSystem(FileSystem):
+    """Notes size and SHA-256 of each file written through it in ``written``, by name."""
+
+    def __init__(self) -> None:
+        self.written: Files = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[Any, None, None]:
+        with Path(path).open(mode) as file:
+            if mode != "wb":
+                yield file
+                return
+            stream = _HashingStream(file)
+            yield stream
+        self.written[Path(path).name] = stream.entry()
+
+
+class _Results(list[WriteResult]):
+    """What a rank reports of its writing: DCP's results and, riding along, its files."""
+
+    files: Files
+
+
+class CommittingWriter(FileSystemWriter):
+    """Writes into ``folder`` and calls ``commit(files, metadata)`` on rank 0 once all ranks are durable.
+
+    ``files`` maps the names of all ranks' files to size and SHA-256. What ``commit`` raises reaches
+    every rank through DCP. It runs inside DCP's ``finish``, hence in a background save as well.
+    """
+
+    def __init__(self, folder: Path, commit: Callable[[Files, Metadata], None]):
+        super().__init__(folder)
+        self.fs = _HashingFileSystem()
+        self._commit = commit
+
+    def storage_meta(self) -> StorageMeta:
+        # DCP would pickle the folder's path: it names a machine and is wrong after the commit.
+        return StorageMeta(save_id=self.save_id)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = _Results(super().write_data(plan, planner).value())
+        results.files = self.fs.written
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        files = {METADATA: self.fs.written[f"{METADATA}.tmp"]}
+        for of_rank in results:
+            assert isinstance(of_rank, _Results)
+            files |= {name: entry for name, entry in of_rank.files.items() if not name.startswith(METADATA)}
+        self._commit(files, metadata)
+
+
+# All that a .metadata of tensors names. Each is inert: building one runs nothing of the file's choosing.
+_DTYPES = {name for name in vars(torch) if isinstance(getattr(torch, name), torch.dtype)}
+_ALLOWED = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(("torch", name) for name in _DTYPES),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "ChunkStorageMetadata",
+            "BytesStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise CheckpointError(f"it names {module}.{name}, which no checkpoint of tensors needs")
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Metadata:
+    """DCP's index of the checkpoint in ``folder``, read without running code from it.
+
+    Raises:
+        CheckpointError: it names anything but plain tensor metadata, holds items that are not tensors
+            (loading those would run their pickle), or points outside the manifest's ``files``.
+    """
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is refused: {error}") from None
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+    problem = _metadata_problem(metadata, files)
+    if problem:
+        raise CheckpointError(f"{path} is refused: {problem}")
+    return metadata
+
+
+def _metadata_problem(metadata: Any, files: Mapping[str, Mapping[str, Any]]) -> str | None:
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        return "it is not the index of a checkpoint"
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            return f"{name} is not a tensor but a pickled object, which could run code"
+    for index, place in metadata.storage_data.items():
+        if not isinstance(place, _StorageInfo) or place.relative_path not in files:
+            return f"{index.fqn} lies outside the files of the manifest"
+        if place.transform_descriptors:
+            return f"{index.fqn} is stored with a transform, which this toolkit never writes"
+        if not 0 <= place.offset <= place.offset + place.length <= files[place.relative_path]["bytes"]:
+            return f"{index.fqn} lies outside {place.relative_path}"
+    return None
+
+
+class VerifiedReader(FileSystemReader):
+    """Reads tensors by an index that :func:`read_metadata` has already vetted."""
+
+    def __init__(self, folder: Path, metadata: Metadata):
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self) -> Metadata:  # type: ignore[override]
+        return self._metadata
