@@ -86,8 +86,9 @@ def main(argv: Sequence[str]) -> int:
     started = time.monotonic()
     try:
         config = load_config(argv)
-        launch = launch_from(os.environ, detect())
-        preflight.run(config, world_size=launch.world_size)
+        hardware = detect()
+        launch = launch_from(os.environ, hardware)
+        preflight.run(config, world_size=launch.world_size, hardware=hardware)
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)
     ranks = f"{launch.processes} ranks" if launch.processes > 1 else "1 rank"
