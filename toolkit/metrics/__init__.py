@@ -1,0 +1,1 @@
+"""What a run tells its user: console, metrics.jsonl, TensorBoard, speed, memory and phases."""

@@ -1,0 +1,87 @@
+"""One line a logged step, and a progress bar below where there is a terminal. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+_RESET = "\033[0m"
+_COLORS = {
+    "step": "\033[31m",
+    "loss": "\033[32m",
+    "validation_loss": "\033[32m",
+    "tokens_per_second": "\033[34m",
+    "mfu": "\033[35m",
+    "memory_gib": "\033[33m",
+}
+_FORMATS = {
+    "loss": "loss {:.4f}",
+    "validation_loss": "validation loss {:.4f}",
+    "grad_norm": "grad_norm {:.3f}",
+    "lr": "lr {:.2e}",
+    "tokens_per_second": "{:,.0f} tok/s",
+    "mfu": "mfu {:.1%}",
+    "memory_gib": "mem {:.2f} GiB",
+}
+# what the line leaves to metrics.jsonl, or shows in another form
+_HIDDEN = {"tokens", "step_seconds", "data_seconds"}
+
+
+def format_line(step: int, total_steps: int, values: Mapping[str, Any], *, color: bool = False) -> str:
+    """The console line of ``step``; values that are None are left out.
+
+    >>> format_line(7, 100, {"loss": 4.81234, "lr": 3e-4, "tokens_per_second": 12345.6, "mfu": None})
+    'step   7/100  loss 4.8123  lr 3.00e-04  12,346 tok/s'
+    """
+    width = len(str(total_steps))
+    parts = [("step", f"step {step:>{width}}/{total_steps}")]
+    for key, template in _FORMATS.items():
+        if values.get(key) is not None:
+            parts.append((key, template.format(values[key])))
+    if values.get("step_seconds") and values.get("data_seconds") is not None:
+        parts.append(("wait", f"wait {values['data_seconds'] / values['step_seconds']:.1%}"))
+    for key, value in values.items():
+        if key.endswith("_seconds") and key not in _HIDDEN:
+            parts.append((key, f"{key.removesuffix('_seconds')} {value:.1f} s"))
+    return "  ".join(
+        _COLORS[key] + text + _RESET if color and key in _COLORS else text for key, text in parts
+    )
+
+
+class Console:
+    """Prints lines; on a terminal also a bar with the time that is left, which the lines do not tear."""
+
+    def __init__(self, total_steps: int, *, resume_step: int = 0, color: bool = True):
+        terminal = sys.stdout.isatty()
+        self._total_steps = total_steps
+        self._color = color and terminal and not os.environ.get("NO_COLOR")
+        self._bar: Any = None
+        if terminal and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total_steps, initial=resume_step, unit="step", dynamic_ncols=True, leave=False
+            )
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        self.say(format_line(step, self._total_steps, values, color=self._color))
+
+    def say(self, text: str) -> None:
+        """Print ``text`` above the bar."""
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            self._bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def advance(self, step: int) -> None:
+        """Move the bar to ``step``."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

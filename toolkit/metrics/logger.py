@@ -1,0 +1,89 @@
+"""Everything that a run reports of its steps, through one object: console, ``metrics.jsonl``, TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.metrics.console import Console
+from toolkit.metrics.jsonl import JsonLines
+from toolkit.metrics.tensorboard import TensorBoard
+
+
+class MetricLogger:
+    """Reports the metrics of a run into ``folder``.
+
+    Rank 0 prints and writes ``metrics.jsonl`` and ``<tensorboard_folder>/``; other ranks do nothing,
+    or with ``all_ranks`` write ``metrics.rank-N.jsonl`` and ``<tensorboard_folder>/rank-N/`` of what they
+    log. ``resume_step`` is the step of the checkpoint that the run goes on from, 0 for a new run: what
+    the files hold beyond it is dropped. ``config_text`` becomes TensorBoard text.
+
+    A file that cannot be written is told once and does not stop the training.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        total_steps: int,
+        resume_step: int = 0,
+        rank: int = 0,
+        tensorboard: bool = True,
+        tensorboard_folder: str = "tb",
+        all_ranks: bool = False,
+        color: bool = True,
+        config_text: str = "",
+    ):
+        folder = Path(folder)
+        chief = rank == 0
+        self._told = False
+        self._console = Console(total_steps, resume_step=resume_step, color=color) if chief else None
+        self._lines: JsonLines | None = None
+        self._tensorboard: TensorBoard | None = None
+        if not (chief or all_ranks):
+            return
+        name = "metrics.jsonl" if chief else f"metrics.rank-{rank}.jsonl"
+        self._lines = self._attempt(lambda: JsonLines(folder / name, resume_step=resume_step))
+        if tensorboard:
+            events = folder / tensorboard_folder
+            self._tensorboard = TensorBoard(
+                events if chief else events / f"rank-{rank}",
+                resume_step=resume_step,
+                config_text=config_text if chief else "",
+            )
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Report ``values`` (numbers or None) of ``step``, in the keys of ``metrics.jsonl``."""
+        if self._console is not None:
+            self._console.log(step, values)
+        lines, tensorboard = self._lines, self._tensorboard
+        if lines is not None:
+            self._attempt(lambda: lines.write({"step": step, **values}))
+        if tensorboard is not None:
+            self._attempt(lambda: tensorboard.write(step, values))
+
+    def say(self, text: str) -> None:
+        """Print ``text`` from rank 0, above the progress bar."""
+        if self._console is not None:
+            self._console.say(text)
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar; called every step, logged or not."""
+        if self._console is not None:
+            self._console.advance(step)
+
+    def close(self) -> None:
+        """Flush and close everything; the bar disappears."""
+        for part in (self._console, self._lines, self._tensorboard):
+            if part is not None:
+                self._attempt(part.close)
+
+    def _attempt(self, write: Callable[[], Any]) -> Any:
+        try:
+            return write()
+        except OSError as error:
+            if not self._told:
+                self.say(f"metrics cannot be written: {error}; the training goes on without them")
+                self._told = True
+            return None

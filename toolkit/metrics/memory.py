@@ -1,0 +1,44 @@
+"""Memory of this process: the device's where there is one, else what is resident."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+_GIB = 2**30
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Memory in GiB under the keys of ``metrics.jsonl``.
+
+    On CUDA: ``memory_gib`` is the most that tensors took since the last call, ``memory_reserved_gib``
+    the most that torch held, ``memory_retries`` and ``memory_ooms`` how often the allocator had to
+    flush its cache or failed, since the start. On CPU: ``memory_gib`` is resident now and
+    ``memory_peak_gib`` the most since the start.
+    """
+    if device.type != "cuda":
+        resident, peak = _resident()
+        return {"memory_gib": resident / _GIB, "memory_peak_gib": peak / _GIB}
+    stats = torch.cuda.memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {
+        "memory_gib": stats["allocated_bytes.all.peak"] / _GIB,
+        "memory_reserved_gib": stats["reserved_bytes.all.peak"] / _GIB,
+        "memory_retries": stats["num_alloc_retries"],
+        "memory_ooms": stats["num_ooms"],
+    }
+
+
+def _resident() -> tuple[int, int]:
+    """(now, peak) resident bytes."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:  # not Linux: only the peak is on offer
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return peak, peak
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return tuple(int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))  # type: ignore[return-value]

@@ -1,0 +1,74 @@
+"""Tokens per second, MFU and where the time of a step goes. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class SpeedMeter:
+    """Measures the steps between two readings.
+
+    Time under :meth:`apart` (checkpoint, validation, compile) belongs to no step: it is reported
+    beside them as ``<name>_seconds``, and neither tokens/s nor MFU suffer from it.
+    ``flops_per_token`` and ``peak_flops`` (all devices together) may be None: then ``mfu`` is null.
+    """
+
+    def __init__(
+        self,
+        *,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._flops_per_second_at_peak = (
+            peak_flops / flops_per_token if flops_per_token and peak_flops else None
+        )
+        self._clock = clock
+        self._reset()
+
+    def step(self, tokens: int) -> None:
+        """One global batch of ``tokens`` (all ranks') is done."""
+        self._steps += 1
+        self._tokens += tokens
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what waits for data: part of the step, and told as ``data_seconds``."""
+        started = self._clock()
+        yield
+        self._data += self._clock() - started
+
+    @contextmanager
+    def apart(self, name: str) -> Iterator[None]:
+        """Around what is not training."""
+        started = self._clock()
+        yield
+        self._apart[name] = self._apart.get(name, 0.0) + self._clock() - started
+
+    def read(self) -> dict[str, float | None]:
+        """Means over the steps since the last reading, which ends here.
+
+        Keys: ``tokens_per_second`` (all ranks), ``step_seconds``, ``data_seconds`` (both a step),
+        ``mfu`` (0 to 1 or None) and ``<name>_seconds`` of what ran apart.
+        """
+        seconds = self._clock() - self._started - sum(self._apart.values())
+        rate = self._tokens / seconds if seconds > 0 else 0.0
+        steps = max(1, self._steps)
+        peak = self._flops_per_second_at_peak
+        reading = {
+            "tokens_per_second": rate,
+            "step_seconds": seconds / steps,
+            "data_seconds": self._data / steps,
+            "mfu": rate / peak if peak else None,
+        } | {f"{name}_seconds": spent for name, spent in self._apart.items()}
+        self._reset()
+        return reading
+
+    def _reset(self) -> None:
+        self._started = self._clock()
+        self._steps = 0
+        self._tokens = 0
+        self._data = 0.0
+        self._apart: dict[str, float] = {}
