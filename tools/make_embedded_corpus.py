@@ -199,9 +199,14 @@ def main() -> None:
     parser.add_argument("books", type=Path, help="folder gutenberg/ of the unpacked npm package")
     parser.add_argument("output", type=Path, help="folder for train.jsonl.gz and validation.jsonl.gz")
     arguments = parser.parse_args()
+    names = sorted([*BOOKS, "bible-kjv"])
+    if missing := [name for name in names if not (arguments.books / f"{name}.txt").is_file()]:
+        parser.error(
+            f"{arguments.books} has no {missing[0]}.txt: it must be folder gutenberg/ of the package"
+        )
     train: list[Document] = []
     validation: list[Document] = []
-    for name in sorted([*BOOKS, "bible-kjv"]):
+    for name in names:
         book_train, book_validation = split(documents(arguments.books, name))
         train += book_train
         validation += book_validation

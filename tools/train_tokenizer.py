@@ -18,6 +18,7 @@ import argparse
 import base64
 import io
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from toolkit.data.sources import open_source
 from toolkit.data.tokenizer import LLAMA3_PATTERN
 from toolkit.data.tokenizer_files import N_LLAMA3_SPECIAL, llama3_names
+from toolkit.errors import ConfigError, Problem, ToolkitError
 
 FILE_NAMES = {"tiktoken": "tokenizer.model", "sentencepiece": "tokenizer.model", "json": "tokenizer.json"}
 
@@ -42,8 +44,10 @@ def train_ranks(corpus: Iterable[str], n_ranks: int) -> dict[bytes, int]:
     """Byte-level BPE for Llama 3's word pattern: token bytes → rank, the 256 bytes first.
 
     Raises:
-        ValueError: the text has too few different words for so many ranks.
+        ConfigError: fewer ranks than bytes, or too little text for so many.
     """
+    if n_ranks < 256:
+        raise _bad_size(n_ranks + N_LLAMA3_SPECIAL, "256 bytes and 256 special tokens need 512 entries")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = _words()
     # Alphabet first, then one entry a merge: the order of ids is the order in which merges were learnt.
@@ -55,7 +59,7 @@ def train_ranks(corpus: Iterable[str], n_ranks: int) -> dict[bytes, int]:
     learnt = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     ranks = {bytes(byte_of[character] for character in token): rank for token, rank in learnt}
     if len(ranks) != n_ranks:
-        raise ValueError(f"the text gives {len(ranks)} ranks, not {n_ranks}: take more text or fewer entries")
+        raise _bad_size(n_ranks + N_LLAMA3_SPECIAL, f"the text gives {len(ranks)} ranks, not {n_ranks}")
     return ranks
 
 
@@ -103,7 +107,11 @@ def json_file(ranks: dict[bytes, int]) -> bytes:
 
 
 def sentencepiece_file(corpus: Iterable[str], n_pieces: int) -> bytes:
-    """A SentencePiece model of ``n_pieces`` with the settings of Llama 2's."""
+    """A SentencePiece model of ``n_pieces`` with the settings of Llama 2's.
+
+    Raises:
+        ConfigError: more pieces than the text gives, or fewer than it needs.
+    """
     import sentencepiece
 
     model = io.BytesIO()
@@ -120,9 +128,12 @@ def sentencepiece_file(corpus: Iterable[str], n_pieces: int) -> bytes:
         "num_threads": 1,
         "minloglevel": 2,
     }
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines, model_writer=model, vocab_size=n_pieces, **settings
-    )
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines, model_writer=model, vocab_size=n_pieces, **settings
+        )
+    except RuntimeError as error:
+        raise _bad_size(n_pieces, f"SentencePiece: {error}") from error
     return model.getvalue()
 
 
@@ -136,7 +147,21 @@ def _ranks_of_cut(ranks: dict[bytes, int], token: bytes, cut: int) -> tuple[int,
     return ranks.get(token[:cut], -1), ranks.get(token[cut:], -1)
 
 
-def main() -> None:
+def _bad_size(size: int, rule: str) -> ConfigError:
+    return ConfigError(
+        Problem(rule=rule, fix="ask for another size, or give other text", key="--vocab-size", value=size)
+    )
+
+
+def run(corpus: Iterable[str], form: str, size: int) -> bytes:
+    """The content of a tokenizer file of ``size`` entries, in one of the forms."""
+    if form == "sentencepiece":
+        return sentencepiece_file(corpus, size)
+    ranks = train_ranks(corpus, size - N_LLAMA3_SPECIAL)
+    return tiktoken_file(ranks) if form == "tiktoken" else json_file(ranks)
+
+
+def main() -> int:
     summary, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -148,20 +173,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for the tokenizer file")
     arguments = parser.parse_args()
 
-    n_ranks = arguments.vocab_size - N_LLAMA3_SPECIAL
-    if n_ranks < 256:
-        parser.error(f"--vocab-size {arguments.vocab_size}: 256 bytes and 256 special tokens need 512")
-    corpus = texts(arguments.corpus, arguments.text_column)
-    if arguments.format == "sentencepiece":
-        content = sentencepiece_file(corpus, arguments.vocab_size)
-    else:
-        form = tiktoken_file if arguments.format == "tiktoken" else json_file
-        content = form(train_ranks(corpus, n_ranks))
+    try:
+        corpus = texts(arguments.corpus, arguments.text_column)
+        content = run(corpus, arguments.format, arguments.vocab_size)
+    except ToolkitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = arguments.output / FILE_NAMES[arguments.format]
     path.write_bytes(content)
     print(f"{path}: {arguments.vocab_size} entries, {len(content):,} bytes")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

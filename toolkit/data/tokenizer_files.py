@@ -6,8 +6,8 @@ A folder is searched for, in this order,
 2. ``original/tokenizer.model``   the same, where Hugging Face repositories of Meta keep it
 3. ``tokenizer.json``             Hugging Face tokenizers
 
-The ``.model`` files come first because they are what Meta's own code reads, they load three times
-faster than the JSON of the same vocabulary, and both encode alike. Tokens that someone added beside
+The ``.model`` files come first because they are what Meta's own code reads and because tiktoken encodes
+four times faster than the JSON of the same vocabulary, to the same ids. Tokens that someone added beside
 them are not lost: ``tokenizer_config.json`` of the same folder is read for their names and ids.
 
 The tokenizer libraries are imported where one is needed, so that the preflight can ask for a

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from toolkit.data.tokenizer import load_tokenizer, vocabulary_size
+from toolkit.data.tokenizer_files import TokenizerFiles, find, llama3_names, special_tokens_llama3
+from toolkit.errors import DataError
+
+IN_TREE = Path(__file__).parents[1] / "assets"
+TIKTOKEN = IN_TREE / "tokenizer/tokenizer.model"
+SENTENCEPIECE = IN_TREE / "tokenizer_sentencepiece/tokenizer.model"
+JSON = IN_TREE / "tokenizer_json/tokenizer.json"
+
+
+def test_the_first_of_the_known_names_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "original").mkdir()
+    shutil.copy(SENTENCEPIECE, tmp_path / "tokenizer.model")
+    shutil.copy(TIKTOKEN, tmp_path / "original/tokenizer.model")
+    shutil.copy(JSON, tmp_path)
+    for kind, name in [
+        ("sentencepiece", "tokenizer.model"),
+        ("tiktoken", "original/tokenizer.model"),
+        ("json", "tokenizer.json"),
+    ]:
+        tokenizer = load_tokenizer(str(tmp_path))
+        assert (tokenizer.kind, tokenizer.path) == (kind, tmp_path / name)
+        (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"), [(TIKTOKEN, "tiktoken"), (SENTENCEPIECE, "sentencepiece"), (JSON, "json")]
+)
+def test_the_kind_is_told_by_content(tmp_path: Path, file: Path, kind: str) -> None:
+    shutil.copy(file, tmp_path / "any.name")
+    assert find(tmp_path / "any.name").kind == kind
+
+
+def broken(tmp_path: Path, content: bytes, name: str = "tokenizer.model") -> Path:
+    (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        (b"", "tokenizer.model", "it is empty"),
+        (b"\x80\x02}q\x00", "tokenizer.model", r"no tokenizer of a known kind: it starts with b'\\x80"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "tokenizer.model", "git lfs pull"),
+        (b"IQ== 0\nnonsense\n", "tokenizer.model", r"tokenizer.model:2: expected 'base64 rank'"),
+        (b"IQ== 0\nIg== x\n", "tokenizer.model", r"tokenizer.model:2: expected"),
+        (b"IQ== 0\nIg== 2\n", "tokenizer.model", "ranks are not 0 to 1"),
+        (b"IQ== 0\nIQ== 1\n", "tokenizer.model", "ranks are not 0 to 1"),
+        (SENTENCEPIECE.read_bytes()[:30_000], "tokenizer.model", "no whole SentencePiece model"),
+        (JSON.read_bytes()[:30_000], "tokenizer.json", "no tokenizer.json"),
+        (b'{"added_tokens": []}', "tokenizer.json", "no tokenizer.json"),
+        (b'{"model": {"vocab": {}, "type": "none"}}', "tokenizer.json", "cannot be read by tokenizers"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, name: str, message: str) -> None:
+    with pytest.raises(DataError, match=message) as raised:
+        load_tokenizer(broken(tmp_path, content, name))
+    assert str(tmp_path / name) in str(raised.value)
+
+
+def test_what_is_missing_and_what_is_accepted_is_said(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    for path in (tmp_path, tmp_path / "none"):
+        for use in (load_tokenizer, vocabulary_size):
+            with pytest.raises(DataError) as raised:
+                use(path)
+            for part in (str(path), "tokenizer.model", "original/tokenizer.model", "tokenizer.json"):
+                assert part in str(raised.value)
+    with pytest.raises(DataError, match="it holds model.safetensors"):
+        load_tokenizer(tmp_path)
+
+
+def test_names_of_both_releases() -> None:
+    older, newer = llama3_names(older=True), llama3_names()
+    assert len(older) == len(set(older)) == len(newer) == len(set(newer)) == 256
+    assert older[4] == "<|reserved_special_token_2|>" and older[255] == "<|reserved_special_token_250|>"
+    assert newer[4] == "<|finetune_right_pad_id|>" and newer[255] == "<|reserved_special_token_247|>"
+    for offset, name in [(0, "begin_of_text"), (6, "start_header_id"), (7, "end_header_id"), (9, "eot_id")]:
+        assert older[offset] == newer[offset] == f"<|{name}|>"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "older"),
+    [
+        ("config.json", {"model_type": "llama", "rope_scaling": None}, True),
+        ("config.json", {"model_type": "llama", "rope_scaling": {"factor": 8.0}}, False),
+        (
+            "config.json",
+            {"model_type": "llama", "rope_parameters": {"rope_theta": 5e5, "factor": 8.0}},
+            False,
+        ),
+        ("params.json", {"dim": 4096}, True),
+        ("params.json", {"dim": 4096, "use_scaled_rope": True}, False),
+        ("README.md", {}, False),
+    ],
+)
+def test_the_folder_says_which_release(tmp_path: Path, file: str, content: dict, older: bool) -> None:
+    (tmp_path / file).write_text(json.dumps(content))
+    shutil.copy(TIKTOKEN, tmp_path)
+    files = find(tmp_path)
+    names = special_tokens_llama3(files, n_ranks=128_000)
+    assert names == {name: 128_000 + i for i, name in enumerate(llama3_names(older=older))}
+    # A tokenizer that is not Meta's is of no release: the newer names, which have a padding token.
+    assert load_tokenizer(tmp_path).pad_id == 3844
+
+
+def test_tokenizer_config_names_tokens_roles_and_additions(tmp_path: Path) -> None:
+    shutil.copy(TIKTOKEN, tmp_path)
+    config = {
+        "added_tokens_decoder": {"3844": {"content": "<|mine|>"}, "4096": {"content": "<|pad|>"}},
+        "bos_token": {"content": "<|begin_of_text|>"},
+        "eos_token": "<|eot_id|>",
+        "pad_token": "<|pad|>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.special_tokens["<|mine|>"] == 3844
+    assert "<|finetune_right_pad_id|>" not in tokenizer.special_tokens
+    assert (tokenizer.pad_id, tokenizer.n_words, vocabulary_size(tmp_path)) == (4096, 4097, 4097)
+    # The end of a document, where an instruct model's config names the end of a turn.
+    assert tokenizer.eos_id == 3841 and 3849 in tokenizer.stop_ids
+    assert tokenizer.decode([3844, 4096]) == "<|mine|><|pad|>"
+
+
+def test_tokens_added_to_a_sentencepiece_model(tmp_path: Path) -> None:
+    shutil.copy(SENTENCEPIECE, tmp_path)
+    config = {"added_tokens_decoder": {"4096": {"content": "<pad>"}}, "pad_token": "<pad>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.pad_id, tokenizer.n_words, vocabulary_size(tmp_path)) == (4096, 4097, 4097)
+    assert tokenizer.decode([*tokenizer.encode("a b"), 4096]) == "a b<pad>"
+    assert tokenizer.decode([*tokenizer.encode("a b"), 4096], skip_special=True) == "a b"
+
+
+def test_a_broken_tokenizer_config_is_named(tmp_path: Path) -> None:
+    shutil.copy(TIKTOKEN, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match="tokenizer_config.json cannot be read as JSON"):
+        load_tokenizer(tmp_path)
+
+
+def test_original_is_named_by_the_folder_above(tmp_path: Path) -> None:
+    (tmp_path / "original").mkdir()
+    shutil.copy(TIKTOKEN, tmp_path / "original")
+    config = {"added_tokens_decoder": {"3844": {"content": "<|mine|>"}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "original/tokenizer.model"):
+        assert load_tokenizer(path).special_tokens["<|mine|>"] == 3844
+
+
+def test_special_tokens_start_after_the_ranks() -> None:
+    files = TokenizerFiles(Path("tokenizer.model"), "tiktoken", b"")
+    assert list(special_tokens_llama3(files, 300).values()) == list(range(300, 556))
