@@ -20,12 +20,13 @@ import hashlib
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from toolkit.data.tokenizer_files import (
     PAD_LLAMA3,
+    Kind,
     TokenizerFiles,
     find,
     json_vocabulary_size,
@@ -64,7 +65,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         DataError: none there, or a file that is damaged or of no known kind.
     """
     files = find(path)
-    kinds = {"tiktoken": TiktokenTokenizer, "sentencepiece": SentencePieceTokenizer, "json": JsonTokenizer}
+    kinds: dict[Kind, Callable[[TokenizerFiles], Tokenizer]] = {
+        "tiktoken": TiktokenTokenizer,
+        "sentencepiece": SentencePieceTokenizer,
+        "json": JsonTokenizer,
+    }
     return kinds[files.kind](files)
 
 
