@@ -1,0 +1,98 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from toolkit.loss import chunked_loss, cross_entropy_sum
+
+
+def head(hidden, weight, labels):
+    return cross_entropy_sum(F.linear(hidden, weight), labels)
+
+
+def problem(tokens: int, dim: int = 8, vocab: int = 50, dtype: torch.dtype = torch.float64):
+    generator = torch.Generator().manual_seed(tokens)
+    hidden = torch.randn(tokens, dim, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, dim, generator=generator, dtype=dtype, requires_grad=True)
+    labels = torch.randint(vocab, (tokens,), generator=generator)
+    labels[::3] = -100
+    return hidden, weight, labels
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return out
+
+
+def test_sum_over_valid_tokens():
+    hidden, weight, labels = problem(20)
+    logits = hidden @ weight.T
+    expected = -sum(logits[t].log_softmax(-1)[labels[t]] for t in range(20) if labels[t] != -100)
+    torch.testing.assert_close(cross_entropy_sum(logits, labels), expected)
+
+
+@pytest.mark.parametrize("chunk", [0, 4, 100])
+def test_no_valid_token_gives_zero_loss_and_zero_gradients(chunk):
+    hidden, weight, labels = problem(20)
+    loss = chunked_loss(head, hidden, weight, torch.full_like(labels, -100), chunk_tokens=chunk)
+    loss.backward()
+    assert loss == 0
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_precision_is_never_below_fp32_nor_below_the_inputs():
+    hidden, weight, labels = problem(2000, dtype=torch.bfloat16)
+    logits = (hidden @ weight.T).detach()
+    loss = cross_entropy_sum(logits, labels)
+    assert loss.dtype == torch.float32
+    # bf16 has 8 bits: computed in it, the sum would be off by about 1e-2.
+    torch.testing.assert_close(loss.double(), cross_entropy_sum(logits.double(), labels), rtol=1e-6, atol=0)
+    assert cross_entropy_sum(logits.double(), labels).dtype == torch.float64
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 19, 20, 21, 0])
+def test_chunks_of_any_size_give_the_same(chunk):
+    hidden, weight, labels = problem(20)
+    expected = head(hidden, weight, labels)
+    grads = torch.autograd.grad(expected, [hidden, weight])
+    loss = chunked_loss(head, hidden, weight, labels, chunk_tokens=chunk)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, [hidden, weight]), grads)
+
+
+def test_only_the_logits_of_one_chunk_ever_exist():
+    hidden, weight, labels = problem(64, dim=8, vocab=500)
+    with Largest() as seen:
+        chunked_loss(head, hidden, weight, labels, chunk_tokens=16).backward()
+    assert seen.elements == 16 * 500
+
+
+def test_chunked_logits_are_not_kept_for_backward():
+    hidden, weight, labels = problem(64, dim=8, vocab=500)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        chunked_loss(head, hidden, weight, labels, chunk_tokens=16)
+    assert max(kept, default=0) <= weight.numel()
+
+
+def test_a_single_chunk_is_computed_once():
+    calls = []
+
+    def counted(*args):
+        calls.append(1)
+        return head(*args)
+
+    hidden, weight, labels = problem(20)
+    chunked_loss(counted, hidden, weight, labels, chunk_tokens=20).backward()
+    assert len(calls) == 1
+    chunked_loss(counted, hidden, weight, labels, chunk_tokens=10).backward()
+    assert len(calls) == 1 + 2 * 2

@@ -1,0 +1,26 @@
+"""How a Llama may be cut over devices, as data: the units that FSDP gathers and frees together."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from toolkit.models.llama.model import Llama
+
+
+def fsdp_units(model: Llama) -> list[list[nn.Module]]:
+    """Groups of modules, each one FSDP unit, in forward order; what is in none belongs to the root.
+
+    The embedding; each block; the last norm with the head. A tied embedding is needed at both ends of
+    the forward and stays, with the last norm, in the root, which is gathered throughout.
+    """
+    blocks: list[list[nn.Module]] = [[block] for block in model.layers.values()]
+    if model.args.tie_embeddings:
+        return blocks
+    first: list[list[nn.Module]] = [[model.tok_embeddings]] if model.tok_embeddings is not None else []
+    last = [module for module in (model.norm, model.output) if module is not None]
+    return first + blocks + ([last] if last else [])
+
+
+def block_names(model: Llama) -> list[str]:
+    """Fully qualified names of the transformer blocks, in forward order."""
+    return [f"layers.{index}" for index in model.layers]

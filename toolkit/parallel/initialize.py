@@ -1,0 +1,107 @@
+"""Initial weights that depend on the seed and the parameter's name alone, not on the mesh.
+
+A parameter is cut into blocks of whole rows. A block's numbers come from a generator keyed by a hash
+of (seed, name, block), and a rank draws only the blocks that its shard overlaps, on CPU in fp32, then
+cuts, casts and copies. Every layout so gets the same bits: neither a full parameter nor
+communication is needed.
+
+Generators are numpy's: a key of 128 bits (torch's CPU generator keeps 32 of its seed, and blocks of a
+large model would collide) and the same bits on every CPU (torch's depend on its vector width).
+About 8 ns a number and thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from toolkit.models.llama.model import Init
+from toolkit.names import clean_name
+
+BLOCK_ELEMENTS = 1 << 18
+"""Numbers in a block, at most, unless a single row has more. Changing it changes every initialisation."""
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int, rules: Callable[[str], Init]) -> None:
+    """Fill every parameter, DTensor or plain, in place; bit-identical on any mesh.
+
+    ``rules`` gives the distribution of a parameter by its name without wrappers' prefixes.
+
+    Raises:
+        ValueError: a parameter is on the meta device and has no storage to fill.
+    """
+    with ThreadPoolExecutor(_threads()) as pool:
+        for wrapped_name, parameter in model.named_parameters():
+            name = clean_name(wrapped_name)
+            local, offset = _local_part(parameter)
+            if local.is_meta:
+                raise ValueError(f"{name} is on the meta device: call to_empty before initialize")
+            rule = rules(name)
+            if rule.std == 0:
+                local.fill_(rule.mean)
+            elif local.numel():
+                _fill(local, offset, parameter.shape, rule, f"{seed}/{name}", pool)
+
+
+def _local_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """This rank's part of the parameter and where it starts in every dimension."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach(), [0] * parameter.ndim
+    mesh, placements = parameter.device_mesh, parameter.placements
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    return parameter.to_local().detach(), offset
+
+
+def _fill(
+    local: Tensor, offset: Sequence[int], shape: Sequence[int], rule: Init, key: str, pool: ThreadPoolExecutor
+) -> None:
+    """Copy into ``local`` its part of each block, drawn in parallel, a handful of blocks at a time."""
+    columns = tuple(
+        slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True)
+    )
+    first, last = offset[0], offset[0] + local.shape[0]
+
+    def one(block: int, rows: tuple[int, int]) -> None:
+        numbers = _draw(f"{key}/{block}", (rows[1] - rows[0], *shape[1:]), rule)
+        start, stop = max(rows[0], first), min(rows[1], last)
+        cut = numbers[(slice(start - rows[0], stop - rows[0]), *columns)]
+        local[start - first : stop - first].copy_(torch.from_numpy(np.ascontiguousarray(cut)))
+
+    for done in [pool.submit(one, block, rows) for block, rows in _row_blocks(shape, first, last)]:
+        done.result()
+
+
+def _row_blocks(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """(index, (start row, end row)) of each block that overlaps rows ``first`` … ``last`` − 1."""
+    rows = max(1, BLOCK_ELEMENTS // math.prod(shape[1:]))
+    for block in range(first // rows, -(-last // rows)):
+        yield block, (block * rows, min((block + 1) * rows, shape[0]))
+
+
+def _draw(key: str, shape: Sequence[int], rule: Init) -> np.ndarray:
+    """The block's numbers in fp32. Always the whole block: redrawn ones follow those drawn first."""
+    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+    generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest, "little")))
+    numbers = generator.standard_normal(math.prod(shape), dtype=np.float32)
+    while math.isfinite(rule.cut) and len(beyond := np.flatnonzero(np.abs(numbers) > rule.cut)):
+        numbers[beyond] = generator.standard_normal(len(beyond), dtype=np.float32)
+    numbers *= np.float32(rule.std)
+    numbers += np.float32(rule.mean)
+    return numbers.reshape(shape)
+
+
+def _threads() -> int:
+    """This process's share of the cores; torch's own thread count is 1 under torchrun."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // processes)
