@@ -8,22 +8,26 @@ library and ``packaging`` are all it needs; where ``packaging`` is absent, so is
 
 from __future__ import annotations
 
+import platform
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 
-def missing(project: dict[str, object], extra: str = "") -> Iterator[str]:
+def missing(project: Mapping[str, Any], extra: str = "") -> Iterator[str]:
     """Yield "name" or "name 1.0 (needs >=2)" for each unmet requirement of ``project`` with ``extra``."""
     from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
 
-    extras: dict[str, list[str]] = project["optional-dependencies"]  # type: ignore[assignment]
-    wanted: list[str] = list(project["dependencies"])  # type: ignore[call-overload]
-    wanted += extras[extra] if extra else []
+    if not SpecifierSet(project.get("requires-python", "")).contains(platform.python_version()):
+        yield f"Python {platform.python_version()} (needs {project['requires-python']})"
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(extras[extra] if extra else ())]
     while wanted:
         requirement = Requirement(wanted.pop(0))
         if requirement.name == project["name"]:  # an extra that includes another

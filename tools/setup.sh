@@ -22,7 +22,7 @@ say() { printf 'set-up: %s\n' "$*" >&2; }
 supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
 can_make_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
 
-has_dependencies() { supported "$1" && "$1" "$root/tools/dependencies.py" "$extra" >/dev/null 2>&1; }
+has_dependencies() { "$1" "$root/tools/dependencies.py" "$extra" >/dev/null 2>&1; }
 
 # The stamp is written last: an installation that was interrupted has none, and one for other
 # requirements differs. A .venv that someone else made has no marker, and is judged by its packages.

@@ -187,6 +187,7 @@ def test_help_needs_no_set_up(sandbox):
 def test_missing_dependencies_are_named_with_versions():
     project = {
         "name": "this",
+        "requires-python": ">=3.11",
         "dependencies": ["packaging>=1", "numpy>=999", "no-such-package-here>1"],
         "optional-dependencies": {"test": ["pytest>=999"], "dev": ["this[test]", "absent-too"]},
     }
@@ -195,3 +196,5 @@ def test_missing_dependencies_are_named_with_versions():
     assert base[1:] == ["no-such-package-here"]
     names = [item.split()[0] for item in missing(project, "dev")]
     assert sorted(names) == ["absent-too", "no-such-package-here", "numpy", "pytest"]
+    (python,) = missing({"requires-python": "<3", "dependencies": [], "optional-dependencies": {}})
+    assert python.startswith("Python 3.") and "needs <3" in python
