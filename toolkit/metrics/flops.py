@@ -7,6 +7,8 @@ recomputed by activation checkpointing does not count.
 
 from __future__ import annotations
 
+import re
+
 
 def flops_per_token(
     *,
@@ -32,37 +34,39 @@ def flops_per_token(
     return float(6 * parameters + (square // 2 if causal else square))
 
 
-# Dense bf16 tensor-core peak in TFLOP/s, accumulating in fp32, from the vendors' data sheets (half of
-# the figure where a sheet gives the one with sparsity). The first name that the device's contains wins.
+# Dense bf16 tensor-core peak in TFLOP/s, accumulating in fp32, from the vendors' data sheets and white
+# papers (half of the figure where they give the one with sparsity). The first that fits wins.
 _PEAK_TFLOPS = (
-    ("GB300", 2500.0),  # Blackwell Ultra architecture brief
-    ("B300", 2250.0),
-    ("GB200", 2500.0),  # GB200 NVL72 data sheet, 360 PFLOP/s sparse fp8-to-bf16 table over 72
-    ("B200", 2250.0),  # DGX B200 data sheet
-    ("GH200", 989.0),  # GH200 data sheet
-    ("H200 NVL", 835.0),  # H200 data sheet
+    ("GB300", 2500.0),  # GB200 and GB300 NVL72 data sheets: 360 PFLOP/s sparse over 72
+    ("GB200", 2500.0),
+    ("B300", 2250.0),  # HGX B200 and B300 data sheets: 36 PFLOP/s sparse over 8
+    ("B200", 2250.0),
+    ("GH200", 989.0),  # Hopper data sheets: SXM 1,979 sparse, NVL 1,671, PCIe 1,513, H20 296
+    ("H200 NVL", 835.0),
     ("H200", 989.0),
-    ("H100 NVL", 835.0),  # H100 data sheet
+    ("H100 NVL", 835.0),
     ("H100 PCIe", 756.0),
-    ("H100", 989.0),  # SXM5, "NVIDIA H100 80GB HBM3"
+    ("H100", 989.0),  # SXM, whose driver says "NVIDIA H100 80GB HBM3"
     ("H800 PCIe", 756.0),
     ("H800", 989.0),
     ("H20", 148.0),
-    ("A100", 312.0),  # A100 data sheet, PCIe and SXM alike
+    ("A100", 312.0),  # Ampere data sheets, PCIe and SXM alike
     ("A800", 312.0),
-    ("L40S", 362.0),  # L40S data sheet, half of 733 with sparsity, rounded as torchtitan does
-    ("L40", 181.0),  # L40 data sheet
-    ("L4", 121.0),  # L4 data sheet, half of 242
-    ("A40", 149.7),  # A40 data sheet
-    ("A30", 165.0),  # A30 data sheet
-    ("A10G", 70.0),  # A10G, AWS G5
-    ("A10", 125.0),  # A10 data sheet
-    ("RTX 6000 Ada", 364.0),  # Ada professional data sheet, half of 728
-    ("RTX A6000", 154.8),  # GA102 white paper
-    ("RTX 5090", 209.5),  # Blackwell GeForce white paper
-    ("RTX 4090", 165.2),  # Ada GeForce white paper
-    ("RTX 3090", 71.0),  # GA102 white paper
+    ("A40", 149.7),
+    ("A30", 165.0),
+    ("A10G", 70.0),
+    ("A10", 125.0),
+    ("RTX A6000", 154.8),
+    ("RTX 3090", 71.0),
+    ("L40S", 362.0),  # Ada data sheets: L40S 733 sparse, L4 242, RTX 6000 Ada 728
+    ("L40", 181.0),
+    ("L4", 121.0),
+    ("RTX 6000 Ada", 364.0),
+    ("RTX 4090", 165.2),
+    ("RTX 5090", 209.5),
 )
+# Cut-down relatives that carry the name, and slices of a device.
+_OTHERS = re.compile(r"\b(laptop|mobile|max-q|ti|d|super|mig)\b", re.IGNORECASE)
 
 
 def peak_flops(device_name: str, dtype: str = "bfloat16") -> float | None:
@@ -70,7 +74,9 @@ def peak_flops(device_name: str, dtype: str = "bfloat16") -> float | None:
 
     Only bfloat16 has a peak here: what fp32 matmuls reach depends on whether TF32 is allowed.
     """
-    if dtype != "bfloat16":
+    if dtype != "bfloat16" or _OTHERS.search(device_name):
         return None
-    name = device_name.lower()
-    return next((tflops * 1e12 for known, tflops in _PEAK_TFLOPS if known.lower() in name), None)
+    for known, tflops in _PEAK_TFLOPS:
+        if re.search(rf"\b{known}\b", device_name, re.IGNORECASE):
+            return tflops * 1e12
+    return None

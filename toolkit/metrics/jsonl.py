@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PREVIOUS = "previous"
-
 
 class JsonLines:
     """Appends records to ``path``, each on disk when :meth:`write` returns.
@@ -24,7 +22,7 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             if resume_step == 0:
-                path.replace(path.with_name(f"{path.stem}.{PREVIOUS}{path.suffix}"))
+                path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))
             else:
                 _cut(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
