@@ -24,6 +24,8 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"AdamW": AdamW}
 def parameter_groups(parameters: NamedParameters, *, weight_decay: float) -> list[dict]:
     """torch's parameter groups for what is trainable: one group, all of it decayed, as in torchtitan."""
     trainable = [(clean_name(name), parameter) for name, parameter in parameters if parameter.requires_grad]
+    if not trainable:
+        raise ValueError("no parameter is trainable: all are frozen, or there are none")
     return [{"params": trainable, "weight_decay": weight_decay}]
 
 
