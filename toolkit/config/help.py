@@ -52,7 +52,7 @@ def help_text(table: str = "") -> str:
 def _entry(field: Field) -> str:
     head = f"  --{field.key} {short_type(field.annotation)}  (default {_default(field)})"
     return "\n".join(
-        [head, *textwrap.wrap(_meaning(field), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+        [head, *textwrap.wrap(meaning(field), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
     )
 
 
@@ -60,7 +60,8 @@ def _default(field: Field) -> str:
     return "None" if field.default is None else format_toml(field.default)
 
 
-def _meaning(field: Field) -> str:
+def meaning(field: Field) -> str:
+    """Describe a key, and say where it does not act."""
     notes = [note for note in map(_note, field.marks) if note]
     return " ".join([field.description, *notes])
 

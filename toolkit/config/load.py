@@ -75,6 +75,8 @@ def _key(location: tuple[int | str, ...]) -> str:
 
 def _wrong_value(field: Field, setting: Setting) -> Problem:
     rule = f"must be {in_words(field.annotation, field.marks)}"
+    if setting.value in ("float16", "fp16", "half") and field.table == "training":
+        rule += "; float16 would need loss scaling, which there is not"
     return Problem(rule, _fix(field, setting), field.key, setting.value, setting.origin)
 
 

@@ -40,27 +40,26 @@ def unknown_key(key: str, value: object, origin: str) -> Problem:
     """Describe a dotted key, or a table, that the schema does not have."""
     table, _, name = key.rpartition(".")
     if isinstance(value, dict):
-        names: list[str] = list(tables())
         rule = f"there is no table [{key}]"
-        otherwise = f"the tables are {', '.join(names)}"
+        meant = closest(key, tables())
+        otherwise = f"the tables are {', '.join(tables())}"
     elif table in tables():
-        names = [field.name for field in fields_by_key().values() if field.table == table]
         rule = f"[{table}] has no key {name}"
+        near = closest(name, tables()[table].model_fields)
+        meant = f"{table}.{near}" if near else _elsewhere(name)
         otherwise = f"leave it out; --help {table} lists the keys of [{table}]"
+    elif table:
+        rule = f"there is no table [{table}]"
+        meant = closest(key, fields_by_key()) or _elsewhere(name)
+        otherwise = f"the tables are {', '.join(tables())}"
     else:
-        names = list(fields_by_key())
-        rule = (
-            f"there is no table [{table}]" if table else f"every key stands in a table, but {name} does not"
-        )
-        otherwise = "leave it out; --help lists the tables"
-    return Problem(rule, _fix(key, name, table, names, otherwise), key, value, origin)
+        rule = f"every key stands in a table, but {name} does not"
+        meant = _elsewhere(name) or closest(key, fields_by_key())
+        otherwise = "leave it out; --help lists all keys"
+    meant = RENAMED.get(key) or meant
+    return Problem(rule, f"did you mean {meant}?" if meant else otherwise, key, value, origin)
 
 
-def _fix(key: str, name: str, table: str, names: list[str], otherwise: str) -> str:
-    if key in RENAMED:
-        return f"did you mean {RENAMED[key]}?"
-    found = closest(name if table in tables() else key, names)
-    if found:
-        return f"did you mean {f'{table}.{found}' if table in tables() and found in names else found}?"
-    elsewhere = [other for other in fields_by_key() if other.rpartition(".")[2] == name]
-    return f"did you mean {' or '.join(elsewhere)}?" if elsewhere else otherwise
+def _elsewhere(name: str) -> str:
+    """Return the keys of this name in any table."""
+    return " or ".join(key for key in fields_by_key() if key.rpartition(".")[2] == name)

@@ -1,0 +1,54 @@
+"""The schema against torchtitan's option list, and what is generated from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from toolkit.config import Config
+from toolkit.config.help import help_text
+from toolkit.config.json_schema import json_schema
+from toolkit.config.schema import Field, fields, fields_by_key
+
+ROOT = Path(__file__).parents[2]
+
+# Where our default differs from torchtitan's on purpose; docs/configuration.md says why.
+OUR_DEFAULTS = {
+    "metrics.enable_tensorboard": True,
+    "checkpoint.last_save_model_only": False,
+    "training.mixed_precision_param": "auto",
+}
+
+
+@pytest.mark.parametrize("field", fields(), ids=lambda field: field.key)
+def test_every_key_is_described(field: Field) -> None:
+    assert field.description.endswith("."), "a sentence under the field"
+    assert f"--{field.key} " in help_text(field.table)
+
+
+def test_defaults_that_torchtitan_does_not_share_are_as_documented() -> None:
+    for key, default in OUR_DEFAULTS.items():
+        assert fields_by_key()[key].default == default
+        assert f"`{key}`" in (ROOT / "docs" / "configuration.md").read_text()
+
+
+def test_committed_json_schema_is_up_to_date() -> None:
+    committed = json.loads((ROOT / "train_configs" / "schema.json").read_text())
+    assert committed == json_schema(), "run python tools/config_schema.py"
+
+
+def test_a_boolean_is_no_number_and_an_integer_is_a_float() -> None:
+    assert Config.model_validate({"optimizer": {"lr": 1}}).optimizer.lr == 1.0
+    for table, key in (("training", "steps"), ("optimizer", "lr")):
+        with pytest.raises(ValidationError):
+            Config.model_validate({table: {key: True}})
+
+
+def test_configs_are_values() -> None:
+    config = Config()
+    assert config == Config() != Config.model_validate({"training": {"steps": 7}})
+    with pytest.raises(ValidationError):
+        config.training.steps = 3  # type: ignore[misc]
