@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from dataclasses import dataclass
 
 
@@ -32,3 +34,18 @@ class ByteTokenizer:
             os.close(descriptor)
         ids = list(text.encode())
         return [self.bos_id] * bos + ids + [self.eos_id] * eos
+
+
+@dataclass
+class ModuleProbe(ByteTokenizer):
+    """Encodes every text as whether the process has imported ``forbidden``; or kills the process."""
+
+    bos_id: int | None = None
+    eos_id: int | None = None
+    forbidden: str = ""
+    kill: bool = False
+
+    def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
+        if self.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [int(self.forbidden in sys.modules)]

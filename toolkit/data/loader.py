@@ -42,7 +42,7 @@ class _MicroBatches(Sampler[list[int]]):
         self.start = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        at_once = max(1, ORDERED_AT_ONCE // len(self.offsets))
+        at_once = max(1, min(ORDERED_AT_ONCE // len(self.offsets), self.n // self.global_batch_size))
         steps = np.arange(at_once)[:, None] * self.global_batch_size
         start = self.start
         while self.infinite or start < self.n:

@@ -315,11 +315,13 @@ def _text_segments(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
             cut = _cut(data)
             data, carry = data[:cut], data[cut:]
         yield data, last
+        if last:  # also where the file has grown in the meantime
+            return
 
 
 def _cut(data: bytes) -> int:
-    """Where to cut a segment without line ends: before its last space, else between two characters."""
-    space = data.rfind(b" ", len(data) - 4096)
+    """Where to cut inside a line: before a space near the segment's end, else between two characters."""
+    space = data.rfind(b" ", len(data) - PIECE_BYTES // 2)
     if space > 0:
         return space
     cut = len(data) - 1

@@ -1,0 +1,191 @@
+"""The loader gives the same samples in the same order on any mesh, with any workers, after any resume."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.byte_tokenizer import ByteTokenizer
+from toolkit.data.cache import TokenCache, tokenized
+from toolkit.data.loader import Loader, build_loader
+from toolkit.data.packing import NO_LABEL
+from toolkit.data.sources import Source
+from toolkit.errors import DataError
+
+SEQ_LEN = 4
+N_SAMPLES = 23
+
+
+def _corpus() -> TokenCache:
+    """Tokens that are their own place, so that a row's first token tells which sample it is."""
+    n = N_SAMPLES * SEQ_LEN + 1
+    offsets = np.append(np.arange(0, n, 7), n)
+    tokens = np.arange(n, dtype=np.uint32)
+    return TokenCache(Path("unused"), "fingerprint", len(offsets) - 1, n, tokens, offsets)
+
+
+def _loader(corpus: TokenCache | None = None, **changes: Any) -> Loader:
+    options: dict[str, Any] = {
+        "seq_len": SEQ_LEN, "global_batch_size": 4, "local_batch_size": 2, "dp_rank": 0, "dp_size": 1,
+        "seed": 3, "packing": True, "document_mask": True, "shuffle": True, "pad_id": None,
+    }  # fmt: skip
+    return build_loader(corpus or _corpus(), **(options | changes))
+
+
+def _samples(batch: dict[str, torch.Tensor]) -> list[int]:
+    return (batch["tokens"][:, 0] // SEQ_LEN).tolist()
+
+
+def _global_batches(count: int, dp_size: int, state: dict | None = None, **changes: Any) -> list[list[int]]:
+    """The samples of each global batch, in the order of its rows, as all ranks together take them."""
+    batch_size, local = changes.get("global_batch_size", 4), changes.get("local_batch_size", 2)
+    ranks = [_loader(dp_rank=rank, dp_size=dp_size, **changes) for rank in range(dp_size)]
+    for rank in ranks:
+        if state:
+            rank.load_state_dict(state)
+    iterators = [iter(rank) for rank in ranks]
+    batches = [
+        [
+            sample
+            for it in iterators
+            for _ in range(batch_size // dp_size // local)
+            for sample in _samples(next(it))
+        ]
+        for _ in range(count)
+    ]
+    assert len({str(rank.state_dict()) for rank in ranks}) == 1
+    return batches
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dp_size=st.sampled_from([1, 2, 3, 4, 6, 12]), local=st.sampled_from([1, 2, 3, 4, 12]),
+    resume_at=st.integers(0, 30), seed=st.integers(0, 3), shuffle=st.booleans(),
+)  # fmt: skip
+def test_one_order_on_any_mesh_and_after_any_resume(
+    dp_size: int, local: int, resume_at: int, seed: int, shuffle: bool
+) -> None:
+    changes: dict[str, Any] = {"global_batch_size": 12, "seed": seed, "shuffle": shuffle}
+    if 12 % (dp_size * local):
+        with pytest.raises(ValueError, match="not a multiple"):
+            _loader(dp_size=dp_size, local_batch_size=local, **changes)
+        return
+    whole = _global_batches(resume_at + 3, 1, local_batch_size=12, **changes)
+    flat = [sample for batch in whole for sample in batch]
+    for epoch in range(len(flat) // N_SAMPLES):
+        assert sorted(flat[epoch * N_SAMPLES : (epoch + 1) * N_SAMPLES]) == list(range(N_SAMPLES))
+    state = _loader(local_batch_size=12, **changes).state_dict() | {"samples": 12 * resume_at}
+    resumed = _global_batches(3, dp_size, state, local_batch_size=local, **changes)
+    assert resumed == whole[resume_at:]
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        {"num_workers": 1, "prefetch_factor": 5},
+        {"num_workers": 2, "persistent_workers": True},
+        {"num_workers": 0, "persistent_workers": True, "prefetch_factor": 2},
+    ],
+)
+def test_workers_and_prefetch_change_nothing(workers: dict[str, Any]) -> None:
+    plain, other = _loader(), _loader(**workers)
+    reference = iter(plain)
+    # Again from a new iterator: what was prefetched but not consumed comes again.
+    for count in (5, 3):
+        iterator = iter(other)
+        for _ in range(count // 2 * 2):
+            expected, actual = next(reference), next(iterator)
+            for name, values in expected.items():
+                assert torch.equal(values, actual[name])
+        assert other.state_dict() == plain.state_dict()
+
+
+def test_the_state_counts_whole_global_batches_that_were_consumed() -> None:
+    loader = _loader(global_batch_size=8, local_batch_size=2, dp_size=2)
+    iterator = iter(loader)
+    counts = []
+    for _ in range(5):
+        next(iterator)
+        counts.append(loader.state_dict()["samples"])
+    assert counts == [0, 8, 8, 16, 16]
+    # A new iterator begins with the batch that was not complete.
+    reference = _global_batches(3, 1, global_batch_size=8, local_batch_size=8)
+    assert _samples(next(iter(loader))) == reference[2][:2]
+
+
+def test_a_resume_at_another_global_batch_size_goes_on_from_the_same_sample() -> None:
+    whole = sum(_global_batches(10, 1), [])
+    loader = _loader()
+    state = loader.state_dict() | {"samples": 12}
+    resumed = sum(_global_batches(3, 2, state, global_batch_size=6, local_batch_size=3), [])
+    assert resumed == whole[12:30]
+
+
+def test_the_state_is_plain_and_another_corpus_or_seed_is_refused() -> None:
+    state = _loader().state_dict()
+    assert all(type(value) in (int, str, bool) for value in state.values())
+    _loader(document_mask=False, num_workers=2, global_batch_size=12, dp_size=3).load_state_dict(state)
+    for change in ({"seed": 4}, {"seq_len": 3}, {"shuffle": False}, {"packing": False}):
+        with pytest.raises(DataError, match=f"{next(iter(change))} was .* and is "):
+            _loader(**change).load_state_dict(state)
+    with pytest.raises(DataError, match="corpus was 'other' and is 'fingerprint'"):
+        _loader().load_state_dict(state | {"corpus": "other"})
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_a_finite_loader_gives_each_sample_once_to_ranks_of_equal_length(dp_size: int) -> None:
+    seen, lengths = [], set()
+    for rank in range(dp_size):
+        loader = _loader(
+            global_batch_size=8,
+            dp_rank=rank,
+            dp_size=dp_size,
+            shuffle=False,
+            infinite=False,
+            document_mask=False,
+        )
+        for _ in range(2):  # every iteration starts anew
+            batches = list(loader)
+        lengths.add(len(batches))
+        assert len(loader) == len(batches)
+        labels = torch.cat([batch["labels"] for batch in batches]).ravel()
+        seen += labels[labels != NO_LABEL].tolist()
+    assert lengths == {3 * 8 // dp_size // 2}  # 23 samples are three global batches of eight
+    assert sorted(seen) == list(range(1, N_SAMPLES * SEQ_LEN + 1))
+
+
+def test_batches_have_the_promised_types_and_no_document_fields_without_a_mask() -> None:
+    batch = next(iter(_loader()))
+    assert {name: values.dtype for name, values in batch.items()} == {
+        "tokens": torch.int64, "labels": torch.int64, "positions": torch.int64, "documents": torch.int32,
+    }  # fmt: skip
+    assert all(values.shape == (2, SEQ_LEN) for values in batch.values())
+    batch = next(iter(_loader(document_mask=False)))
+    assert batch["positions"] is None and batch["documents"] is None
+
+
+def test_padding_uses_the_pad_id() -> None:
+    batch = next(iter(_loader(packing=False, seq_len=9, pad_id=5, shuffle=False)))
+    assert batch["tokens"][0].tolist() == [0, 1, 2, 3, 4, 5, 6, 5, 5]
+    batch = next(iter(_loader(packing=False, seq_len=9, pad_id=None, shuffle=False)))
+    assert batch["tokens"][0].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 0]
+
+
+def test_a_worker_that_is_not_forked_gets_a_name_and_not_the_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("a" * 50_000)
+    corpus = tokenized(
+        Source("text", (file,), "text"), ByteTokenizer(), cache_folder=tmp_path / "cache", progress=False
+    )
+    dataset = _loader(corpus)._data.dataset
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 2000
+    copy = pickle.loads(pickled)  # noqa: S301 (our own bytes)
+    assert torch.equal(copy[[3]]["tokens"], dataset[[3]]["tokens"])

@@ -1,0 +1,197 @@
+"""Finding text, cutting it into pieces, and saying where it is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.data import sources
+from toolkit.data.sources import EMBEDDED, Source, check_source, open_source
+from toolkit.errors import DataError
+
+
+def _write(path: Path, content: str | bytes) -> Path:
+    data = content.encode() if isinstance(content, str) else content
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def _rows(*texts: str) -> str:
+    return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts)
+
+
+def _documents(source: Source) -> list[str]:
+    """The documents of a source, segments joined."""
+    documents: list[str] = []
+    for piece in source.pieces():
+        for number, text in enumerate(piece.texts(source.text_column)):
+            if piece.opens or number > 0:
+                documents.append("")
+            documents[-1] += text
+    return documents
+
+
+# --- finding ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_the_embedded_corpora_are_found_by_name_whatever_the_column(name: str) -> None:
+    source = open_source(name, None, "content")
+    documents = _documents(source)
+    assert len(documents) >= 20 and all(documents)
+    assert check_source(name, None) is None
+
+
+def test_folders_globs_lists_and_files_give_files_in_order(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.jsonl", "sub/c.txt.gz", "sub/d.jsonl.gz", "sub/e.json"):
+        _write(tmp_path / name, _rows(name) if "json" in name else name)
+    for name in (".hidden.txt", ".git/x.txt", "notes.md"):
+        _write(tmp_path / name, "not a corpus")
+
+    def found(path: str) -> list[str]:
+        return [str(file.relative_to(tmp_path)) for file in open_source("x", path).files]
+
+    assert found(str(tmp_path)) == ["a.jsonl", "b.txt", "sub/c.txt.gz", "sub/d.jsonl.gz", "sub/e.json"]
+    assert found(f"{tmp_path}/sub/*.gz") == ["sub/c.txt.gz", "sub/d.jsonl.gz"]
+    assert found(f"{tmp_path}/**/*.txt") == ["b.txt"]
+    assert found(f"{tmp_path}/b.txt") == ["b.txt"]
+    assert found(f"{tmp_path}/b.txt, {tmp_path}/sub,{tmp_path}/*.txt")[:2] == ["b.txt", "sub/c.txt.gz"]
+    assert len(found(f"{tmp_path}/b.txt,{tmp_path}/*.txt")) == 1
+    assert _documents(open_source("x", str(tmp_path))) == [
+        "a.jsonl", "b.txt", "sub/c.txt.gz", "sub/d.jsonl.gz", "sub/e.json",
+    ]  # fmt: skip
+
+
+def test_a_path_with_a_comma_or_brackets_is_a_path(tmp_path: Path) -> None:
+    odd = _write(tmp_path / "a,b[1].txt", "text")
+    assert open_source("x", str(odd)).files == (odd,)
+
+
+def test_what_cannot_be_a_corpus_is_refused_in_milliseconds(tmp_path: Path) -> None:
+    _write(tmp_path / "corpus" / "a.jsonl", _rows("text"))
+    _write(tmp_path / "notes" / "a.md", "text")
+    cases = {
+        ("c4", None, "text"): ("dataset", "is not built yet", "dataset_path"),
+        ("allenai/c4", None, "text"): ("dataset", "is not built yet", "dataset_path"),
+        ("c4_tset", None, "text"): ("dataset", "no dataset of this name", "did you mean 'c4_test'"),
+        ("x", f"{tmp_path}/corpsu", "text"): ("dataset_path", "no such file", "did you mean"),
+        ("x", f"{tmp_path}/a/b/c", "text"): ("dataset_path", "no such file", f"exists up to {tmp_path}"),
+        ("x", f"{tmp_path}/*.parquet", "text"): ("dataset_path", "no file matches", "pattern"),
+        ("x", f"{tmp_path}/notes", "text"): ("dataset_path", "holds no .txt", "check"),
+        ("x", f"{tmp_path}/notes/a.md", "text"): ("dataset_path", "'a.md' is not a text corpus", ".jsonl"),
+        ("x", f"{tmp_path}/corpus", "content"): ("text_column", "it has 'id', 'text'", "text_column"),
+        ("x", " , ", "text"): ("dataset_path", "names no file", "name"),
+    }
+    start = time.perf_counter()
+    for arguments, (key, rule, fix) in cases.items():
+        problem = check_source(*arguments)
+        assert problem is not None and problem.key == key
+        assert rule in problem.rule and fix in problem.fix
+        with pytest.raises(DataError, match="fix:"):
+            open_source(*arguments)
+    # Milliseconds each; the bound is a tenth of a second because the machine may be busy.
+    assert time.perf_counter() - start < 0.1 * len(cases)
+
+
+# --- reading ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_lines_of_json_are_documents(tmp_path: Path, suffix: str) -> None:
+    texts = ["one", "zwei\nLinien \u2028 und \x85 keine", "", "三😀\r\n", " "]
+    content = "\ufeff" + _rows(*texts).replace("\n", "\r\n") + "\n  \n" + _rows("last").rstrip("\n")
+    source = open_source("x", str(_write(tmp_path / f"a{suffix}", content)))
+    with mock.patch.object(sources, "PIECE_BYTES", 30):
+        assert _documents(source) == [text for text in texts if text] + ["last"]
+        assert len(list(source.pieces())) > 2
+
+
+@given(text=st.text(alphabet="ab \n\té😀", max_size=300), size=st.integers(4, 60), compressed=st.booleans())
+def test_a_text_file_is_one_document_whatever_it_is_cut_into(text: str, size: int, compressed: bool) -> None:
+    data = text.encode()
+    raw = io.BufferedReader(io.BytesIO(gzip.compress(data) if compressed else data))  # type: ignore[arg-type]
+    with mock.patch.object(sources, "PIECE_BYTES", size):
+        pieces = list(sources._file_pieces(Path("a.txt.gz" if compressed else "a.txt"), raw))
+    assert b"".join(piece.data for piece in pieces) == data
+    assert [piece.opens for piece in pieces] == [number == 0 for number in range(len(pieces))]
+    assert [piece.closes for piece in pieces] == [number == len(pieces) - 1 for number in range(len(pieces))]
+    for piece in pieces:
+        assert piece.data.decode()  # cut between characters
+        assert data[: piece.offset].count(b"\n") + 1 == piece.line
+        assert len(piece.data) <= 2 * size
+    assert sum(piece.n_file_bytes for piece in pieces) == (raw.tell() if pieces else 0)
+
+
+def test_a_text_file_is_cut_where_a_line_begins_with_a_letter(tmp_path: Path) -> None:
+    text = "title\n\n  indented\nplain\n\n\nplain\n"
+    source = open_source("x", str(_write(tmp_path / "a.txt", text)))
+    with mock.patch.object(sources, "PIECE_BYTES", 12):
+        assert [p.data.decode() for p in source.pieces()] == ["title\n\n  indented\n", "plain\n\n\nplain\n"]
+
+
+def test_text_without_line_ends_is_cut_before_a_space(tmp_path: Path) -> None:
+    source = open_source("x", str(_write(tmp_path / "a.txt", "some words in a long line")))
+    with mock.patch.object(sources, "PIECE_BYTES", 6):
+        assert [piece.data.decode() for piece in source.pieces()] == ["some words", " in a long", " line"]
+
+
+def test_empty_files_hold_no_document(tmp_path: Path) -> None:
+    for name, content in {"a.txt": "", "b.jsonl": "\n\n", "c.txt": "\ufeff", "d.jsonl.gz": ""}.items():
+        _write(tmp_path / name, content)
+    assert _documents(open_source("x", str(tmp_path))) == []
+
+
+# --- mistakes in the text --------------------------------------------------------------------------
+
+GOOD = _rows("good") * 40
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"fine\n" * 9 + b"caf\xe9 au lait", r"a.txt, line 10 \(byte 48\): byte 0xe9 is not UTF-8"),
+        ("a.txt.gz", b"fine\n" * 9 + b"\xff", r"a.txt.gz, line 10 \(byte 45\): byte 0xff"),
+        ("a.jsonl", GOOD.encode() + b'{"text": "\xc3("}\n', r"a.jsonl, line 41 .*byte 0xc3 is not UTF-8"),
+        ("a.jsonl", GOOD + '{"text": "open}\n', r"line 41: not valid JSON \(Unterminated string"),
+        ("a.jsonl", GOOD + '["text"]\n', r"line 41: a JSON array"),
+        ("a.jsonl", GOOD + '{"text": null}\n', r"line 41: column 'text' holds a JSON null"),
+        ("a.jsonl", GOOD + '{"text": {"a": 1}}\n', r"line 41: column 'text' holds a JSON object"),
+        (
+            "a.jsonl",
+            GOOD + '{"Text": "x", "id": 1}\n',
+            r"(?s)line 41 has no such column; it has 'Text', 'id'",
+        ),
+        ("a.jsonl", GOOD + '{"text": "\\ud83d"}\n', r"line 41: .*half a surrogate pair, \\ud83d"),
+        ("a.jsonl", GOOD + "[" * 100_000 + "\n", r"line 41: not valid JSON"),
+    ],
+)
+def test_a_mistake_in_the_text_is_reported_with_file_and_line(
+    tmp_path: Path, name: str, content: str | bytes, message: str
+) -> None:
+    source = open_source("x", str(_write(tmp_path / name, content)))
+    with mock.patch.object(sources, "PIECE_BYTES", 100), pytest.raises(DataError, match=message):
+        _documents(source)
+
+
+def test_a_damaged_gzip_file_is_named(tmp_path: Path) -> None:
+    whole = gzip.compress(GOOD.encode(), mtime=0)
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-9])
+    (tmp_path / "plain.txt.gz").write_bytes(b"not compressed")
+    for name in ("cut.jsonl.gz", "plain.txt.gz"):
+        with pytest.raises(DataError, match=f"{name}: cannot be read"):
+            _documents(Source("x", (tmp_path / name,), "text"))
+    problem = check_source("x", str(tmp_path / "plain.txt.gz").replace("plain.txt", "cut.jsonl"))
+    assert problem is None  # the first line is sound; the rest is for the reading
+    _write(tmp_path / "fake.jsonl", "x")
+    (tmp_path / "fake.jsonl").rename(tmp_path / "fake.jsonl.gz")
+    problem = check_source("x", str(tmp_path / "fake.jsonl.gz"))
+    assert problem is not None and "cannot be read" in problem.rule
