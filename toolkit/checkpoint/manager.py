@@ -218,11 +218,17 @@ def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
     _sync_folder(temporary)
     replaced = None
     if final.exists():
-        replaced = final.rename(final.with_name(f"{final.name}.replaced-{uuid.uuid4().hex[:8]}"))
-    temporary.rename(final)
-    _sync_folder(final.parent)
+        replaced = final.with_name(f"{final.name}.replaced-{uuid.uuid4().hex[:8]}")
+        _rename(final, replaced)
+    _rename(temporary, final)
     if replaced:
         shutil.rmtree(replaced)
+
+
+def _rename(old: Path, new: Path) -> None:
+    """Rename within a folder, durably."""
+    old.rename(new)
+    _sync_folder(new.parent)
 
 
 def _sync_folder(folder: Path) -> None:

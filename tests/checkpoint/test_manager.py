@@ -1,0 +1,335 @@
+"""Saving, loading, retention and damage, in one process without a process group."""
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.helpers import run_world
+from toolkit.checkpoint import manager as manager_module
+from toolkit.checkpoint import storage
+from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.checkpoint.manifest import MANIFEST, build_manifest, committed_steps
+from toolkit.errors import CheckpointError
+
+
+def _tensors(value=0.0):
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "model.weight": torch.randn(9, 4, generator=generator) + value,
+        "model.norm": torch.randn(4, generator=generator).bfloat16(),
+        "optim.weight.exp_avg": torch.randn(9, 4, generator=generator),
+        "optim.weight.step": torch.tensor(3.0),
+    }
+
+
+def _empty():
+    return {name: torch.zeros_like(tensor) for name, tensor in _tensors().items()}
+
+
+def _assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+def _damage(path):
+    """Flip one bit in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    manager = CheckpointManager(tmp_path / "checkpoint", say=lambda text: None)
+    manager.save(5, _tensors(), {"tokens": 17})
+    return manager
+
+
+def test_round_trip(saved):
+    target = _empty()
+    manifest = saved.load(-1, target)
+    _assert_equal(target, _tensors())
+    assert manifest["run"] == {"tokens": 17} and manifest["step"] == 5
+    assert manifest["tensors"] == {"count": 4, "bytes": 9 * 4 * 4 + 4 * 2 + 9 * 4 * 4 + 4}
+
+
+def test_the_manifest_holds_the_hashes_of_what_is_on_disk(saved):
+    folder = saved.folder / "step-5"
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    assert {path.name for path in folder.iterdir()} == {*files, MANIFEST}
+    for name, entry in files.items():
+        content = (folder / name).read_bytes()
+        assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def test_plain_dcp_reads_what_we_write(saved):
+    target = _empty()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(target, checkpoint_id=saved.folder / "step-5")
+    _assert_equal(target, _tensors())
+
+
+def test_loads_by_step_and_by_path(saved, tmp_path):
+    saved.save(6, _tensors(1.0), {})
+    for where, value in [(5, 0.0), (6, 1.0), (-1, 1.0), (saved.folder / "step-5", 0.0)]:
+        target = _empty()
+        saved.load(where, target)
+        _assert_equal(target, _tensors(value))
+    assert saved.latest() == 6
+    assert saved.manifest(5)["run"] == {"tokens": 17}
+
+
+def test_absent_steps_are_told_with_those_that_are_there(saved, tmp_path):
+    with pytest.raises(CheckpointError, match="step 7 .*; there are: 5"):
+        saved.load(7, _empty())
+    empty = CheckpointManager(tmp_path / "none")
+    assert empty.latest() is None
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        empty.load(-1, _empty())
+
+
+def test_a_step_without_its_manifest_says_so(saved):
+    saved.save(6, _tensors(), {})
+    (saved.folder / "step-5" / MANIFEST).unlink()
+    assert saved.latest() == 6
+    with pytest.raises(CheckpointError, match="step-5 has no manifest.json"):
+        saved.load(5, _empty())
+
+
+@pytest.mark.parametrize("kind", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_damage, "{} was altered"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "{} has"),
+        (lambda path: path.unlink(), "{} is missing"),
+    ],
+)
+def test_damaged_files_are_named_and_nothing_is_loaded(saved, kind, damage, said):
+    damage(saved.folder / "step-5" / kind)
+    target = _empty()
+    with pytest.raises(CheckpointError, match=said.format(kind)):
+        saved.load(5, target)
+    _assert_equal(target, _empty())
+
+
+def test_names_and_shapes_that_do_not_fit_come_in_one_message(saved):
+    target = _empty()
+    target["model.extra"] = torch.zeros(2)
+    target["model.weight"] = torch.zeros(9, 5)
+    del target["model.norm"]
+    with pytest.raises(CheckpointError) as error:
+        saved.load(5, target)
+    message = str(error.value)
+    assert "not in the checkpoint: model.extra" in message
+    assert "model.weight (9, 4) there, (9, 5) here" in message
+    assert "not in this model: model.norm" in message
+    assert not any(tensor.any() for tensor in target.values())
+
+
+def test_the_model_alone_can_be_loaded_and_saved(saved):
+    def model(tensors):
+        return {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+
+    target = model(_empty())
+    saved.load(5, target)
+    _assert_equal(target, model(_tensors()))
+    saved.save(6, model(_tensors()), {})
+    with pytest.raises(CheckpointError, match=r"nothing of optim.*optim\.weight\.exp_avg"):
+        saved.load(6, _empty())
+    target = _empty()
+    saved.load(6, target, exclude=["optim"])
+    _assert_equal(target, _empty() | model(_tensors()))
+
+
+def test_excluded_names_keep_their_values(saved):
+    target = _empty()
+    saved.load(5, target, exclude=["optim", "model.norm", "model.wei"])
+    assert torch.equal(target["model.weight"], _tensors()["model.weight"])  # half a name is no name
+    assert not target["model.norm"].any() and not target["optim.weight.step"].any()
+
+
+def test_retention_counts_committed_steps(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_latest_k=2)
+    (tmp_path / "step-1000").mkdir()  # not ours to count, nor to delete
+    for step in (10, 20, 30):
+        manager.save(step, _tensors(), {})
+    assert committed_steps(tmp_path) == [20, 30]
+    manager.save(5, _tensors(), {})  # after a rewind: what was just saved stays
+    assert committed_steps(tmp_path) == [5, 30]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1000", "step-30", "step-5"]
+
+
+def test_saving_a_step_again_replaces_it(saved):
+    saved.save(5, _tensors(2.0), {"tokens": 18})
+    target = _empty()
+    assert saved.load(5, target)["run"] == {"tokens": 18}
+    _assert_equal(target, _tensors(2.0))
+    assert [path.name for path in saved.folder.iterdir()] == ["step-5"]
+
+
+class _FullDisk(storage._HashingStream):
+    def write(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_leaves_what_was_there(saved, monkeypatch):
+    monkeypatch.setattr(storage, "_HashingStream", _FullDisk)
+    with pytest.raises(CheckpointError, match="step 6 .*rank 0: .*No space left on device"):
+        saved.save(6, _tensors(), {})
+    assert [path.name for path in saved.folder.iterdir()] == ["step-5"]
+    monkeypatch.undo()
+    saved.load(-1, _empty())
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be written: .*file"):
+        CheckpointManager(tmp_path / "file" / "checkpoint").save(1, _tensors(), {})
+
+
+# What a save leaves when it is killed, and what the next start makes of it
+
+_DEATHS = {
+    "while writing shards": (storage._HashingStream, "write"),
+    "before the manifest": (manager_module, "_commit"),
+    "before the rename": (manager_module, "_rename"),
+}
+
+
+def _die(*args):
+    os._exit(9)
+
+
+def _save_and_die(folder, point, step):
+    owner, name = _DEATHS[point]
+    setattr(owner, name, _die)
+    CheckpointManager(folder).save(step, _tensors(9.0), {})
+
+
+def _replace_and_die(folder):
+    """Killed between taking the old checkpoint away and putting the new one there."""
+    rename, calls = manager_module._rename, []
+
+    def second_is_fatal(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            os._exit(9)
+        rename(*args)
+
+    manager_module._rename = second_is_fatal
+    CheckpointManager(folder).save(5, _tensors(9.0), {})
+
+
+@pytest.mark.parametrize("point", _DEATHS)
+def test_a_killed_save_leaves_the_state_before(saved, point):
+    said = []
+    with pytest.raises(RuntimeError, match="died"):
+        run_world(_save_and_die, 1, saved.folder, point, 6)
+    assert saved.latest() == 5
+    restarted = CheckpointManager(saved.folder, say=said.append)
+    restarted.remove_leftovers()
+    assert len(said) == 1 and "removed step-6.tmp-" in said[0]
+    assert [path.name for path in saved.folder.iterdir()] == ["step-5"]
+    target = _empty()
+    restarted.load(-1, target)
+    _assert_equal(target, _tensors())
+
+
+def test_a_killed_replacement_is_undone(saved):
+    said = []
+    with pytest.raises(RuntimeError, match="died"):
+        run_world(_replace_and_die, 1, saved.folder)
+    restarted = CheckpointManager(saved.folder, say=said.append)
+    restarted.remove_leftovers()
+    assert "restored step-5" in "".join(said)
+    assert [path.name for path in saved.folder.iterdir()] == ["step-5"]
+    target = _empty()
+    restarted.load(-1, target)
+    _assert_equal(target, _tensors())
+
+
+# Files made to do harm: their hashes fit, because who alters a file can alter the manifest
+
+
+class _Harm:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def _seal(folder):
+    """Rewrite the manifest for the files as they are now."""
+    old = json.loads((folder / MANIFEST).read_text())
+    files = {}
+    for name in old["files"]:
+        content = (folder / name).read_bytes()
+        files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest = build_manifest(step=old["step"], files=files, tensor_count=1, tensor_bytes=1, run={})
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def _metadata(folder):
+    return storage.read_metadata(folder, json.loads((folder / MANIFEST).read_text())["files"])
+
+
+def test_a_pickle_in_the_metadata_does_not_run(saved, tmp_path):
+    folder = saved.folder / "step-5"
+    (folder / ".metadata").write_bytes(pickle.dumps(_Harm(tmp_path / "harm")))
+    _seal(folder)
+    with pytest.raises(CheckpointError, match=r"refused: it names posix\.mkdir"):
+        saved.load(5, _empty())
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_pickle_in_a_shard_does_not_run(saved, tmp_path):
+    folder = saved.folder / "step-5"
+    metadata = _metadata(folder)
+    with (folder / "__0_0.distcp").open("wb") as file:
+        torch.save(_Harm(tmp_path / "harm"), file)
+    for place in metadata.storage_data.values():
+        place.offset, place.length = 0, (folder / "__0_0.distcp").stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    _seal(folder)
+    with pytest.raises(CheckpointError, match="could not be read"):
+        saved.load(5, _empty())
+    assert not (tmp_path / "harm").exists()
+
+
+def test_items_that_are_not_tensors_are_refused(saved, tmp_path):
+    folder = saved.folder / "step-5"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(_tensors() | {"model.harm": _Harm(tmp_path / "harm")}, checkpoint_id=tmp_path / "other")
+    metadata = pickle.loads((tmp_path / "other" / ".metadata").read_bytes())  # noqa: S301 our own, a line ago
+    metadata.storage_meta = None
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / "__0_0.distcp").write_bytes((tmp_path / "other" / "__0_0.distcp").read_bytes())
+    _seal(folder)
+    with pytest.raises(CheckpointError, match=r"model\.harm is not a tensor"):
+        saved.load(5, _empty())
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("path", ["../step-6/__0_0.distcp", "/etc/passwd"])
+def test_no_tensor_lies_outside_the_folder(saved, path):
+    saved.save(6, _tensors(), {})
+    folder = saved.folder / "step-5"
+    metadata = _metadata(folder)
+    for place in metadata.storage_data.values():
+        place.relative_path = path
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    _seal(folder)
+    with pytest.raises(CheckpointError, match="outside the files"):
+        saved.load(5, _empty())
