@@ -7,6 +7,7 @@ backward. Gradients are then plain sums everywhere: however the batch is cut, th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,16 +27,20 @@ MicroBatch = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Sums over the global batch: ``loss`` is the mean loss a token (nats), ``tokens`` the valid labels."""
+    """Of the global batch: ``loss`` is the mean a token (nats), ``tokens`` how many labels counted,
+    ``stop`` whether any rank asked to stop after this step."""
 
     loss: float
     grad_norm: float
     tokens: int
+    stop: bool
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """Move a micro-batch; None (no documents, no positions) stays None."""
-    return {name: None if value is None else value.to(device, non_blocking=True) for name, value in batch.items()}
+    return {
+        name: None if value is None else value.to(device, non_blocking=True) for name, value in batch.items()
+    }
 
 
 def loss_sum(model: Llama, batch: MicroBatch) -> Tensor:
@@ -57,23 +62,30 @@ def count_valid(batches: Iterable[MicroBatch]) -> Tensor:
 class TrainStep:
     """Callable on the micro-batches of this rank's part of one global batch."""
 
-    def __init__(self, model: Llama, optimizer: torch.optim.Optimizer, *, max_norm: float, device: torch.device):
+    def __init__(
+        self, model: Llama, optimizer: torch.optim.Optimizer, *, max_norm: float, device: torch.device
+    ):
         self.model = model
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.device = device
 
-    def __call__(self, batches: Sequence[MicroBatch], *, learning_rate: float) -> StepResult:
+    def __call__(
+        self, batches: Sequence[MicroBatch], *, learning_rate: float, stop: bool = False
+    ) -> StepResult:
         """Run the step and return its global loss, gradient norm (before clipping) and token count.
+
+        ``stop`` is this rank's wish to end the run, which travels with the token count.
 
         Raises:
             TrainingError: the loss or the gradient norm is not finite; parameters are left as they were.
         """
         batches = [to_device(batch, self.device) for batch in batches]
-        tokens = count_valid(batches)
-        dist.all_reduce(tokens)
+        counts = torch.stack([count_valid(batches), torch.tensor(int(stop), device=self.device)])
+        dist.all_reduce(counts)
+        tokens, stops = counts.unbind()
         # A batch without a single valid label has loss 0 and gradient 0, not 0/0.
-        scale = 1.0 / tokens.clamp(min=1)
+        scale = 1.0 / tokens.clamp(min=1).double()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
             self._reduce_on(last=index == len(batches) - 1)
@@ -83,15 +95,17 @@ class TrainStep:
         dist.all_reduce(total)
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         norm = global_norm(parameters)
-        mean = (total * scale).item()
-        grad_norm = norm.item()
+        # The only wait for the device in a step: an update with a broken gradient must not happen.
+        mean, grad_norm, count, stop_count = torch.stack(
+            [total * scale, norm, tokens.double(), stops.double()]
+        ).tolist()
         self._check_finite(mean, grad_norm)
         clip_(parameters, self.max_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return StepResult(mean, grad_norm, int(tokens.item()))
+        return StepResult(mean, grad_norm, int(count), stop=stop_count > 0)
 
     def _reduce_on(self, *, last: bool) -> None:
         """Reduce-scatter each micro-batch (so gradients stay sharded); all-reduce over replicas once."""
@@ -100,8 +114,7 @@ class TrainStep:
         self.model.set_requires_all_reduce(last)
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
-        finite = torch.tensor([loss, grad_norm]).isfinite().all()
-        if finite:
+        if math.isfinite(loss) and math.isfinite(grad_norm):
             return
         names = [clean_name(name) for name in nonfinite_parameters(self.model.named_parameters())]
         gathered: list[list[str] | None] = [None] * dist.get_world_size()

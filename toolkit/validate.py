@@ -13,7 +13,9 @@ from toolkit.step import MicroBatch, count_valid, loss_sum, to_device
 
 
 @torch.no_grad()
-def validate(model: Llama, batches: Iterable[MicroBatch], *, device: torch.device, limit: int | None) -> float:
+def validate(
+    model: Llama, batches: Iterable[MicroBatch], *, device: torch.device, limit: int | None
+) -> float:
     """Mean loss a token (nats) over all ranks' micro-batches, at most ``limit`` of them on each rank.
 
     Every rank must bring equally many micro-batches: sharded parameters are gathered in each.

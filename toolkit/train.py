@@ -1,0 +1,52 @@
+"""A training process: ``python -m toolkit.train --job.config_file FILE [--table.key value …]``.
+
+One process by itself, or one of many under ``run_train.sh`` or torchrun. The configuration is checked
+before torch is imported, so that a mistake costs a fraction of a second. Exit codes: `toolkit.errors`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from toolkit import preflight
+from toolkit.config import Config, load_config
+from toolkit.errors import ToolkitError, report
+
+
+def _train(config: Config) -> int:
+    from toolkit.distributed import process_group
+    from toolkit.metrics.phases import Phases
+    from toolkit.trainer import Trainer, open_data
+
+    phases = Phases(enabled=os.environ.get("RANK", "0") == "0")
+    data = open_data(config, phases)
+    device = process_group.local_device()
+    with phases("process group"):
+        process_group.start(device, timeout_seconds=config.comm.init_timeout_seconds)
+    try:
+        return Trainer(config, data, device, phases).run()
+    finally:
+        process_group.stop()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the training that ``argv`` describes and return the exit code."""
+    rank = int(os.environ.get("RANK", "0"))
+    debug = "--debug" in argv
+    try:
+        config = load_config(argv)
+        debug = config.job.debug
+        preflight.run(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        return _train(config)
+    except ToolkitError as error:
+        return report(error, show=rank == 0, debug=debug)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        return report(error, show=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,439 @@
+"""The training loop, top to bottom: data, model, checkpoint, then steps until the last.
+
+What a rank does before it meets the others (reading the tokenizer, building the token cache) is in
+:func:`open_data`, so that a slow tokenisation can never become a collective's time-out.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from toolkit import __version__
+from toolkit.build import build_model, compute_dtype, model_args
+from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.checkpoint.manifest import step_folder
+from toolkit.config import Config
+from toolkit.config.layout import BatchShape, batch_shape, degrees
+from toolkit.config.tables_training import DataLoader
+from toolkit.data.cache import TokenCache, tokenized
+from toolkit.data.loader import Loader, build_loader
+from toolkit.data.sources import open_source
+from toolkit.data.tokenizer import Tokenizer, load_tokenizer
+from toolkit.distributed import process_group
+from toolkit.distributed.garbage import GarbageCollection
+from toolkit.distributed.seeds import seed_step, set_deterministic
+from toolkit.distributed.signals import StopRequest
+from toolkit.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, CheckpointError, ConfigError, Problem
+from toolkit.metrics.flops import flops_per_token, peak_flops
+from toolkit.metrics.logger import MetricLogger
+from toolkit.metrics.memory import memory
+from toolkit.metrics.phases import Phases
+from toolkit.metrics.speed import SpeedMeter
+from toolkit.metrics.summary import summary
+from toolkit.names import clean_name
+from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
+from toolkit.optim.schedule import learning_rate
+from toolkit.parallel.mesh import build_mesh
+from toolkit.step import StepResult, TrainStep
+from toolkit.validate import validate
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run reads: a tokenizer and its token caches."""
+
+    tokenizer: Tokenizer
+    train: TokenCache
+    validation: TokenCache | None
+
+
+def open_data(config: Config, phases: Phases) -> Data:
+    """Load the tokenizer and open the token caches, building them where they are missing.
+
+    Raises:
+        DataError: a corpus or the tokenizer is missing, empty or unreadable.
+    """
+    with phases("tokenizer"):
+        tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_assets_path)
+
+    def corpus(dataset: str, path: str | None) -> TokenCache:
+        source = open_source(dataset, path, config.data.text_column)
+        return tokenized(source, tokenizer, cache_folder=config.data.cache_folder)
+
+    with phases("token cache"):
+        train = corpus(config.training.dataset, config.training.dataset_path)
+        held_out = config.validation
+        validation = corpus(held_out.dataset, held_out.dataset_path) if held_out.enable else None
+    return Data(tokenizer, train, validation)
+
+
+class Trainer:
+    """One run: built from a configuration, resumed from the newest checkpoint, trained to the last step.
+
+    Needs a process group. After :meth:`run`, ``history`` holds the logged values of this process.
+    """
+
+    def __init__(self, config: Config, data: Data, device: torch.device, phases: Phases):
+        self.config = config
+        self.data = data
+        self.device = device
+        self.seed = config.debug.seed or 0
+        self.step = 0
+        self.tokens = 0
+        self.best_validation: float | None = None
+        self.folder = Path(config.job.dump_folder)
+        set_deterministic(config.debug.deterministic, warn_only=config.debug.deterministic_warn_only)
+        self._lay_out()
+        with phases("model"):
+            self._build()
+        self.loader = self._training_loader()
+        self.validation_loader = self._validation_loader()
+        self.checkpoints = CheckpointManager(
+            self.folder / config.checkpoint.folder, keep_latest_k=config.checkpoint.keep_latest_k
+        )
+        if config.checkpoint.enable:
+            with phases("checkpoint"):
+                self._restore()
+
+    # Building
+
+    def _lay_out(self) -> None:
+        config = self.config
+        layout = degrees(config.parallelism, dist.get_world_size())
+        assert layout is not None, "the preflight checks the world size"
+        self.mesh = build_mesh(self.device, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard)
+        shape = batch_shape(
+            global_batch_size=config.training.global_batch_size,
+            local_batch_size=config.training.local_batch_size,
+            dp=self.mesh.dp_size,
+        )
+        assert shape is not None, "the preflight checks the batch"
+        self.batch = shape
+
+    def _build(self) -> None:
+        config = self.config
+        self.args = model_args(config, tokenizer_vocab=self.data.tokenizer.n_words)
+        self.param_dtype = compute_dtype(config)
+        self.model = build_model(
+            config, self.args, self.mesh, self.device, param_dtype=self.param_dtype, seed=self.seed
+        )
+        options = config.optimizer
+        self.optimizer = build_optimizer(
+            self.model.named_parameters(),
+            name=options.name,
+            lr=options.lr,
+            beta1=options.beta1,
+            beta2=options.beta2,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            implementation=options.implementation,
+        )
+        self.train_step = TrainStep(
+            self.model, self.optimizer, max_norm=config.training.max_norm, device=self.device
+        )
+
+    def _training_loader(self) -> Loader:
+        training = self.config.training
+        return self._loader(
+            self.data.train,
+            self.batch,
+            training.seq_len,
+            training.dataloader,
+            self.config.data.shuffle,
+            endless=True,
+        )
+
+    def _validation_loader(self) -> Loader | None:
+        options = self.config.validation
+        if self.data.validation is None:
+            return None
+        size = options.local_batch_size
+        shape = BatchShape(total=size * self.mesh.dp_size, local=size, accumulation=1)
+        return self._loader(
+            self.data.validation, shape, options.seq_len, options.dataloader, shuffle=False, endless=False
+        )
+
+    def _loader(
+        self,
+        corpus: TokenCache,
+        shape: BatchShape,
+        seq_len: int,
+        workers: DataLoader,
+        shuffle: bool,
+        endless: bool,
+    ) -> Loader:
+        return build_loader(
+            corpus,
+            seq_len=seq_len,
+            global_batch_size=shape.total,
+            local_batch_size=shape.local,
+            dp_rank=self.mesh.dp_rank,
+            dp_size=self.mesh.dp_size,
+            seed=self.seed,
+            packing=self.config.data.packing,
+            document_mask=self.config.data.document_mask,
+            shuffle=shuffle,
+            pad_id=self.data.tokenizer.pad_id,
+            num_workers=workers.num_workers,
+            persistent_workers=workers.persistent_workers,
+            pin_memory=workers.pin_memory,
+            prefetch_factor=workers.prefetch_factor,
+            infinite=endless,
+        )
+
+    # Checkpoints
+
+    def _tensors(self, *, model_only: bool) -> dict[str, torch.Tensor]:
+        named = list(self.model.named_parameters())
+        tensors: dict[str, torch.Tensor] = {f"model.{clean_name(name)}": tensor for name, tensor in named}
+        return tensors if model_only else tensors | optimizer_tensors(named, self.optimizer)
+
+    def _restore(self) -> None:
+        """Go on from the run's own checkpoint, else start from ``initial_load_path``."""
+        options = self.config.checkpoint
+        if not options.load_only:
+            self.checkpoints.remove_leftovers()
+        step = self.checkpoints.latest() if options.load_step == -1 else options.load_step
+        if step is not None:
+            self._resume(step)
+        elif options.initial_load_path:
+            source = Path(options.initial_load_path)
+            if options.initial_load_model_only:
+                self.checkpoints.load(source, self._tensors(model_only=True), exclude=self._excluded())
+            else:
+                self._resume(source)
+
+    def _excluded(self) -> list[str]:
+        prefixes = {"model": "model", "optimizer": "optim"}
+        return [prefixes[part] for part in self.config.checkpoint.exclude_from_loading if part in prefixes]
+
+    def _resume(self, where: int | Path) -> None:
+        excluded = self.config.checkpoint.exclude_from_loading
+        self._check_resumable(self.checkpoints.manifest(where)["run"], where)
+        manifest = self.checkpoints.load(where, self._tensors(model_only=False), exclude=self._excluded())
+        run = manifest["run"]
+        if "train_state" not in excluded:
+            self.step = manifest["step"]
+            self.tokens = run["tokens"]
+            self.best_validation = run["best_validation"]
+        if "dataloader" not in excluded:
+            self.loader.load_state_dict(run["loader"])
+
+    def _check_resumable(self, run: dict[str, Any], where: int | Path) -> None:
+        if run["model_only"]:
+            raise CheckpointError(
+                f"the checkpoint {where} holds only the model (checkpoint.last_save_model_only): it has no "
+                "optimizer to go on with\n  fix:  start a new run from it with checkpoint.initial_load_path"
+            )
+        dp, now = run["data_parallel_degree"], self.mesh.dp_size
+        if self.config.training.global_batch_size == -1 and dp != now:
+            raise ConfigError(
+                Problem(
+                    rule=f"the checkpoint was trained at data-parallel degree {dp}, this run has {now}: "
+                    "at -1 the batch would change with it",
+                    fix=f"set training.global_batch_size = {run['global_batch_size']} for the same batch",
+                    key="training.global_batch_size",
+                    value=-1,
+                    origin=self.config.origin("training.global_batch_size"),
+                )
+            )
+
+    def _save(self, *, model_only: bool = False) -> None:
+        run = {
+            "model_only": model_only,
+            "config": self.config.to_toml(origins=False),
+            "model": asdict(self.args),
+            "mesh": str(self.mesh),
+            "data_parallel_degree": self.mesh.dp_size,
+            "global_batch_size": self.batch.total,
+            "tokens": self.tokens,
+            "best_validation": self.best_validation,
+            "loader": self.loader.state_dict(),
+            "versions": {
+                "toolkit": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        self.checkpoints.save(self.step, self._tensors(model_only=model_only), run)
+
+    # Training
+
+    def run(self) -> int:
+        """Train to the last step and return the exit code."""
+        self._start_log()
+        try:
+            if self.step >= self.config.training.steps:
+                return self._already_finished()
+            return self._loop()
+        finally:
+            self.log.close()
+
+    def _loop(self) -> int:
+        training, request = self.config.training, StopRequest()
+        garbage = GarbageCollection(training.gc_freq, debug=training.gc_debug)
+        batches, speed = iter(self.loader), self._speed_meter()
+        first = self.step + 1
+        while self.step < training.steps:
+            self.step += 1
+            seed_step(self.seed, self.step, self.mesh.dp_rank)
+            with speed.waiting():
+                micro_batches = list(islice(batches, self.batch.accumulation))
+            result = self.train_step(micro_batches, learning_rate=self._rate(), stop=request.asked)
+            self.tokens += result.tokens
+            speed.step(result.tokens)
+            last = self.step == training.steps
+            if self.step == first or last or self.step % self.config.metrics.log_freq == 0:
+                self._log_step(result, speed)
+            if self.step == first:
+                process_group.set_timeout(self.config.comm.train_timeout_seconds)
+            if self._validation_due(last):
+                self._validate(speed)
+            if self._save_due(last, result.stop):
+                with speed.apart("checkpoint"):
+                    self._save(model_only=last and self.config.checkpoint.last_save_model_only)
+            self.log.advance(self.step)
+            garbage.after_step(self.step)
+            if result.stop and not last:
+                return self._stopped(request)
+        request.release()
+        return self._finished()
+
+    def _rate(self) -> float:
+        options = self.config.lr_scheduler
+        return learning_rate(
+            self.step - 1,
+            lr=self.config.optimizer.lr,
+            total_steps=options.total_steps or self.config.training.steps,
+            warmup_steps=options.warmup_steps,
+            decay_ratio=options.decay_ratio,
+            decay_type=options.decay_type,
+            min_lr_factor=options.min_lr_factor,
+        )
+
+    def _validation_due(self, last: bool) -> bool:
+        return self.validation_loader is not None and (last or self.step % self.config.validation.freq == 0)
+
+    def _validate(self, speed: SpeedMeter) -> None:
+        assert self.validation_loader is not None
+        steps = self.config.validation.steps
+        with speed.apart("validation"):
+            loss = validate(
+                self.model, self.validation_loader, device=self.device, limit=None if steps == -1 else steps
+            )
+        if self.best_validation is None or loss < self.best_validation:
+            self.best_validation = loss
+        self._record({"validation_loss": loss})
+
+    def _save_due(self, last: bool, stop: bool) -> bool:
+        options = self.config.checkpoint
+        if not options.enable or options.load_only:
+            return False
+        first = self.step == 1 and options.enable_first_step_checkpoint
+        return last or stop or first or self.step % options.interval == 0
+
+    # Reporting
+
+    def _start_log(self) -> None:
+        config = self.config
+        self.history: list[dict[str, Any]] = []
+        self._write_config()
+        self.log = MetricLogger(
+            self.folder,
+            total_steps=config.training.steps,
+            resume_step=self.step,
+            rank=dist.get_rank(),
+            tensorboard=config.metrics.enable_tensorboard,
+            tensorboard_folder=config.metrics.save_tb_folder,
+            all_ranks=config.metrics.save_for_all_ranks,
+            color=not config.metrics.disable_color_printing,
+            config_text=config.to_toml(),
+        )
+        self.checkpoints.say = self.log.say
+        if self.step:
+            self.log.say(f"resumed after step {self.step}, {self.tokens:,} tokens")
+
+    def _speed_meter(self) -> SpeedMeter:
+        args, world = self.args, dist.get_world_size()
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        dtype = str(self.param_dtype).removeprefix("torch.")
+        peak = self.config.metrics.peak_tflops
+        per_device = peak * 1e12 if peak else peak_flops(name, dtype)
+        flops = flops_per_token(
+            dim=args.dim,
+            n_layers=args.n_layers,
+            n_heads=args.n_heads,
+            n_kv_heads=args.n_kv_heads,
+            head_dim=args.head_dim,
+            ffn_dim=args.ffn_dim,
+            vocab_size=args.vocab_size,
+            seq_len=self.config.training.seq_len,
+        )
+        return SpeedMeter(flops_per_token=flops, peak_flops=per_device * world if per_device else None)
+
+    def _log_step(self, result: StepResult, speed: SpeedMeter) -> None:
+        values = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": self._rate(),
+            "tokens": self.tokens,
+        }
+        self._record(values | speed.read() | memory(self.device))
+
+    def _record(self, values: dict[str, Any]) -> None:
+        self.history.append({"step": self.step, **values})
+        self.log.log(self.step, values)
+
+    def _write_config(self) -> None:
+        """Leave the resolved config, with the origin of each value, beside what the run writes."""
+        if dist.get_rank() != 0:
+            return
+        text = self.config.to_toml()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        names = {"config.toml", self.config.job.save_config_file or "config.toml"}
+        for name in names:
+            (self.folder / name).write_text(text, encoding="utf-8")
+
+    # Endings
+
+    def _finished(self) -> int:
+        self.log.advance(self.step)
+        saved = self._save_due(last=True, stop=False)
+        text = summary(
+            self.history,
+            steps=self.step,
+            tensorboard=self.folder / self.config.metrics.save_tb_folder
+            if self.config.metrics.enable_tensorboard
+            else None,
+            checkpoint=step_folder(self.checkpoints.folder, self.step) if saved else None,
+        )
+        self.log.say(text)
+        if saved:
+            self.log.say(
+                f"to go on: the same command with --training.steps {2 * self.step}; "
+                "to start anew: another --job.dump_folder"
+            )
+        return EXIT_FINISHED
+
+    def _already_finished(self) -> int:
+        self.log.say(
+            f"nothing to do: the checkpoint of step {self.step} in {self.checkpoints.folder} is at or past "
+            f"training.steps {self.config.training.steps}; raise --training.steps to go on, or name another "
+            "--job.dump_folder to start anew"
+        )
+        return EXIT_FINISHED
+
+    def _stopped(self, request: StopRequest) -> int:
+        what = request.signal.name if request.signal else "another rank's signal"
+        if not self._save_due(last=False, stop=True):
+            self.log.say(f"stopped after step {self.step} by {what}; nothing saved: checkpoint.enable is off")
+            return EXIT_ERROR
+        self.log.say(f"saved step {self.step} and stopped by {what}; the same command goes on from there")
+        return EXIT_REQUEUE
