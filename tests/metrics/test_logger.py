@@ -1,0 +1,115 @@
+import json
+import math
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from toolkit.metrics.logger import MetricLogger
+from toolkit.metrics.memory import memory
+
+
+def _events(folder):
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def _run(folder, steps, *, scale=1.0, **options):
+    logger = MetricLogger(folder, total_steps=100, **options)
+    for step in steps:
+        logger.log(
+            step, {"loss": scale * step, "lr": 0.1, "tokens": 10 * step, "mfu": None, "memory_gib": 1.5}
+        )
+    logger.log(steps[-1], {"validation_loss": scale * 7.0, "validation_seconds": 2.0})
+    logger.close()
+
+
+def _scalars(events, tag):
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_tensorboard_reads_the_events(tmp_path):
+    _run(tmp_path, [1, 2, 3], config_text='[training]\nsteps = 3 # "x"')
+    events = _events(tmp_path / "tb")
+    assert set(events.Tags()["scalars"]) == {
+        "train/loss",
+        "train/lr",
+        "train/tokens",
+        "memory/gib",
+        "validation/loss",
+        "validation/seconds",
+    }
+    assert _scalars(events, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert _scalars(events, "validation/loss") == [(3, 7.0)]
+    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text == '    [training]\n    steps = 3 # "x"'
+
+
+def test_a_resumed_run_shows_each_step_once_everywhere(tmp_path):
+    _run(tmp_path, [1, 2, 3, 4, 5])
+    _run(tmp_path, [3, 4], resume_step=2, scale=10.0)
+    expected = [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+    assert _scalars(_events(tmp_path / "tb"), "train/loss") == expected
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["step"], r["loss"]) for r in records if "loss" in r] == expected
+    assert [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r] == [(4, 70.0)]
+
+
+def test_a_new_run_in_the_same_folder_hides_the_old_one(tmp_path):
+    _run(tmp_path, [1, 2, 3])
+    _run(tmp_path, [1, 2], scale=10.0)
+    assert _scalars(_events(tmp_path / "tb"), "train/loss") == [(1, 10.0), (2, 20.0)]
+
+
+def test_tensorboard_can_be_off_or_elsewhere(tmp_path):
+    _run(tmp_path / "off", [1], tensorboard=False)
+    assert [path.name for path in (tmp_path / "off").iterdir()] == ["metrics.jsonl"]
+    _run(tmp_path / "on", [1], tensorboard_folder="events")
+    assert _scalars(_events(tmp_path / "on" / "events"), "train/loss") == [(1, 1.0)]
+
+
+def test_other_ranks_are_silent_unless_asked(tmp_path, capsys):
+    _run(tmp_path, [1], rank=3)
+    assert list(tmp_path.iterdir()) == []
+    _run(tmp_path, [1], rank=3, all_ranks=True)
+    assert capsys.readouterr().out == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.rank-3.jsonl", "tb"]
+    assert _scalars(_events(tmp_path / "tb" / "rank-3"), "train/loss") == [(1, 1.0)]
+
+
+def test_a_loss_that_is_not_a_number_reaches_console_and_files(tmp_path, capsys):
+    logger = MetricLogger(tmp_path, total_steps=10)
+    logger.log(1, {"loss": math.nan})
+    logger.close()
+    assert "loss nan" in capsys.readouterr().out
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None}
+    assert math.isnan(_scalars(_events(tmp_path / "tb"), "train/loss")[0][1])
+
+
+def test_files_that_cannot_be_written_are_told_once(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    _run(tmp_path / "file", [1, 2])
+    out = capsys.readouterr().out
+    assert out.count("metrics cannot be written") == 1
+    assert "loss 2.0000" in out
+
+
+def test_memory_on_cpu_is_what_is_resident():
+    before = memory(torch.device("cpu"))["memory_gib"]
+    block = torch.ones(2**26)  # 256 MiB
+    after = memory(torch.device("cpu"))
+    assert after["memory_gib"] - before == pytest.approx(0.25, abs=0.05)
+    assert after["memory_peak_gib"] >= after["memory_gib"]
+    del block
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_memory_on_cuda_is_the_peak_since_the_last_call():
+    device = torch.device("cuda")
+    memory(device)
+    block = torch.ones(2**28, device=device)  # 1 GiB
+    del block
+    assert memory(device)["memory_gib"] >= 1.0
+    assert memory(device)["memory_gib"] < 1.0
