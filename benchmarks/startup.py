@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,25 +36,27 @@ POLL_SECONDS = 0.005
 LIMIT_SECONDS = 600.0
 
 
-def time_torchrun(ranks: int, folder: Path) -> float:
-    """Seconds that torchrun takes for ranks that form a group and do nothing."""
-    script = folder / "baseline.py"
-    script.write_text(BASELINE)
+def time_command(*command: str) -> float:
     started = time.perf_counter()
     subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={ranks}",
-            str(script),
-        ],
-        check=True,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        command, check=True, cwd=ROOT, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     return time.perf_counter() - started
+
+
+def time_torchrun(ranks: int, *program: str) -> float:
+    """Seconds that torchrun takes from its start to the end of ranks that run ``program``."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return time_command(*command, *program)
+
+
+def time_supervisor(ranks: int, *program: str) -> float:
+    """The same for the toolkit's own launcher, without the check of a configuration."""
+    code = (
+        "import sys; from toolkit.distributed.supervisor import Launch, supervise; "
+        f"sys.exit(supervise({program!r}, Launch(processes={ranks})))"
+    )
+    return time_command(sys.executable, "-c", code)
 
 
 def time_first_step(ranks: int, folder: Path, arguments: Sequence[str]) -> tuple[float, float]:
@@ -86,25 +89,48 @@ def _row(name: str, seconds: Sequence[float]) -> str:
     return f"| {name} | {statistics.median(seconds):.2f} | {min(seconds):.2f} | {max(seconds):.2f} |"
 
 
-def report(ranks: int, torchrun: Sequence[float], first: Sequence[float], steps: Sequence[float]) -> str:
-    """The table of a benchmark, in Markdown; "above" is taken pair by pair."""
-    above = [mine - theirs for mine, theirs in zip(first, torchrun, strict=True)]
-    cores = len(os.sched_getaffinity(0))
+def report(ranks: int, seconds: Mapping[str, Sequence[float]]) -> str:
+    """The table of a benchmark, in Markdown; differences are taken pair by pair."""
+    above = [mine - theirs for mine, theirs in zip(seconds["first step"], seconds["baseline"], strict=True)]
+    to_start = [mine - step for mine, step in zip(above, seconds["step"], strict=True)]
     rows = [
         "# Start-up",
         "",
-        f"`python benchmarks/startup.py --ranks {ranks} --repeats {len(first)}`: seconds, on {cores} cores "
-        f"({platform.machine()}), Python {platform.python_version()}, token cache warm.",
+        f"`python benchmarks/startup.py --ranks {ranks} --repeats {len(above)}`: seconds, on "
+        f"{len(os.sched_getaffinity(0))} cores ({platform.machine()}), Python {platform.python_version()}, "
+        "token cache warm.",
         "",
         "| | median | least | most |",
         "|---|---|---|---|",
-        _row(f"torchrun, {ranks} ranks that import FSDP, form a group and exit", torchrun),
-        _row("run_train.sh to the end of its first step", first),
-        _row("of that, the step itself", steps),
+        _row(f"torchrun, {ranks} ranks that import FSDP, form a group and exit", seconds["baseline"]),
+        _row("run_train.sh to the end of its first step", seconds["first step"]),
+        _row("of that, the step itself", seconds["step"]),
         _row("run_train.sh above torchrun, to the end of the first step", above),
-        _row("the same, to its start", [a - step for a, step in zip(above, steps, strict=True)]),
+        _row("the same, to its start", to_start),
+        _row(f"torchrun, {ranks} ranks that do nothing", seconds["torchrun"]),
+        _row("the toolkit's launcher, the same", seconds["supervisor"]),
     ]
     return "\n".join(rows) + "\n"
+
+
+def measure(ranks: int, repeats: int, arguments: Sequence[str]) -> dict[str, list[float]]:
+    """Seconds of each thing timed, ``repeats`` times in turn, after one round that warms caches."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as temporary:
+        script = Path(temporary) / "baseline.py"
+        script.write_text(BASELINE)
+        for repeat in range(repeats + 1):
+            folder = Path(temporary) / str(repeat)
+            folder.mkdir()
+            timed = {"baseline": time_torchrun(ranks, str(script))}
+            timed["first step"], timed["step"] = time_first_step(ranks, folder, arguments)
+            timed["torchrun"] = time_torchrun(ranks, "--no-python", "true")
+            timed["supervisor"] = time_supervisor(ranks, "true")
+            if repeat:
+                for name, value in timed.items():
+                    seconds[name].append(value)
+                print(", ".join(f"{name} {value:.2f} s" for name, value in timed.items()), flush=True)
+    return seconds
 
 
 def main() -> None:
@@ -115,19 +141,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, help="write the table here as well")
     options, arguments = parser.parse_known_args()
-    torchrun, first, steps = [], [], []
-    with tempfile.TemporaryDirectory() as temporary:
-        for repeat in range(options.repeats + 1):
-            folder = Path(temporary) / str(repeat)
-            folder.mkdir()
-            theirs = time_torchrun(options.ranks, folder)
-            mine, step = time_first_step(options.ranks, folder, arguments)
-            if repeat:  # the first pair warms the caches of files and tokens
-                torchrun.append(theirs)
-                first.append(mine)
-                steps.append(step)
-                print(f"torchrun {theirs:.2f} s, first step {mine:.2f} s (the step {step:.2f} s)", flush=True)
-    text = report(options.ranks, torchrun, first, steps)
+    text = report(options.ranks, measure(options.ranks, options.repeats, arguments))
     print("\n" + text)
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
