@@ -65,7 +65,7 @@ VALUES = [
 GAPS = ["", "\n", "  \t", "# k9 = [\n", "\n\n# '''\n"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_every_leaf_has_the_line_it_was_written_on(data: st.DataObject) -> None:
     text, expected, header = "", {}, ()

@@ -112,8 +112,11 @@ class Checkpoint(Table):
     """Keep this many checkpoints and delete older ones; 0 keeps all."""
     load_step: Literal[-1] | NonNegative = -1
     """Step to resume from; -1 is the newest."""
-    exclude_from_loading: list[str] = []
-    """Parts not to load: any of model, optimizer, dataloader, train_state."""
+    exclude_from_loading: list[
+        Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]
+    ] = []
+    """Parts not to load. train_state is the step count; the learning rate follows from it, so that
+    lr_scheduler holds nothing."""
     enable_first_step_checkpoint: bool = False
     """Also save after the first step, to learn early that saving works."""
     create_seed_checkpoint: Annotated[bool, NotBuilt()] = False

@@ -11,13 +11,13 @@ from toolkit.config import Config
 from toolkit.errors import ConfigError, Problem
 from toolkit.hardware import Hardware, detect
 from toolkit.models.llama.presets import parameter_count
-from toolkit.preflight import rules_files, rules_mesh, rules_model, rules_options
+from toolkit.preflight import rules_checkpoint, rules_files, rules_mesh, rules_model, rules_options
 from toolkit.preflight.facts import RULES, Rule, Run
 
 __all__ = ["RULES", "check", "notes", "run", "summary"]
 
-_ORDER = (rules_options, rules_model, rules_mesh, rules_files)
-"""Files of rules as a reader wants their problems: what was asked for, what it is, where it runs, from what."""
+# What was asked for, what it is, where it runs, what it reads: the order in which a reader wants problems.
+_ORDER = (rules_options, rules_model, rules_mesh, rules_files, rules_checkpoint)
 
 
 def check(config: Config, *, world_size: int, hardware: Hardware) -> list[Problem]:

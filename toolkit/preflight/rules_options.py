@@ -93,18 +93,3 @@ def learning_rate_above_zero(run: Run) -> list[Problem]:
             f"set total_steps to at least {steps}, or lr_scheduler.min_lr_factor above 0",
         )
     ]
-
-
-@rule()
-def checkpoint_options_act(run: Run) -> list[Problem]:
-    """Loading and saving happen only where checkpoints are enabled."""
-    if run.config.checkpoint.enable:
-        return []
-    asked = [
-        field
-        for field in fields()
-        if field.key in ("checkpoint.initial_load_path", "checkpoint.load_step", "checkpoint.load_only")
-        and run.config.value(field.key) != field.default
-    ]
-    fix = "set checkpoint.enable = true, or leave it out"
-    return [run.problem(field.key, "has no effect while checkpoint.enable is false", fix) for field in asked]

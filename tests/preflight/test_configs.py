@@ -1,0 +1,122 @@
+"""The configs that ship, and torchtitan's own, at world sizes that they are made for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toolkit.config import Config, load_config
+from toolkit.config.schema import fields_by_key
+from toolkit.hardware import Hardware
+from toolkit.models.llama.presets import parameter_count
+from toolkit.preflight import check
+from toolkit.preflight.facts import Run
+
+ROOT = Path(__file__).parents[2]
+TITAN = ROOT / "tests" / "config" / "torchtitan"
+H100 = Hardware("cuda", "NVIDIA H100", 8, native_bf16=True, float8=True)
+
+# Assets that a user fetches.
+LOCAL = ["--model.hf_assets_path=tests/assets/tokenizer", "--training.dataset_path=toolkit/data/embedded"]
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def load(path: Path, tmp_path: Path, *flags: str) -> Config:
+    outputs = [f"--job.dump_folder={tmp_path}", f"--data.cache_folder={tmp_path}"]
+    return load_config(["--job.config_file", str(path), *outputs, *flags])
+
+
+@pytest.mark.parametrize(
+    ("name", "world_sizes", "parameters"),
+    [
+        ("debug_model", (1, 2, 4, 8, 16), 7_212_288),
+        ("llama3_1b", (1, 8, 64), 1_235_814_400),
+        ("llama3_3b", (1, 8, 64), 3_212_749_824),
+        ("llama3_8b", (8, 64), 8_030_261_248),
+        ("llama3_70b", (64, 256), 70_553_706_496),
+        ("llama3_405b", (512,), 405_853_388_800),
+        ("llama2_7b", (8, 64), 6_738_415_616),
+        ("llama2_70b", (64,), 68_976_648_192),
+    ],
+)
+def test_our_config(name: str, world_sizes: tuple[int, ...], parameters: int, tmp_path: Path) -> None:
+    config = load(
+        ROOT / "train_configs" / f"{name}.toml", tmp_path, *(LOCAL if name != "debug_model" else [])
+    )
+    assert config.training.global_batch_size != -1, "a run that is the same on any mesh"
+    for world_size in world_sizes:
+        assert check(config, world_size=world_size, hardware=H100) == []
+        model = Run(config, world_size, H100).model
+        assert model is not None and parameter_count(model) == parameters
+
+
+def test_all_our_configs_are_tested() -> None:
+    tested = {case[0] for case in test_our_config.pytestmark[0].args[1]}  # type: ignore[attr-defined]
+    assert tested == {path.stem for path in (ROOT / "train_configs").glob("*.toml")}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_sizes", "not_built"),
+    [
+        ("debug_model", (1, 2, 8), set()),
+        (
+            "llama3_8b",
+            (1, 8, 64),
+            {
+                "profiling.enable_profiling",
+                "activation_checkpoint.selective_ac_option",
+                "training.dataset",
+            },
+        ),
+        (
+            "llama3_70b",
+            (8, 64, 256),
+            {"profiling.enable_profiling", "parallelism.tensor_parallel_degree", "training.dataset"},
+        ),
+        (
+            "llama3_405b",
+            (128, 512),
+            {
+                "profiling.enable_profiling",
+                "parallelism.tensor_parallel_degree",
+                "compile.enable",
+                "model.converters",
+                "training.dataset",
+            },
+        ),
+    ],
+)
+def test_torchtitan_config(
+    name: str, world_sizes: tuple[int, ...], not_built: set[str], tmp_path: Path
+) -> None:
+    config = load(TITAN / f"{name}.toml", tmp_path, "--model.hf_assets_path=tests/assets/tokenizer")
+    for world_size in world_sizes:
+        problems = check(config, world_size=world_size, hardware=H100)
+        assert {problem.key for problem in problems} == not_built
+        assert all("is not built yet" in problem.rule for problem in problems)
+
+
+def test_torchtitan_70b_does_not_fit_12_ranks(tmp_path: Path) -> None:
+    config = load(TITAN / "llama3_70b.toml", tmp_path, "--model.hf_assets_path=tests/assets/tokenizer")
+    said = "\n".join(map(str, check(config, world_size=12, hardware=H100)))
+    assert "tp 8 × pp 1 = 8 does not divide the world size 12" in said and "dp_shard 3 × tp 4" in said
+
+
+def test_every_option_of_torchtitan_at_its_default(tmp_path: Path) -> None:
+    theirs = load_config(["--job.config_file", str(TITAN / "defaults.toml")])
+    ours = Config()
+    differing = {key for key in fields_by_key() if theirs.value(key) != ours.value(key)}
+    assert differing == {
+        "job.config_file",
+        "metrics.enable_tensorboard",
+        "checkpoint.last_save_model_only",
+        "training.mixed_precision_param",
+    }
+    only_ours = {key for key in fields_by_key() if theirs.origin(key) == "default"}
+    assert len(fields_by_key()) - len(only_ours) == 149, "rows of torchtitan 0.2.2's JobConfig"
+    assert {key.split(".")[0] for key in only_ours} == {"job", "metrics", "model", "training", "data"}

@@ -1,0 +1,84 @@
+"""The preflight as a program: exit codes, one message, no torch, no waiting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEBUG_MODEL = "train_configs/debug_model.toml"
+
+
+def python(*words: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run Python in the repository; also its CPU seconds, which other load on the machine does not change."""
+    before = os.times()
+    # A job's own rank variables, or a GPU, would change what is checked.
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    after = os.times()
+    seconds = after.children_user + after.children_system - before.children_user - before.children_system
+    return done, seconds
+
+
+@pytest.mark.parametrize("module", ["toolkit.config", "toolkit.preflight", "toolkit.preflight.__main__"])
+def test_imports_no_torch(module: str) -> None:
+    done, _ = python("-c", f"import sys, {module}; print('torch' in sys.modules)")
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_good_config() -> None:
+    done, seconds = python("-m", "toolkit.preflight", DEBUG_MODEL, "--world-size", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    shown = done.stdout.splitlines()
+    assert shown[0].split() == ["OK", DEBUG_MODEL]
+    assert [line.split()[0] for line in shown] == ["OK", "model", "mesh", "batch"]
+    assert "7,212,288 parameters" in done.stdout and "dp_shard 2" in done.stdout
+    assert seconds < 1.5  # 0.25 s here
+
+
+def test_print_config() -> None:
+    done, _ = python("-m", "toolkit.preflight", DEBUG_MODEL, "--job.print_config", "--training.steps=7")
+    assert "steps = 7  # --training.steps\n" in done.stdout
+    assert f'flavor = "debugmodel"  # {DEBUG_MODEL}:' in done.stdout
+
+
+@pytest.mark.parametrize("program", ["toolkit.preflight", "toolkit.train"])
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--training.steps=x"], 2, "must be an integer"),
+        (["--training.stepz=3", "--optimizer.lr=y"], 2, "did you mean training.steps?"),
+        (["--training.global_batch_size=3", "--compile.enable"], 2, "is not built yet"),
+        (["--training.dataset=c5"], 3, "embedded"),
+        (["--model.hf_assets_path=no/such/folder"], 3, "no/such/folder"),
+    ],
+)
+def test_mistake_is_one_message_at_once(program: str, words: list[str], code: int, says: str) -> None:
+    config = [DEBUG_MODEL] if program == "toolkit.preflight" else ["--job.config_file", DEBUG_MODEL]
+    done, seconds = python("-m", program, *config, *words)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert says in done.stderr and done.stderr.count("error:") == 1 and "Traceback" not in done.stderr
+    # Under a second and the start of the interpreter (0.02 s).
+    assert seconds < 1.0
+
+
+def test_debug_shows_the_traceback() -> None:
+    done, _ = python("-m", "toolkit.preflight", DEBUG_MODEL, "--training.steps=x", "--debug")
+    assert done.returncode == 2 and "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--world-size", "0"], ["--world-size=many"], ["--world-size"]])
+def test_world_size_is_a_number(words: list[str]) -> None:
+    done, _ = python("-m", "toolkit.preflight", DEBUG_MODEL, *words)
+    assert done.returncode == 2 and "must be a whole number of at least 1" in done.stderr

@@ -1,0 +1,388 @@
+"""Every rule by a run that breaks it: what it says, and that nothing else is said."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.checkpoint.manifest import MANIFEST, build_manifest
+from toolkit.config import Config, load_config
+from toolkit.errors import CheckpointError, ConfigError, DataError
+from toolkit.hardware import Hardware
+from toolkit.preflight import RULES, check, notes, run
+from toolkit.preflight.facts import Run
+
+ROOT = Path(__file__).parents[2]
+TOKENIZER = ROOT / "tests" / "assets" / "tokenizer"
+CPU = Hardware("cpu", "CPU", 2, native_bf16=True, float8=False)
+OLD_CPU = Hardware("cpu", "CPU", 2, native_bf16=False, float8=False)
+V100 = Hardware("cuda", "Tesla V100", 8, native_bf16=False, float8=False)
+SMALL = ["--model.vocab_size=4352", "--training.seq_len=256", "--training.global_batch_size=16"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, so that "outputs" is new."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def configure(flags: list[str]) -> Config:
+    return load_config([f"--model.hf_assets_path={TOKENIZER}", "--data.cache_folder=cache", *SMALL, *flags])
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A run that breaks ``rule`` (and ``also``); ``says`` are parts of the message about ``key``."""
+
+    rule: str
+    flags: list[str]
+    key: str
+    says: tuple[str, ...]
+    world: int
+    hardware: Hardware
+    also: set[str]
+    prepare: Callable[[Path], Any]
+
+
+def bad(
+    rule: str,
+    flags: str,
+    *says: str,
+    key: str = "",
+    world: int = 1,
+    hardware: Hardware = CPU,
+    also: str = "",
+    prepare: Callable[[Path], Any] = lambda folder: None,
+) -> Bad:
+    """A case whose key, if not given, is the first of the flags, which stand without their dashes."""
+    words = flags.split()
+    key = key or words[0].partition("=")[0]
+    return Bad(rule, [f"--{word}" for word in words], key, says, world, hardware, set(also.split()), prepare)
+
+
+def save(folder: Path, step: int, *, model: dict[str, Any] | None = None, **run: Any) -> Path:
+    """A committed checkpoint as the trainer writes it, with one file of one byte."""
+    path = folder / "outputs" / "checkpoint" / f"step-{step}"
+    path.mkdir(parents=True)
+    (path / "__0_0.distcp").write_bytes(b"x")
+    about = {
+        "model": model or {},
+        "model_only": False,
+        "data_parallel_degree": 1,
+        "global_batch_size": 8,
+    } | run
+    files = {"__0_0.distcp": {"bytes": 1, "sha256": "0"}}
+    manifest = build_manifest(step=step, files=files, tensor_count=1, tensor_bytes=1, run=about)
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    return path
+
+
+def write_protect(folder: Path) -> None:
+    (folder / "a").mkdir(mode=0o500)
+
+
+def write(name: str, text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+TP, CP, PP, REPLICATE, SHARD = (
+    f"parallelism.{name}_degree"
+    for name in (
+        "tensor_parallel",
+        "context_parallel",
+        "pipeline_parallel",
+        "data_parallel_replicate",
+        "data_parallel_shard",
+    )
+)
+SELECTIVE = "activation_checkpoint.selective_ac_option"
+
+OPTIONS = [
+    bad("built_options", "compile.enable", "compile.enable = true is not built yet"),
+    bad("built_options", "activation_checkpoint.mode=memory_budget", "is not built yet"),
+    bad("built_options", "comm.trace_buf_size=0", "is not built yet", "trace_buf_size = 20000"),
+    bad("supported_options", "fault_tolerance.enable", "torchft"),
+    bad("supported_options", "parallelism.expert_parallel_degree=2", "mixture-of-experts"),
+    bad("selective_checkpointing", f"{SELECTIVE}=op", "is not built yet"),
+    bad("selective_checkpointing", f"{SELECTIVE}=0", "whole number of at least 1"),
+    bad("loader_workers", "training.dataloader.prefetch_factor=2", "num_workers is 0"),
+    bad("loader_workers", "validation.dataloader.persistent_workers", "num_workers is 0"),
+    bad("learning_rate_above_zero", "lr_scheduler.total_steps=5", "training.steps is 10000"),
+]
+
+MODEL = [
+    bad("model_exists", "model.name=lama3", "llama3.1", "did you mean"),
+    bad("model_exists", "model.flavor=8b", "8B"),
+    bad("model_exists", "model.name=meta-llama/Llama-3-8B", "did you mean Meta-Llama-3-8B", '"llama3.0"'),
+    bad("model_exists", "model.name=Llama-3-3B", "did you mean Llama-3.2-3B", '"llama3.2"', '"3B"'),
+    bad("model_exists", "model.dim=250", "multiple of n_heads"),
+    bad("model_exists", "model.head_dim=15", "even"),
+    bad("model_exists", "model.n_kv_heads=3", "multiple of n_kv_heads"),
+    bad("tokenizer_readable", "model.hf_assets_path=no/such", "no/such", "tokenizer.model"),
+    bad(
+        "tokenizer_readable",
+        "model.tokenizer_path=empty",
+        "it holds nothing",
+        prepare=lambda folder: (folder / "empty").mkdir(),
+    ),
+    bad(
+        "tokenizer_readable",
+        "model.hf_assets_path=meta-llama/Llama-3-8B",
+        "did you mean Meta-Llama-3-8B? Download meta-llama/Meta-Llama-3-8B",
+    ),
+    bad("tokenizer_readable", "model.hf_assets_path=meta-llama/Llama-3-3B", "did you mean Llama-3.2-3B?"),
+    bad("vocabulary_fits", "model.vocab_size=1000", "4096", "model.vocab_size = 4096"),
+    bad("sequence_fits_model", "training.seq_len=4096 model.max_seq_len=2048", "at most 2048"),
+    bad(
+        "sequence_fits_model",
+        "validation.seq_len=5000 validation.enable model.max_seq_len=4096",
+        "at most 4096",
+    ),
+    bad(
+        "device_has_dtype",
+        "training.mixed_precision_param=bfloat16",
+        "Tesla V100 has no bfloat16",
+        '"float32"',
+        hardware=V100,
+    ),
+    bad("device_has_dtype", "training.dtype=bfloat16", "Tesla V100", '"float32"', hardware=V100),
+]
+
+MESH = [
+    bad(
+        "world_fills_mesh",
+        f"{SHARD}=4",
+        "dp_shard 4",
+        "is not the world size 6",
+        "start 4 processes",
+        "dp_shard 6",
+        "dp_replicate 2 × dp_shard 3",
+        world=6,
+    ),
+    bad(
+        "world_fills_mesh",
+        f"{REPLICATE}=4",
+        "does not divide the world size 6",
+        "start a multiple of 4 processes",
+        key=SHARD,
+        world=6,
+    ),
+    bad("world_fills_mesh", f"{TP}=4", "tp 4", "dp_shard 3 × tp 2", key=SHARD, world=6, also="built_options"),
+    bad("batch_divides", "training.global_batch_size=16", "data-parallel degree 3", "set it to 15", world=3),
+    bad("batch_divides", "training.global_batch_size=2", "set it to 4", "of 1 or 2", world=4),
+    bad(
+        "tensor_parallel_divides",
+        f"{TP}=3 model.vocab_size=4353 training.seq_len=255",
+        "must divide n_heads, which is 16",
+        "must divide n_kv_heads, which is 16",
+        "1, 2, 4, 8 or 16",
+        "must divide dim, which is 256",
+        "model.dim = 255",
+        world=3,
+        also="built_options",
+    ),
+    bad(
+        "tensor_parallel_divides",
+        f"{TP}=2 model.vocab_size=4353",
+        "must divide vocab_size, which is 4353",
+        "model.vocab_size = 4354",
+        world=2,
+        also="built_options",
+    ),
+    bad(
+        "tensor_parallel_divides",
+        f"{TP}=2 model.ffn_dim=767",
+        "must divide ffn_dim, which is 767",
+        "model.ffn_dim = 768",
+        world=2,
+        also="built_options",
+    ),
+    bad(
+        "sequence_divides",
+        f"training.seq_len=252 {CP}=4",
+        "2·cp = 8",
+        "nearest is 256",
+        world=4,
+        also="built_options",
+    ),
+    bad(
+        "sequence_divides",
+        f"training.seq_len=254 {CP}=4 parallelism.context_parallel_load_balancer=None",
+        "a multiple of cp = 4",
+        world=4,
+        also="built_options",
+    ),
+    bad(
+        "sequence_divides",
+        f"validation.seq_len=252 validation.enable {CP}=2 {TP}=2",
+        "2·cp = 4 × tp = 2, that is 8",
+        world=4,
+        also="built_options",
+    ),
+    bad("stages_have_layers", f"{PP}=8", "6 layers", "at most 6", world=8, also="built_options"),
+    bad(
+        "stages_have_layers",
+        f"parallelism.pipeline_parallel_layers_per_stage=3 {PP}=2",
+        "3 stages of 6 layers",
+        "it can be 2, 4, 5, 6 or 7",
+        world=2,
+        also="built_options",
+    ),
+]
+
+FILES = [
+    bad("corpus_readable", "training.dataset=c5", "embedded"),
+    bad("corpus_readable", "training.dataset=c4", "is not built yet", "dataset_path"),
+    bad("corpus_readable", "training.dataset_path=none.txt", "no such file"),
+    bad(
+        "corpus_readable",
+        "validation.dataset_path=*.jsonl validation.enable validation.seq_len=256",
+        "no file matches",
+    ),
+    bad(
+        "corpus_readable",
+        "training.dataset_path=a.jsonl",
+        "'input'",
+        key="data.text_column",
+        prepare=write("a.jsonl", '{"input": "x"}\n'),
+    ),
+    bad("folders_writable", "job.dump_folder=a/b/run", "a is not a folder", prepare=write("a", "")),
+    bad("folders_writable", "data.cache_folder=a/cache", "cannot be written to", prepare=write_protect),
+]
+
+CHECKPOINT = [
+    bad("checkpoint_options_act", "checkpoint.load_step=5", "checkpoint.enable is false"),
+    bad("checkpoint_options_act", "checkpoint.initial_load_path=x", "checkpoint.enable is false"),
+    bad("checkpoint_complete", "checkpoint.load_step=5 checkpoint.enable", "step-5", "are: none"),
+    bad(
+        "checkpoint_complete",
+        "checkpoint.load_step=5 checkpoint.enable",
+        "step-5",
+        "are: 4, 6",
+        prepare=lambda folder: (save(folder, 4), save(folder, 6)),
+    ),
+    bad("checkpoint_complete", "checkpoint.initial_load_path=no/step-5 checkpoint.enable", "no such folder"),
+    bad(
+        "checkpoint_complete",
+        "checkpoint.enable",
+        "0 bytes instead of 1",
+        key="checkpoint.load_step",
+        prepare=lambda folder: (save(folder, 5) / "__0_0.distcp").write_bytes(b""),
+    ),
+    bad(
+        "checkpoint_fits_model",
+        "checkpoint.enable",
+        "dim 512 (this model: 256)",
+        key="checkpoint.load_step",
+        prepare=lambda folder: save(folder, 5, model={"dim": 512, "n_layers": 6}),
+    ),
+    bad(
+        "checkpoint_has_optimizer",
+        "checkpoint.enable",
+        "holds only the model",
+        "initial_load_path",
+        key="checkpoint.load_step",
+        prepare=lambda folder: save(folder, 5, model_only=True),
+    ),
+    bad(
+        "batch_resumable",
+        "training.global_batch_size=-1 checkpoint.enable",
+        "degree 1, this run has 2",
+        "set it to 8",
+        world=2,
+        prepare=lambda folder: save(folder, 5),
+    ),
+]
+
+BAD = [*OPTIONS, *MODEL, *MESH, *FILES, *CHECKPOINT]
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: f"{case.rule}-{case.flags[0][2:]}-{case.world}")
+def test_rule(case: Bad, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case.prepare(folder)
+    # Whoever runs the tests as root may write anywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: bool(os.stat(path).st_mode & 0o200))
+    config = configure(case.flags)
+    facts = Run(config, case.world, case.hardware)
+    found = {name: problems for name, rule in RULES.items() if (problems := rule.check(facts))}
+    assert set(found) == {case.rule} | case.also
+    said = "\n".join(map(str, found[case.rule]))
+    for part in case.says:
+        assert part in said
+    for problem in found[case.rule]:
+        assert problem.key == case.key and problem.rule and problem.fix
+        assert problem.value == config.value(case.key)
+        assert problem.origin == config.origin(case.key)
+
+
+def test_every_rule_has_a_bad_input() -> None:
+    assert {case.rule for case in BAD} == set(RULES)
+
+
+def test_a_good_run_breaks_no_rule(folder: Path) -> None:
+    for world in (1, 2, 4, 16):
+        assert (
+            check(
+                configure(["--validation.enable", "--validation.seq_len=256"]), world_size=world, hardware=CPU
+            )
+            == []
+        )
+
+
+def test_a_run_that_resumes_breaks_no_rule(folder: Path) -> None:
+    save(folder, 5, model={"dim": 256})
+    config = configure(["--checkpoint.enable"])
+    assert check(config, world_size=2, hardware=CPU) == []
+
+
+def test_hsdp_and_multiples_fit(folder: Path) -> None:
+    config = configure(["--parallelism.data_parallel_replicate_degree=2"])
+    assert check(config, world_size=4, hardware=CPU) == []
+
+
+def test_all_problems_are_reported_at_once_and_config_comes_first(folder: Path) -> None:
+    config = configure(["--training.dataset=c5", "--compile.enable"])
+    with pytest.raises(ConfigError) as caught:
+        run(config, world_size=1, hardware=CPU)
+    assert [problem.key for problem in caught.value.problems] == ["compile.enable", "training.dataset"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "error"),
+    [
+        ("--training.dataset=c5", DataError),
+        ("--model.hf_assets_path=none", DataError),
+        ("--checkpoint.load_step=3", CheckpointError),
+    ],
+)
+def test_what_cannot_be_used_ends_in_3(flag: str, error: type[Exception], folder: Path) -> None:
+    with pytest.raises(error, match=flag.partition("=")[0]) as caught:
+        run(configure([flag, "--checkpoint.enable"]), world_size=1, hardware=CPU)
+    assert caught.value.exit_code == 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "hardware", "note"),
+    [
+        (["--training.global_batch_size=-1"], 2, CPU, "which on this mesh is 16"),
+        (["--training.global_batch_size=14"], 1, CPU, "taken 7 at a time"),
+        (["--training.mixed_precision_param=bfloat16"], 1, OLD_CPU, "float32 is faster"),
+        (["--training.steps=10"], 1, CPU, "warmup_steps 200 is cut to the 10 steps"),
+        (["--training.steps=400", "--lr_scheduler.decay_ratio=0.8"], 1, CPU, "cut to the 200 after"),
+    ],
+)
+def test_note(flags: list[str], world: int, hardware: Hardware, note: str, folder: Path) -> None:
+    said = notes(configure(flags), world_size=world, hardware=hardware)
+    assert len([line for line in said if note in line]) == 1
+    assert check(configure(flags), world_size=world, hardware=hardware) == []
+
+
+def test_a_clean_run_has_no_notes(folder: Path) -> None:
+    assert notes(configure([]), world_size=2, hardware=CPU) == []

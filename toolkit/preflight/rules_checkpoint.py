@@ -1,0 +1,93 @@
+"""Rules about the checkpoint that a run starts from, as far as its manifest tells."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from toolkit.checkpoint.manifest import check_files
+from toolkit.errors import CheckpointError, Problem
+from toolkit.preflight.facts import Run, rule
+
+_SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "head_dim", "tie_embeddings")
+
+
+@rule()
+def checkpoint_options_act(run: Run) -> list[Problem]:
+    """Loading and saving happen only where checkpoints are enabled."""
+    options = run.config.checkpoint
+    if options.enable:
+        return []
+    asked = {
+        "checkpoint.initial_load_path": options.initial_load_path is not None,
+        "checkpoint.load_step": options.load_step != -1,
+        "checkpoint.load_only": options.load_only,
+    }
+    fix = "set checkpoint.enable = true, or leave it out"
+    return [
+        run.problem(key, "has no effect while checkpoint.enable is false", fix)
+        for key, is_asked in asked.items()
+        if is_asked
+    ]
+
+
+@rule(CheckpointError)
+def checkpoint_complete(run: Run) -> list[Problem]:
+    """The checkpoint was committed, and its files are there in their full size."""
+    if run.manifest_error:
+        others = ", ".join(map(str, run.steps)) or "none"
+        own = f"the steps in {run.checkpoints} are: {others}; -1 takes the newest"
+        fix = own if run.loaded_by == "checkpoint.load_step" else "name a step-N folder of a finished save"
+        return [run.problem(run.loaded_by, run.manifest_error, fix)]
+    if run.manifest is None:
+        return []
+    broken = check_files(run.loaded, run.manifest["files"], verify=False)
+    fix = f"take another checkpoint than {run.loaded}, or a copy of it"
+    return [run.problem(run.loaded_by, "; ".join(broken), fix)] if broken else []
+
+
+@rule(CheckpointError)
+def checkpoint_fits_model(run: Run) -> list[Problem]:
+    """The weights have the shapes of this model."""
+    if run.manifest is None or run.model is None:
+        return []
+    saved, here = run.manifest["run"].get("model", {}), asdict(run.model)
+    differing = [name for name in _SHAPE if name in saved and saved[name] != here[name]]
+    if not differing:
+        return []
+    said = ", ".join(f"{name} {saved[name]} (this model: {here[name]})" for name in differing)
+    fix = "set model.name, model.flavor and model.* as in that run, or another job.dump_folder"
+    return [run.problem(run.loaded_by, f"the checkpoint {run.loaded} has {said}", fix)]
+
+
+@rule(CheckpointError)
+def checkpoint_has_optimizer(run: Run) -> list[Problem]:
+    """A run goes on from more than the weights."""
+    if run.manifest is None or not run.resumes or not run.manifest["run"].get("model_only"):
+        return []
+    return [
+        run.problem(
+            run.loaded_by,
+            f"the checkpoint {run.loaded} holds only the model (checkpoint.last_save_model_only)",
+            f"start a new run from it: another job.dump_folder and checkpoint.initial_load_path = "
+            f'"{run.loaded}"',
+        )
+    ]
+
+
+@rule()
+def batch_resumable(run: Run) -> list[Problem]:
+    """A batch that follows the mesh would change in the middle of a run that goes on elsewhere."""
+    if run.manifest is None or run.mesh is None or not run.resumes:
+        return []
+    saved = run.manifest["run"]
+    dp = saved.get("data_parallel_degree", run.mesh.dp)
+    if run.config.training.global_batch_size != -1 or dp == run.mesh.dp:
+        return []
+    return [
+        run.problem(
+            "training.global_batch_size",
+            f"the checkpoint {run.loaded} was trained at data-parallel degree {dp}, this run has "
+            f"{run.mesh.dp}, and -1 would change the batch",
+            f"set it to {saved.get('global_batch_size')}, which was the batch so far",
+        )
+    ]
