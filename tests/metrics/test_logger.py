@@ -38,7 +38,7 @@ def test_tensorboard_reads_the_events(tmp_path):
         "train/tokens",
         "memory/gib",
         "validation/loss",
-        "validation/seconds",
+        "speed/validation_seconds",
     }
     assert _scalars(events, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert _scalars(events, "validation/loss") == [(3, 7.0)]

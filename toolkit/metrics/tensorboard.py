@@ -49,10 +49,9 @@ class TensorBoard:
 
 def tag(key: str) -> str:
     """The TensorBoard tag of a key of ``metrics.jsonl``: train/, validation/, speed/ or memory/."""
-    if key.startswith("validation_"):
-        return "validation/" + key.removeprefix("validation_")
-    if key.startswith("memory_"):
-        return "memory/" + key.removeprefix("memory_")
     if key in _SPEED or key.endswith("_seconds"):
         return "speed/" + key
+    for group in ("validation", "memory"):
+        if key.startswith(group + "_"):
+            return f"{group}/{key.removeprefix(group + '_')}"
     return "train/" + key
