@@ -7,6 +7,7 @@ import math
 import tomllib
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
@@ -86,28 +87,19 @@ def parse(text: str, annotation: Any) -> object:
     return text
 
 
-def _readers(annotation: Any) -> list[Any]:
-    """Ways to read a text as ``annotation``, strictest first; each raises ValueError."""
+def _readers(annotation: Any) -> list[Callable[[str], object]]:
+    """Ways to read a text as ``annotation``, each raising ValueError; none for a string, which is read."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return _readers(arguments[0])
     if origin in (typing.Union, types.UnionType):
-        order = {types.NoneType: 0, int: 1, float: 2}
-        readers = [reader for a in arguments for reader in ((order.get(_base(a), 3), r) for r in _readers(a))]
-        return [reader for _, reader in sorted(readers, key=lambda pair: pair[0])]
+        return [reader for alternative in arguments for reader in _readers(alternative)]
     if origin is list:
         return [lambda text: _read_list(text, arguments[0])]
     if origin is Literal:
         return [int] if isinstance(arguments[0], int) else []
-    return {bool: [_read_bool], int: [int], float: [float], types.NoneType: [_read_none]}.get(annotation, [])
-
-
-def _base(annotation: Any) -> Any:
-    if typing.get_origin(annotation) is Annotated:
-        return _base(typing.get_args(annotation)[0])
-    if typing.get_origin(annotation) is Literal:
-        return type(typing.get_args(annotation)[0])
-    return annotation
+    reader = _READERS.get(annotation)
+    return [reader] if reader else []
 
 
 def _read_bool(text: str) -> bool:
@@ -119,6 +111,14 @@ def _read_bool(text: str) -> bool:
 def _read_none(text: str) -> None:
     if text != NONE:
         raise ValueError(text)
+
+
+_READERS: dict[Any, Callable[[str], object]] = {
+    bool: _read_bool,
+    int: int,
+    float: float,
+    types.NoneType: _read_none,
+}
 
 
 def _read_list(text: str, element: Any) -> list[Any]:

@@ -38,7 +38,7 @@ def run(config: Config, *, world_size: int, hardware: Hardware | None = None) ->
     if ConfigError in errors:
         raise ConfigError(problems)
     if errors:
-        raise errors[0]("\n".join(map(str, problems)))
+        raise errors[0]("\n".join(map(str, problems)))  # type: ignore[arg-type]  # ConfigError went above
 
 
 def _broken(facts: Run) -> list[tuple[Rule, Problem]]:

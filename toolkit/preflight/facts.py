@@ -79,8 +79,10 @@ class Run:
     @property
     def batch(self) -> BatchShape | None:
         """How a global batch is cut."""
+        if self.mesh is None:
+            return None
         training = self.config.training
-        return self.mesh and batch_shape(
+        return batch_shape(
             global_batch_size=training.global_batch_size,
             local_batch_size=training.local_batch_size,
             dp=self.mesh.dp,
