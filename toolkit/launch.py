@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)
     ranks = f"{launch.processes} ranks" if launch.processes > 1 else "1 rank"
-    say(f"configuration checked in {time.monotonic() - started:.1f} s; starting {ranks}")
+    say(f"configuration checked in {time.monotonic() - started:.2f} s; starting {ranks}")
     return supervise([sys.executable, "-u", "-m", "toolkit.train", *argv], launch)
 
 
