@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -24,7 +25,10 @@ class ByteTokenizer:
     stop_at: str = ""
     gate: str = ""
 
-    def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def encode(self, text: str) -> list[int]:
         if self.stop_at and self.stop_at in text:
             with open(self.gate, "rb") as gate:
                 gate.read()
@@ -32,8 +36,7 @@ class ByteTokenizer:
             descriptor = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             os.write(descriptor, b".")
             os.close(descriptor)
-        ids = list(text.encode())
-        return [self.bos_id] * bos + ids + [self.eos_id] * eos
+        return list(text.encode())
 
 
 @dataclass
@@ -45,7 +48,7 @@ class ModuleProbe(ByteTokenizer):
     forbidden: str = ""
     kill: bool = False
 
-    def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         if self.kill:
             os.kill(os.getpid(), signal.SIGKILL)
         return [int(self.forbidden in sys.modules)]

@@ -21,6 +21,8 @@ from toolkit.data import cache as cache_module
 from toolkit.data import sources
 from toolkit.data.cache import TokenCache, open_cache, tokenized
 from toolkit.data.sources import Source
+from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.workers import Tokenizer
 from toolkit.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +37,7 @@ def source(tmp_path: Path) -> Source:
     return Source("corpus", (tmp_path / "a.jsonl", tmp_path / "b.txt"), "text")
 
 
-def _build(source: Source, tokenizer: ByteTokenizer, folder: Path, **options: int) -> TokenCache:
+def _build(source: Source, tokenizer: Tokenizer, folder: Path, **options: int) -> TokenCache:
     return tokenized(source, tokenizer, cache_folder=folder, progress=False, **options)
 
 
@@ -93,6 +95,18 @@ def test_a_mistake_in_the_text_is_the_first_one(tmp_path: Path, source: Source, 
         pytest.raises(DataError, match=r"a.jsonl, line 61: column 'text' holds a JSON number"),
     ):
         _build(source, ByteTokenizer(), tmp_path / "cache", processes=processes)
+
+
+def test_a_text_file_in_pieces_has_the_ids_of_the_whole(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(ROOT / "tests" / "assets" / "tokenizer")
+    text = next(sources.open_source("embedded", None).pieces()).texts("text")[0]
+    (tmp_path / "a.txt").write_text(text + "\n\n  Verse\n   and verse\n\n\nProse.\n" * 100)
+    source = Source("text", (tmp_path / "a.txt",), "text")
+    with mock.patch.object(sources, "PIECE_BYTES", 500):
+        assert len(list(source.pieces())) > 10
+        cache = _build(source, tokenizer, tmp_path / "cache")
+    assert cache.tokens.tolist() == tokenizer.encode((tmp_path / "a.txt").read_text(), bos=True, eos=True)
+    assert cache.n_documents == 1
 
 
 # --- key -------------------------------------------------------------------------------------------
@@ -274,6 +288,21 @@ def test_a_build_that_was_killed_is_not_trusted(tmp_path: Path, source: Source, 
     assert not building.exists()
 
 
+def test_a_build_removes_what_others_left_but_not_what_others_build(tmp_path: Path, source: Source) -> None:
+    gate, folder = _gate(tmp_path), tmp_path / "cache"
+    job = _start(source, folder, stop_at="document 30", gate=str(gate))
+    held = os.open(gate, os.O_WRONLY)  # that build has come to document 30
+    (building,) = (folder / "tokens").glob("*.building")
+    leftover = folder / "tokens" / "0123.building"
+    leftover.mkdir()
+    (leftover / "tokens.bin").write_text("left over")
+    _build(source, ByteTokenizer(fingerprint="other"), folder)
+    assert building.exists() and not leftover.exists()
+    os.close(held)
+    job.communicate(timeout=60)
+    assert job.returncode == 0
+
+
 def test_helpers_import_no_torch(tmp_path: Path, source: Source) -> None:
     import torch  # noqa: F401  (the parent has it, as a trainer would)
 
@@ -289,10 +318,10 @@ def test_a_helper_that_dies_ends_the_build_with_a_message(tmp_path: Path, source
 
 def test_a_corpus_that_changes_meanwhile_is_refused(tmp_path: Path, source: Source) -> None:
     class Meddler(ByteTokenizer):
-        def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
+        def encode(self, text: str) -> list[int]:
             with open(source.files[1], "a") as file:
                 file.write("more")
-            return super().encode(text, bos, eos)
+            return super().encode(text)
 
     with pytest.raises(DataError, match="changed while it was tokenised"):
         _build(source, Meddler(), tmp_path / "cache")

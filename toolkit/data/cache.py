@@ -10,7 +10,7 @@
 The key is the SHA-256 of the files' contents in order, the tokenizer's fingerprint, the column and
 ``FORMAT``. A folder under its final name is complete: it gets there by one atomic rename after fsync. The
 kernel releases the lock of a process that dies, however it dies; whoever takes the lock next owns the
-``.building`` folder and removes it.
+``.building`` folder and removes it; a build also removes those of other corpora that nobody builds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from toolkit.data.workers import Encoded, Tokenizer, encode_all
 from toolkit.errors import DataError
 
 FORMAT = 1  # raise it when pieces are cut, or documents are framed, in another way
-ALONE_BYTES = 8 << 20  # up to here one process is done before helpers would have started
+ALONE_BYTES = 16 << 20  # of text: up to here helpers would hardly be under way before one process is done
 SETTLED_SECONDS = 2.0  # a younger file could change again within its time stamp's resolution
 
 
@@ -87,6 +87,7 @@ def tokenized(
         with _lock(folder.with_suffix(".lock"), progress):
             if (cache := _open_if_sound(folder, progress)) is not None:
                 return cache
+            _remove_leftovers(folder.parent)
             _build(source, tokenizer, key, folder, progress, processes or _process_count(source))
     return open_cache(folder)
 
@@ -149,6 +150,14 @@ def _lock(path: Path, progress: bool) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
+
+
+def _remove_leftovers(tokens: Path) -> None:
+    """Remove what killed builds of other corpora left: theirs is a lock that nobody holds."""
+    for leftover in tokens.glob("*.building"):
+        with open(leftover.with_suffix(".lock"), "a") as lock, contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(leftover)
 
 
 def _key(source: Source, tokenizer: Tokenizer, root: Path, progress: bool) -> str:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import NamedTuple, Protocol
 
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
     eos_id: int | None
     fingerprint: str
 
-    def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
 
 class Encoded(NamedTuple):
@@ -49,12 +49,11 @@ class Encoded(NamedTuple):
 def encode_piece(piece: Piece, text_column: str, tokenizer: Tokenizer, dtype: str) -> Encoded:
     """Token ids of a piece: each document is BOS, its text, EOS (those that the tokenizer has)."""
     texts = piece.texts(text_column)
-    has_bos, has_eos = tokenizer.bos_id is not None, tokenizer.eos_id is not None
+    bos, eos = ([] if token is None else [token] for token in (tokenizer.bos_id, tokenizer.eos_id))
     parts = []
-    for number, text in enumerate(texts):
-        begins, ends = (piece.opens or number > 0, piece.closes or number < len(texts) - 1)
-        ids = tokenizer.encode(text, bos=has_bos and begins, eos=has_eos and ends)
-        parts.append(np.array(ids, dtype=dtype))
+    for number, ids in enumerate(tokenizer.encode_batch(texts)):
+        begins, ends = piece.opens or number > 0, piece.closes or number < len(texts) - 1
+        parts.append(np.array(bos * begins + ids + eos * ends, dtype=dtype))
     tokens = np.concatenate(parts) if parts else np.zeros(0, dtype)
     lengths = np.array([len(part) for part in parts], dtype=np.int64)
     return Encoded(tokens, lengths, piece.opens, piece.closes, piece.n_file_bytes)
