@@ -148,6 +148,20 @@ def test_a_hidden_rank_is_heard_when_it_fails_alone(capfd):
     assert log.read_text() == "hello from 1\n"
 
 
+def test_the_rank_that_failed_first_is_named_not_the_peer_that_noticed(tmp_path, capfd):
+    gone = tmp_path / "gone"
+    code = f"""
+if rank == 1:
+    open({str(gone)!r}, "w").write(str(os.getpid()))
+    os.kill(os.getpid(), 9)
+while not os.path.exists({str(gone)!r}) or os.path.exists("/proc/" + open({str(gone)!r}).read()):
+    time.sleep(0.01)
+sys.exit(1)
+"""
+    assert run(code, peer_grace=20) == 1
+    assert "rank 1 was ended by SIGKILL" in capfd.readouterr().err
+
+
 def test_a_mistake_that_rank_0_reported_is_not_repeated(capfd):
     assert run("print(f'error: of {rank}', file=sys.stderr); sys.exit(3)") == 3
     assert capfd.readouterr().err == "error: of 0\n"

@@ -265,10 +265,12 @@ def exit_code(codes: Sequence[int]) -> int:
 def _explain(watch: _Watch, code: int) -> None:
     """Say which rank failed first, unless it has already told the user what is wrong."""
     failed = [worker for worker in watch.ended if worker.process.returncode not in ENDED_WELL]
-    alike = [worker for worker in failed if worker.process.returncode == code]
-    if code in (EXIT_CONFIG, EXIT_DATA) and any(worker.log is None for worker in alike):
-        return
-    first = (alike or failed)[0]
+    first = failed[0]
+    if code in (EXIT_CONFIG, EXIT_DATA):
+        alike = [worker for worker in failed if worker.process.returncode == code]
+        if any(worker.log is None for worker in alike):
+            return
+        first = alike[0]
     returned = first.process.returncode
     how = f"was ended by {signal.Signals(-returned).name}" if returned < 0 else f"ended with code {returned}"
     if returned == -signal.SIGKILL and not watch.killed:
