@@ -1,6 +1,6 @@
 """How fast a corpus is tokenised and indexed, and that memory does not grow with it.
 
-    python benchmarks/tokenize_corpus.py --output benchmarks/results/tokenize_corpus.md
+    python -m benchmarks.tokenize_corpus --output benchmarks/results/tokenize_corpus.md
 
 The text is the shipped corpus, its paragraphs in a new order each time round and one word in fifty with a
 letter changed, as JSON lines with a document of about 4 kB each, and once as one text file. Each row is a
@@ -136,7 +136,7 @@ def main() -> None:
     lines = [
         "# Tokenising a corpus",
         "",
-        "`python benchmarks/tokenize_corpus.py --output benchmarks/results/tokenize_corpus.md`; the script "
+        "`python -m benchmarks.tokenize_corpus --output benchmarks/results/tokenize_corpus.md`; the script "
         "says what the text is and how it is measured.",
         "",
         f"{_processor()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}. The load "
@@ -158,10 +158,11 @@ def main() -> None:
                 lines.append(
                     f"| {name} | {corpus.suffix} | {corpus.stem} | {f['documents']:,} | {f['tokens']:,} | "
                     f"{f['seconds']:.1f} | {f['tokens'] / f['seconds']:,.0f} | {f['cpu']:.1f} | "
-                    f"{f['peak'] / 1e6:,.0f} | {f['again'] * 1000:.0f} |"
+                    f"{f['peak'] / 1e6:,.0f} | {f['again'] * 1000:.1f} |"
                 )
                 print(lines[-1], flush=True)
     if arguments.output:
+        arguments.output.parent.mkdir(exist_ok=True)
         arguments.output.write_text("\n".join(lines) + "\n")
 
 

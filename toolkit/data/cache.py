@@ -272,9 +272,9 @@ def _write(pieces: Iterator[Encoded], building: Path, bar: Progress) -> tuple[in
     n_tokens = n_documents = 0
     unfinished = 0  # tokens so far of a document that the next piece goes on with
     with open(building / "tokens.bin", "wb") as tokens, open(building / "offsets.bin", "wb") as offsets:
-        offsets.write(np.zeros(1, np.int64))
+        offsets.write(bytes(8))
         for piece in pieces:
-            tokens.write(piece.tokens)
+            tokens.write(piece.tokens.data)
             lengths = piece.lengths.copy()
             if not piece.opens:
                 lengths[0] += unfinished
@@ -282,7 +282,7 @@ def _write(pieces: Iterator[Encoded], building: Path, bar: Progress) -> tuple[in
                 unfinished, lengths = int(lengths[-1]), lengths[:-1]
             lengths = lengths[lengths > 0]  # a tokenizer without BOS and EOS may have nothing for a text
             ends = n_tokens + np.cumsum(lengths)
-            offsets.write(ends)
+            offsets.write(ends.data)
             n_tokens, n_documents = (int(ends[-1]) if len(ends) else n_tokens, n_documents + len(ends))
             bar.advance(piece.n_file_bytes, n_tokens)
         _sync(tokens)

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import NamedTuple, Protocol
 
@@ -61,7 +61,7 @@ def encode_piece(piece: Piece, text_column: str, tokenizer: Tokenizer, dtype: st
 
 def encode_all(
     pieces: Iterator[Piece], text_column: str, tokenizer: Tokenizer, dtype: str, *, processes: int
-) -> Iterator[Encoded]:
+) -> Generator[Encoded, None, None]:
     """:func:`encode_piece` of every piece, in order, by ``processes`` (1: this one).
 
     Memory is bounded by ``AHEAD`` pieces a process, however long the corpus. An error is raised when the
@@ -81,7 +81,7 @@ def encode_all(
 
 
 def _in_order(pieces: Iterator[Piece], helpers: list[_Helper]) -> Iterator[Encoded]:
-    idle, busy = list(helpers), dict[Connection, tuple[_Helper, int]]()
+    idle, busy = list(helpers), dict[_Helper, int]()
     results: dict[int, Encoded | Exception] = {}
     sent = done = 0
     more = True
@@ -93,13 +93,13 @@ def _in_order(pieces: Iterator[Piece], helpers: list[_Helper]) -> Iterator[Encod
                 break
             helper = idle.pop()
             helper.send(piece)
-            busy[helper.connection] = helper, sent
+            busy[helper] = sent
             sent += 1
         if not busy:
             return
-        for connection in wait(list(busy)):
-            helper, number = busy.pop(connection)  # type: ignore[arg-type, index]
-            results[number] = helper.receive()
+        answered = wait([helper.connection for helper in busy])
+        for helper in [helper for helper in busy if helper.connection in answered]:
+            results[busy.pop(helper)] = helper.receive()
             idle.append(helper)
         while done in results:
             result = results.pop(done)
