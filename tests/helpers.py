@@ -1,4 +1,4 @@
-"""Worlds of gloo ranks for tests: started from one preloaded server, so that a world costs tenths of a second."""
+"""Worlds of gloo ranks for tests, started from one preloaded server: a world costs tenths of a second."""
 
 from __future__ import annotations
 

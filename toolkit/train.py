@@ -13,6 +13,20 @@ from collections.abc import Sequence
 from toolkit import preflight
 from toolkit.config import Config, load_config
 from toolkit.errors import ToolkitError, report
+from toolkit.hardware import detect
+
+
+def _check(config: Config, rank: int) -> None:
+    """Run the preflight on every rank; rank 0 says what is about to run."""
+    world_size, hardware = int(os.environ.get("WORLD_SIZE", "1")), detect()
+    preflight.run(config, world_size=world_size, hardware=hardware)
+    if rank > 0:
+        return
+    if config.job.print_config:
+        print(config.to_toml())
+    print(preflight.summary(config, world_size=world_size, hardware=hardware))
+    for note in preflight.notes(config, world_size=world_size, hardware=hardware):
+        print(f"note   {note}")
 
 
 def _train(config: Config) -> int:
@@ -38,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = load_config(argv)
         debug = config.job.debug
-        preflight.run(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        _check(config, rank)
         return _train(config)
     except ToolkitError as error:
         return report(error, show=rank == 0, debug=debug)

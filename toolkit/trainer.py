@@ -30,7 +30,7 @@ from toolkit.distributed import process_group
 from toolkit.distributed.garbage import GarbageCollection
 from toolkit.distributed.seeds import seed_step, set_deterministic
 from toolkit.distributed.signals import StopRequest
-from toolkit.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, CheckpointError, ConfigError, Problem
+from toolkit.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE
 from toolkit.metrics.flops import flops_per_token, peak_flops
 from toolkit.metrics.logger import MetricLogger
 from toolkit.metrics.memory import memory
@@ -88,7 +88,7 @@ class Trainer:
         self.step = 0
         self.tokens = 0
         self.best_validation: float | None = None
-        self.folder = Path(config.job.dump_folder)
+        self.folder = Path(config.job.dump_folder).expanduser()
         set_deterministic(config.debug.deterministic, warn_only=config.debug.deterministic_warn_only)
         self._lay_out()
         with phases("model"):
@@ -216,7 +216,6 @@ class Trainer:
 
     def _resume(self, where: int | Path) -> None:
         excluded = self.config.checkpoint.exclude_from_loading
-        self._check_resumable(self.checkpoints.manifest(where)["run"], where)
         manifest = self.checkpoints.load(where, self._tensors(model_only=False), exclude=self._excluded())
         run = manifest["run"]
         if "train_state" not in excluded:
@@ -225,25 +224,6 @@ class Trainer:
             self.best_validation = run["best_validation"]
         if "dataloader" not in excluded:
             self.loader.load_state_dict(run["loader"])
-
-    def _check_resumable(self, run: dict[str, Any], where: int | Path) -> None:
-        if run["model_only"]:
-            raise CheckpointError(
-                f"the checkpoint {where} holds only the model (checkpoint.last_save_model_only): it has no "
-                "optimizer to go on with\n  fix:  start a new run from it with checkpoint.initial_load_path"
-            )
-        dp, now = run["data_parallel_degree"], self.mesh.dp_size
-        if self.config.training.global_batch_size == -1 and dp != now:
-            raise ConfigError(
-                Problem(
-                    rule=f"the checkpoint was trained at data-parallel degree {dp}, this run has {now}: "
-                    "at -1 the batch would change with it",
-                    fix=f"set training.global_batch_size = {run['global_batch_size']} for the same batch",
-                    key="training.global_batch_size",
-                    value=-1,
-                    origin=self.config.origin("training.global_batch_size"),
-                )
-            )
 
     def _save(self, *, model_only: bool = False) -> None:
         run = {

@@ -60,7 +60,7 @@ def degrees(parallelism: Parallelism, world_size: int) -> Degrees | None:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Samples of a step: ``accumulation`` micro-batches of ``local`` on each of ``dp`` ranks are ``total``."""
+    """Samples of a step: ``total`` are ``accumulation`` micro-batches of ``local`` on each rank."""
 
     total: int
     local: int

@@ -24,7 +24,8 @@ def summary(
     lines = [f"finished {steps} steps"]
     if losses:
         after = mean_of_last(history, "loss")
-        lines.append(f"  training loss    {losses[0]:.3f} → {after:.3f} (mean of the last {AVERAGED} logged)")
+        averaged = min(AVERAGED, len(losses))
+        lines.append(f"  training loss    {losses[0]:.3f} → {after:.3f} (mean of the last {averaged} logged)")
     if validation:
         lines.append(f"  validation loss  {validation[-1]:.3f}")
     speed = mean_of_last(history, "tokens_per_second")

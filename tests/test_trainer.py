@@ -1,0 +1,157 @@
+"""The trainer as a whole: resuming, stopping, failing, validating."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import run_world
+from tests.training import small_config, small_trainer, weights_digest
+from toolkit.config import Config
+from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, TrainingError
+from toolkit.trainer import Trainer
+from toolkit.validate import validate
+
+STEPS = 8
+
+
+def _config(folder: Path, *, steps: int = STEPS, **tables: dict[str, Any]) -> Config:
+    tables["training"] = {"steps": steps, **tables.get("training", {})}
+    # the schedule of the whole run, however far one start of it goes
+    tables["lr_scheduler"] = {"warmup_steps": 2, "total_steps": STEPS}
+    return small_config(folder, checkpoint={"enable": True, "interval": 4}, **tables)
+
+
+def _run(config: Config) -> dict[str, Any]:
+    trainer = small_trainer(config)
+    code = trainer.run()
+    return {
+        "code": code,
+        "losses": {record["step"]: record["loss"] for record in trainer.history if "loss" in record},
+        "tokens": trainer.tokens,
+        "weights": weights_digest(trainer.model),
+    }
+
+
+def _whole_and_halves(folder: str) -> dict[str, Any]:
+    """One run of eight steps, and one of four that is resumed; on another batch cut, too."""
+    whole = _run(_config(Path(folder, "whole")))
+    first = _run(_config(Path(folder, "halves"), steps=4))
+    second = _run(_config(Path(folder, "halves")))
+    again = _run(_config(Path(folder, "halves")))
+    return {"whole": whole, "first": first, "second": second, "again": again}
+
+
+def _second_half(folder: str) -> dict[str, Any]:
+    return _run(_config(Path(folder, "halves"), training={"local_batch_size": 4}))
+
+
+def _first_half(folder: str) -> dict[str, Any]:
+    return _run(_config(Path(folder, "halves"), steps=4))
+
+
+def _stop(folder: str) -> dict[str, Any]:
+    """Signal the last rank alone, in its third step."""
+    trainer = small_trainer(_config(Path(folder, "stopped")))
+    step = trainer.train_step
+    calls = []
+
+    def signalled(*args: Any, **keywords: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*args, **keywords)
+
+    trainer.train_step = signalled  # type: ignore[assignment]
+    code = trainer.run()
+    return {"code": code, "step": trainer.step, "latest": trainer.checkpoints.latest()}
+
+
+def _break(folder: str) -> dict[str, Any]:
+    """Put an infinity where only the last rank's part of the gradient shows it."""
+    trainer = small_trainer(_config(Path(folder, "broken")))
+    before = weights_digest(trainer.model)
+    name = "layers.1.feed_forward.w2.weight"
+
+    def poison(parameter: torch.nn.Parameter) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            parameter.grad._local_tensor[0, 0] = torch.inf  # type: ignore[union-attr]
+
+    dict(trainer.model.named_parameters())[name].register_post_accumulate_grad_hook(poison)
+    try:
+        trainer.run()
+    except TrainingError as error:
+        return {"message": str(error), "unchanged": weights_digest(trainer.model) == before}
+    return {"message": "", "unchanged": False}
+
+
+def _losses_on_the_same_data(folder: str) -> tuple[float, float]:
+    """What validation says of one global batch, and what the next training step says of the same."""
+    trainer: Trainer = small_trainer(_config(Path(folder, "same")))
+    batches = [batch for batch, _ in zip(trainer.loader, range(trainer.batch.accumulation), strict=False)]
+    said = validate(trainer.model, batches, device=trainer.device, limit=None)
+    return said, trainer.train_step(batches, learning_rate=1e-3).loss
+
+
+def _everything(folder: str) -> dict[str, Any]:
+    return {
+        "resume": _whole_and_halves(folder),
+        "stop": _stop(folder),
+        "break": _break(folder),
+        "same": _losses_on_the_same_data(folder),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("trainer"))
+
+
+@pytest.fixture(scope="module")
+def results(folder: str) -> list[dict[str, Any]]:
+    return run_world(_everything, 2, folder)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(results: list[dict[str, Any]]) -> None:
+    for runs in (result["resume"] for result in results):
+        whole, first, second = runs["whole"], runs["first"], runs["second"]
+        assert list(first["losses"]) == [1, 2, 3, 4] and list(second["losses"]) == [5, 6, 7, 8]
+        assert first["losses"] | second["losses"] == whole["losses"]
+        assert second["weights"] == whole["weights"]
+        assert second["tokens"] == whole["tokens"]
+
+
+def test_a_finished_run_says_so_and_changes_nothing(results: list[dict[str, Any]]) -> None:
+    again = results[0]["resume"]["again"]
+    assert again["code"] == EXIT_FINISHED and not again["losses"]
+    assert again["weights"] == results[0]["resume"]["whole"]["weights"]
+
+
+def test_another_mesh_goes_on_with_the_same_curve(results: list[dict[str, Any]], tmp_path: Path) -> None:
+    (first,) = run_world(_first_half, 1, str(tmp_path))
+    resumed = run_world(_second_half, 4, str(tmp_path))
+    whole = results[0]["resume"]["whole"]
+    # fp32 sums in another order: eight steps apart, a few units in the seventh digit
+    assert first["losses"] | resumed[0]["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+    assert resumed[0]["tokens"] == whole["tokens"]
+
+
+def test_a_signal_to_one_rank_saves_and_stops_them_all(results: list[dict[str, Any]]) -> None:
+    assert [result["stop"] for result in results] == [{"code": EXIT_REQUEUE, "step": 3, "latest": 3}] * 2
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_update(results: list[dict[str, Any]]) -> None:
+    for broken in (result["break"] for result in results):
+        assert "rank 1: layers.1.feed_forward.w2.weight" in broken["message"]
+        assert broken["unchanged"]
+
+
+def test_validation_is_the_loss_of_training(results: list[dict[str, Any]]) -> None:
+    validation, training = results[0]["same"]
+    assert validation == pytest.approx(training, rel=1e-6)

@@ -1,0 +1,52 @@
+"""Small runs on the embedded corpus, for tests that train."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from toolkit.config import Config
+from toolkit.metrics.phases import Phases
+from toolkit.trainer import Trainer, open_data
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "model": {"dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 160},
+    "training": {
+        "dataset": "embedded_validation",
+        "seq_len": 64,
+        "global_batch_size": 16,
+        "local_batch_size": 8,
+        "mixed_precision_param": "float32",
+    },
+    "activation_checkpoint": {"mode": "none"},
+    "optimizer": {"lr": 3e-3},
+    "lr_scheduler": {"warmup_steps": 5},
+    "metrics": {"log_freq": 1, "enable_tensorboard": False},
+}
+
+
+def small_config(folder: str | Path, **tables: dict[str, Any]) -> Config:
+    """A config of a tiny model that writes into ``folder``, with ``tables`` laid over it."""
+    values = {table: {**_DEFAULTS.get(table, {}), **tables.get(table, {})} for table in {*_DEFAULTS, *tables}}
+    values.setdefault("job", {})["dump_folder"] = str(folder)
+    values.setdefault("data", {})["cache_folder"] = str(Path(folder).parent / "cache")
+    return Config.model_validate(values)
+
+
+def small_trainer(config: Config) -> Trainer:
+    """A trainer on the CPU of this rank, in the group that is there."""
+    phases = Phases(enabled=False)
+    return Trainer(config, open_data(config, phases), torch.device("cpu"), phases)
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """SHA-256 of all parameters, gathered: the same on every rank and mesh that holds the same weights."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        digest.update(parameter.full_tensor().detach().numpy().tobytes())
+    return digest.hexdigest()
