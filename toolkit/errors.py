@@ -77,13 +77,12 @@ def report(error: BaseException, *, show: bool, debug: bool = False) -> int:
 
     A :class:`ToolkitError` is one message; anything else, or ``debug``, is a traceback.
     """
-    known = isinstance(error, ToolkitError)
     if show:
-        if debug or not known:
+        if debug or not isinstance(error, ToolkitError):
             traceback.print_exception(error)
-        if known:
+        if isinstance(error, ToolkitError):
             print(f"error: {error}", file=sys.stderr)
             if not debug:
                 print("(--debug shows the traceback)", file=sys.stderr)
         sys.stderr.flush()
-    return error.exit_code if known else EXIT_ERROR
+    return error.exit_code if isinstance(error, ToolkitError) else EXIT_ERROR

@@ -54,6 +54,8 @@ def detect() -> Hardware:
     gpus = _visible_gpus()
     if gpus:
         capability = min(capability for _, capability in gpus)
-        return Hardware("cuda", gpus[0][0], len(gpus), native_bf16=capability >= 8.0, float8=capability >= 8.9)
+        return Hardware(
+            "cuda", gpus[0][0], len(gpus), native_bf16=capability >= 8.0, float8=capability >= 8.9
+        )
     flags = _cpu_flags()
     return Hardware("cpu", "CPU", 2, native_bf16=bool(flags & {"amx_bf16", "avx512_bf16"}), float8=False)

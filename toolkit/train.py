@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from toolkit import preflight
 from toolkit.config import Config, load_config
-from toolkit.errors import ToolkitError, report
+from toolkit.errors import DataError, ToolkitError, report
 from toolkit.hardware import detect
 
 
@@ -53,11 +53,13 @@ def main(argv: Sequence[str]) -> int:
         config = load_config(argv)
         debug = config.job.debug
         _check(config, rank)
+    except ToolkitError as error:  # the same on every rank
+        return report(error, show=rank == 0, debug=debug)
+    try:
         return _train(config)
     except ToolkitError as error:
-        return report(error, show=rank == 0, debug=debug)
-    except KeyboardInterrupt:
-        return 130
+        # What a rank reads, it may be alone in failing to read; the other errors are agreed upon.
+        return report(error, show=rank == 0 or isinstance(error, DataError), debug=debug)
     except Exception as error:
         return report(error, show=True)
 

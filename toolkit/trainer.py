@@ -282,9 +282,9 @@ class Trainer:
             self.log.advance(self.step)
             garbage.after_step(self.step)
             if result.stop and not last:
-                return self._stopped(request)
+                break
         request.release()
-        return self._finished()
+        return self._finished() if self.step == training.steps else self._stopped(request)
 
     def _rate(self) -> float:
         options = self.config.lr_scheduler
@@ -411,7 +411,7 @@ class Trainer:
         return EXIT_FINISHED
 
     def _stopped(self, request: StopRequest) -> int:
-        what = request.signal.name if request.signal else "another rank's signal"
+        what = request.signal.name if request.signal else "a signal to another rank"
         if not self._save_due(last=False, stop=True):
             self.log.say(f"stopped after step {self.step} by {what}; nothing saved: checkpoint.enable is off")
             return EXIT_ERROR

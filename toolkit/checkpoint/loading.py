@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit.checkpoint.collective import Ranks
 from toolkit.checkpoint.manifest import check_files
-from toolkit.checkpoint.storage import VerifiedReader, read_metadata
+from toolkit.checkpoint.storage import VerifiedReader, read_metadata, tensors_of
 from toolkit.errors import CheckpointError
 
 _SHOWN = 8
@@ -77,7 +77,7 @@ def _misfits(
     metadata: Metadata, wanted: Mapping[str, Tensor], exclude: Sequence[str], ranks: Ranks
 ) -> list[str]:
     """What differs in names and shapes between the checkpoint and this rank's tensors."""
-    stored = metadata.state_dict_metadata
+    stored = tensors_of(metadata)
     problems = []
     missing = [name for name in wanted if name not in stored]
     if missing:

@@ -36,7 +36,7 @@ from toolkit.checkpoint.manifest import (
     read_manifest,
     step_folder,
 )
-from toolkit.checkpoint.storage import CommittingWriter, Files
+from toolkit.checkpoint.storage import CommittingWriter, Files, tensors_of
 from toolkit.errors import CheckpointError
 
 _TEMPORARY = re.compile(r"step-\d+\.tmp-[0-9a-f]+")
@@ -84,9 +84,7 @@ class CheckpointManager:
         temporary = self.ranks.decide(lambda: self._new_folder(final))
 
         def commit(files: Files, metadata: Metadata) -> None:
-            sizes = [
-                math.prod(t.size) * t.properties.dtype.itemsize for t in metadata.state_dict_metadata.values()
-            ]
+            sizes = [math.prod(t.size) * t.properties.dtype.itemsize for t in tensors_of(metadata).values()]
             manifest = build_manifest(
                 step=step, files=files, tensor_count=len(sizes), tensor_bytes=sum(sizes), run=dict(run)
             )

@@ -85,7 +85,8 @@ class CommittingWriter(FileSystemWriter):
 
     def __init__(self, folder: Path, commit: Callable[[Files, Metadata], None]):
         super().__init__(folder)
-        self.fs = _HashingFileSystem()
+        self._hashing = _HashingFileSystem()
+        self.fs = self._hashing
         self._commit = commit
 
     def storage_meta(self) -> StorageMeta:
@@ -94,14 +95,14 @@ class CommittingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = _Results(super().write_data(plan, planner).value())
-        results.files = self.fs.written
+        results.files = self._hashing.written
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        files = {METADATA: self.fs.written[f"{METADATA}.tmp"]}
+        files = {METADATA: self._hashing.written[f"{METADATA}.tmp"]}
         for of_rank in results:
             assert isinstance(of_rank, _Results)
             files |= {name: entry for name, entry in of_rank.files.items() if not name.startswith(METADATA)}
@@ -175,6 +176,12 @@ def _metadata_problem(metadata: Any, files: Mapping[str, Mapping[str, Any]]) -> 
     return None
 
 
+def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """The tensors of an index that holds nothing else, by name."""
+    entries = metadata.state_dict_metadata.items()
+    return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
 class VerifiedReader(FileSystemReader):
     """Reads tensors by an index that :func:`read_metadata` has already vetted."""
 
@@ -182,5 +189,5 @@ class VerifiedReader(FileSystemReader):
         super().__init__(folder)
         self._metadata = metadata
 
-    def read_metadata(self) -> Metadata:  # type: ignore[override]
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata

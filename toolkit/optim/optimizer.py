@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,12 @@ from toolkit.names import clean_name
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 # Which of torch's kernels each implementation asks for.
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "for-loop": {"foreach": False, "fused": False},
     "foreach": {"foreach": True, "fused": False},
     "fused": {"foreach": False, "fused": True},
 }
-OPTIMIZERS: dict[str, type[Optimizer]] = {"AdamW": AdamW}
+OPTIMIZERS: dict[str, type[AdamW]] = {"AdamW": AdamW}
 
 
 def parameter_groups(parameters: NamedParameters, *, weight_decay: float) -> list[dict]:

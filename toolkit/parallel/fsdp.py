@@ -31,11 +31,13 @@ def apply_fsdp(
     ``reshard_after_forward`` "always" frees every unit's full parameters after its forward, "never"
     keeps them for backward; "default" frees all but the last unit's, which backward needs at once.
     """
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
     for position, unit in enumerate(units):
         last = position == len(units) - 1
         reshard = reshard_after_forward == "always" or (reshard_after_forward == "default" and not last)
-        fully_shard(list(unit), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)  # type: ignore[arg-type]
+        fully_shard(list(unit), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward == "always")
     _sum_gradients(model)
 

@@ -32,7 +32,9 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """Which part of a global batch this rank reads."""
-        return self.world.get_local_rank("dp_replicate") * self.dp_shard + self.world.get_local_rank("dp_shard")
+        return self.world.get_local_rank("dp_replicate") * self.dp_shard + self.world.get_local_rank(
+            "dp_shard"
+        )
 
     def __str__(self) -> str:
         return f"dp_replicate {self.dp_replicate} × dp_shard {self.dp_shard}"

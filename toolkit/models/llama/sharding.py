@@ -17,7 +17,7 @@ def fsdp_units(model: Llama) -> list[list[nn.Module]]:
     if model.args.tie_embeddings:
         return blocks
     first: list[list[nn.Module]] = [[model.tok_embeddings]] if model.tok_embeddings is not None else []
-    last = [module for module in (model.norm, model.output) if module is not None]
+    last: list[nn.Module] = [module for module in (model.norm, model.output) if module is not None]
     return first + blocks + ([last] if last else [])
 
 
