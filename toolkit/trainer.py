@@ -60,12 +60,13 @@ def open_data(config: Config, phases: Phases) -> Data:
     Raises:
         DataError: a corpus or the tokenizer is missing, empty or unreadable.
     """
+    chief = phases.enabled
     with phases("tokenizer"):
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_assets_path)
 
     def corpus(dataset: str, path: str | None) -> TokenCache:
         source = open_source(dataset, path, config.data.text_column)
-        return tokenized(source, tokenizer, cache_folder=config.data.cache_folder)
+        return tokenized(source, tokenizer, cache_folder=config.data.cache_folder, progress=chief)
 
     with phases("token cache"):
         train = corpus(config.training.dataset, config.training.dataset_path)
