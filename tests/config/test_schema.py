@@ -37,7 +37,7 @@ def test_defaults_that_torchtitan_does_not_share_are_as_documented() -> None:
 
 def test_committed_json_schema_is_up_to_date() -> None:
     committed = json.loads((ROOT / "train_configs" / "schema.json").read_text())
-    assert committed == json_schema(), "run python tools/config_schema.py"
+    assert committed == json_schema(), "run python -m tools.config_schema"
 
 
 def test_a_boolean_is_no_number_and_an_integer_is_a_float() -> None:

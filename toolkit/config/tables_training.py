@@ -155,7 +155,7 @@ class Training(Table):
     gc_freq: Positive = 50
     """Steps from one garbage collection of Python's to the next; all ranks collect together."""
     gc_debug: bool = False
-    """Collect garbage at every step and warn of reference cycles that hold tensors."""
+    """Collect garbage at every step and, on CUDA, warn of reference cycles that hold tensors."""
     loss_chunk_tokens: NonNegative = 2048
     """Tokens for which head and loss are computed at once, so that all logits never exist; 0 is all."""
     dataloader: DataLoader = DataLoader()

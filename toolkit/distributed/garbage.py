@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import gc
 
+import torch
+
 
 class GarbageCollection:
     """Collect every ``every`` steps instead of whenever Python likes.
 
-    Ranks that pause at different moments make all the others wait at the next collective.
+    Ranks that pause at different moments make all the others wait at the next collective. ``debug``
+    collects after each step and, on CUDA, has torch warn of reference cycles that hold its memory.
     """
 
     def __init__(self, every: int, *, debug: bool = False):
-        self.every = every
-        if debug:
-            gc.set_debug(gc.DEBUG_STATS)
+        self.every = 1 if debug else every
+        if debug and torch.cuda.is_available():
+            from torch.utils.viz._cycles import warn_tensor_cycles
+
+            warn_tensor_cycles()
         gc.collect()
+        # What start-up made stays: no later collection needs to look at it.
         gc.freeze()
         gc.disable()
 
     def after_step(self, step: int) -> None:
         if step % self.every == 0:
-            gc.collect(generation=1)
+            gc.collect()
