@@ -13,6 +13,7 @@ kill the ranks 30 s into a save. Elastic restarts remain torchrun's: it can star
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -25,12 +26,13 @@ from toolkit.errors import ConfigError, Problem, ToolkitError, report
 from toolkit.hardware import Hardware, detect
 
 
-def _integer(environ: Mapping[str, str], name: str, default: int, least: int) -> int:
+def _integer(environ: Mapping[str, str], name: str, default: int, least: int, most: float = math.inf) -> int:
     text = environ.get(name, "").strip()
     if not text:
         return default
-    if not text.isdecimal() or int(text) < least:
-        raise _environment_error(name, text, f"{name} is a whole number of at least {least}")
+    if not text.isdecimal() or not least <= int(text) <= most:
+        bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise _environment_error(name, text, f"{name} is a whole number {bounds}")
     return int(text)
 
 
@@ -61,12 +63,12 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
         raise _environment_error("NODE_RANK", str(node_rank), f"with NNODES = {nodes} it is below {nodes}")
     address, port = "127.0.0.1", 0  # whatever an outer job exports: runs on one node do not meet
     if nodes > 1:
-        address, port = environ.get("MASTER_ADDR", ""), _integer(environ, "MASTER_PORT", 29500, 1)
+        address, port = environ.get("MASTER_ADDR", ""), _integer(environ, "MASTER_PORT", 29500, 1, 65535)
         if not address:
             raise _environment_error(
                 "MASTER_ADDR", "", f"{nodes} nodes meet at the first one", "set MASTER_ADDR to its host name"
             )
-    shown = environ.get("LOG_RANK", "0")
+    shown = environ.get("LOG_RANK", "").strip() or "0"
     if not all(item.strip().isdecimal() for item in shown.split(",")):
         raise _environment_error("LOG_RANK", shown, "LOG_RANK is a list of ranks such as 0,1")
     return Launch(

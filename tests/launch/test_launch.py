@@ -23,6 +23,7 @@ def test_defaults_are_the_devices_here_and_rank_0_shown():
     launch = launch_from({}, GPUS)
     assert (launch.processes, launch.world_size, launch.shown) == (4, 4, frozenset({0}))
     assert launch_from({"NGPU": "3"}, CPU).processes == 3  # a CPU has room for any number
+    assert launch_from({"NGPU": "", "LOG_RANK": ""}, GPUS) == launch  # as in a shell's ${LOG_RANK:-0}
 
 
 def test_one_of_several_nodes():
@@ -48,6 +49,7 @@ def test_a_single_node_meets_at_home_whatever_an_outer_job_exports():
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK"),
         ({"NNODES": "2"}, "MASTER_ADDR"),
         ({"NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT"),
+        ({"NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "65536"}, "MASTER_PORT"),
         ({"LOG_RANK": "all"}, "LOG_RANK"),
         ({"SHUTDOWN_TIMEOUT": "1.5h"}, "SHUTDOWN_TIMEOUT"),
     ],

@@ -12,6 +12,7 @@ from toolkit.config.values import parse
 from toolkit.errors import Problem
 
 _SHORTHANDS = {"--debug": "--job.debug"}
+_BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")  # all but two are then refused
 
 
 @dataclass
@@ -34,7 +35,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
             continue
         word = _SHORTHANDS.get(word, word)
         if not word.startswith("--"):
-            arguments.problems.append(_stray(word))
+            arguments.problems.append(_stray(word, words))
             continue
         flag, equals, text = word.partition("=")
         key = flag.removeprefix("--")
@@ -53,7 +54,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
 
 def _following(words: list[str], known: Field) -> str | None:
     """Take the value from the next word; a boolean without one is true."""
-    if known.annotation is bool and not (words and words[0].lower() in ("true", "false")):
+    if known.annotation is bool and not (words and words[0].lower() in _BOOLEAN_WORDS):
         return "true"
     return _take_value(words)
 
@@ -62,9 +63,14 @@ def _take_value(words: list[str]) -> str | None:
     return words.pop(0) if words and not words[0].startswith("--") else None
 
 
-def _stray(word: str) -> Problem:
+def _stray(word: str, words: list[str]) -> Problem:
     if word.endswith(".toml"):
         return Problem(f"{word!r} stands alone", f"write --job.config_file {word}")
+    flag = f"-{word}"
+    if flag.partition("=")[0].removeprefix("--") in fields_by_key():
+        if "=" not in flag:
+            _take_value(words)
+        return Problem(f"{word!r} has one dash", f"write {flag}")
     return Problem(
         f"{word!r} belongs to no flag",
         "write --table.key value; lists as a,b without spaces; quote a value that has spaces",

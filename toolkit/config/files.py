@@ -142,4 +142,4 @@ def _similar_file(path: str) -> str:
         return f"there is no folder {folder} either; paths are relative to {os.getcwd()}"
     names = [name for name in os.listdir(folder) if name.endswith(".toml")]
     there = ", ".join(sorted(names)) or "no TOML file"
-    return did_you_mean(os.path.basename(path), names, f"{folder} has {there}")
+    return did_you_mean(os.path.basename(path), names, f"{os.path.abspath(folder)} has {there}")

@@ -12,6 +12,7 @@ from toolkit.errors import ConfigError, Problem
 
 _USAGE = """\
 usage: python -m toolkit.train [--job.config_file FILE.toml] [--table.key VALUE ...]
+       python -m toolkit.preflight [FILE.toml] [--world-size N] [--table.key VALUE ...]
 
   --table.key VALUE   or --table.key=VALUE sets a key over the file; booleans also as a bare --table.key;
                       lists as a,b; None where a key may be None

@@ -39,6 +39,9 @@ def did_you_mean(name: str, names: Iterable[str], otherwise: str) -> str:
 def unknown_key(key: str, value: object, origin: str) -> Problem:
     """Describe a dotted key, or a table, that the schema does not have."""
     table, _, name = key.rpartition(".")
+    if key in tables():
+        rule = f"{key} is a table"
+        return Problem(rule, f"name one of its keys; --help {key} lists them", key, value, origin)
     if isinstance(value, dict):
         rule = f"there is no table [{key}]"
         meant = closest(key, tables())
