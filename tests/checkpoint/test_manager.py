@@ -78,6 +78,11 @@ def test_plain_dcp_reads_what_we_write(saved):
     _assert_equal(target, _tensors())
 
 
+def test_the_home_folder_may_be_meant(saved, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(saved.folder))
+    assert saved.manifest("~/step-5")["step"] == 5
+
+
 def test_loads_by_step_and_by_path(saved, tmp_path):
     saved.save(6, _tensors(1.0), {})
     for where, value in [(5, 0.0), (6, 1.0), (-1, 1.0), (saved.folder / "step-5", 0.0)]:

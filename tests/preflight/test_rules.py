@@ -126,6 +126,7 @@ MODEL = [
     bad("model_exists", "model.head_dim=15", "even"),
     bad("model_exists", "model.n_kv_heads=3", "multiple of n_kv_heads"),
     bad("tokenizer_readable", "model.hf_assets_path=no/such", "no/such", "tokenizer.model"),
+    bad("tokenizer_readable", "model.hf_assets_path=~no-one-here/a", "~no-one-here/a", "tokenizer.model"),
     bad(
         "tokenizer_readable",
         "model.tokenizer_path=empty",
@@ -241,6 +242,15 @@ FILES = [
     bad("corpus_readable", "training.dataset=c5", "embedded"),
     bad("corpus_readable", "training.dataset=c4", "is not built yet", "dataset_path"),
     bad("corpus_readable", "training.dataset_path=none.txt", "no such file"),
+    bad("corpus_readable", "training.dataset_path=~no-one-here/a.txt", "no such file"),
+    bad("corpus_readable", "training.dataset_path=", "names no file"),
+    bad(
+        "corpus_readable",
+        "training.dataset_path=a.jsonl",
+        "not valid JSON",
+        "one JSON object",
+        prepare=write("a.jsonl", "{\n"),
+    ),
     bad(
         "corpus_readable",
         "validation.dataset_path=*.jsonl validation.enable validation.seq_len=256",
@@ -255,6 +265,20 @@ FILES = [
     ),
     bad("folders_writable", "job.dump_folder=a/b/run", "a is not a folder", prepare=write("a", "")),
     bad("folders_writable", "data.cache_folder=a/cache", "cannot be written to", prepare=write_protect),
+    bad("folders_writable", "job.dump_folder=", "is empty"),
+    bad("folders_writable", "job.dump_folder=~no-one-here/run", "no user no-one-here"),
+    bad(
+        "folders_writable",
+        "checkpoint.folder=a checkpoint.enable job.dump_folder=.",
+        "a is not a folder",
+        prepare=write("a", ""),
+    ),
+    bad(
+        "folders_writable",
+        "metrics.save_tb_folder=a job.dump_folder=.",
+        "a is not a folder",
+        prepare=write("a", ""),
+    ),
 ]
 
 CHECKPOINT = [
@@ -269,6 +293,7 @@ CHECKPOINT = [
         prepare=lambda folder: (save(folder, 4), save(folder, 6)),
     ),
     bad("checkpoint_complete", "checkpoint.initial_load_path=no/step-5 checkpoint.enable", "no such folder"),
+    bad("checkpoint_complete", "checkpoint.initial_load_path= checkpoint.enable", "is not a checkpoint"),
     bad(
         "checkpoint_complete",
         "checkpoint.enable",
@@ -318,6 +343,7 @@ def test_rule(case: Bad, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert part in said
     for problem in found[case.rule]:
         assert problem.key == case.key and problem.rule and problem.fix
+        assert "fix:" not in problem.rule
         assert problem.value == config.value(case.key)
         assert problem.origin == config.origin(case.key)
 
@@ -340,6 +366,22 @@ def test_a_run_that_resumes_breaks_no_rule(folder: Path) -> None:
     save(folder, 5, model={"dim": 256})
     config = configure(["--checkpoint.enable"])
     assert check(config, world_size=2, hardware=CPU) == []
+
+
+def test_the_home_folder_is_where_checkpoints_are_looked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(folder, 5)
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.chdir("/")
+    flags = ["--data.cache_folder=~/cache", "--checkpoint.enable"]
+    own = configure([*flags, "--job.dump_folder=~/outputs", "--checkpoint.load_step=5"])
+    other = configure(
+        [*flags, "--job.dump_folder=~/new", "--checkpoint.initial_load_path=~/outputs/checkpoint/step-5"]
+    )
+    for config in (own, other):
+        assert check(config, world_size=1, hardware=CPU) == []
+        assert Run(config, 1, CPU).manifest is not None
 
 
 def test_hsdp_and_multiples_fit(folder: Path) -> None:

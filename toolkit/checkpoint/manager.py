@@ -168,7 +168,7 @@ class CheckpointManager:
 
     def _locate(self, where: int | Path | str) -> Path:
         if not isinstance(where, int):
-            return Path(where)
+            return Path(where).expanduser()
         steps = committed_steps(self.folder)
         if not steps:
             raise CheckpointError(f"there is no checkpoint in {self.folder}")

@@ -125,7 +125,7 @@ def open_source(name: str, path: str | None, text_column: str = "text") -> Sourc
     Raises:
         SourceError: unknown name, no such path, no text files there, missing column.
     """
-    if path:
+    if path is not None:
         source = Source(path, _find(path), text_column)
     else:
         source = Source(name, (EMBEDDED_FOLDER / _embedded(name),), "text")
@@ -140,9 +140,8 @@ def check_source(name: str, path: str | None, text_column: str = "text") -> Prob
     except SourceError as error:
         return error.problem
     except DataError as error:
-        return Problem(
-            rule=str(error), fix="repair the file, or name another", key="dataset_path", value=path
-        )
+        rule, _, fix = str(error).partition("\n  fix:  ")
+        return Problem(rule, fix or "repair the file, or name another", "dataset_path", path)
     return None
 
 
@@ -185,7 +184,7 @@ def _find(path: str) -> tuple[Path, ...]:
 
 
 def _find_item(item: str) -> list[Path]:
-    place = Path(item).expanduser()
+    place = Path(os.path.expanduser(item))
     if place.is_dir():
         found = sorted(file for file in _walk(place) if file.name.endswith(SUFFIXES))
         if not found:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +72,7 @@ def find(path: str | Path) -> TokenizerFiles:
     Raises:
         DataError: nothing there, or a file that is no tokenizer of a known kind.
     """
-    given = Path(path).expanduser()
+    given = Path(os.path.expanduser(path))
     if not given.exists():
         raise DataError(
             f"tokenizer path {str(path)!r} does not exist (from folder {Path.cwd()}); "

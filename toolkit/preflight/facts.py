@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -88,10 +89,15 @@ class Run:
             dp=self.mesh.dp,
         )
 
+    @property
+    def dump_folder(self) -> Path:
+        """The folder of everything that the run writes."""
+        return Path(os.path.expanduser(self.config.job.dump_folder))
+
     @cached_property
     def checkpoints(self) -> Path:
         """The folder of the run's own checkpoints."""
-        return Path(self.config.job.dump_folder, self.config.checkpoint.folder)
+        return self.dump_folder / self.config.checkpoint.folder
 
     @cached_property
     def steps(self) -> list[int]:
@@ -106,14 +112,14 @@ class Run:
             return ""
         if options.load_step != -1 or self.steps:
             return "checkpoint.load_step"
-        return "checkpoint.initial_load_path" if options.initial_load_path else ""
+        return "" if options.initial_load_path is None else "checkpoint.initial_load_path"
 
     @cached_property
     def loaded(self) -> Path:
         """The checkpoint that the run starts from, where ``loaded_by`` says that there is one."""
         options = self.config.checkpoint
         if self.loaded_by == "checkpoint.initial_load_path":
-            return Path(options.initial_load_path or "")
+            return Path(os.path.expanduser(options.initial_load_path or ""))
         step = max(self.steps) if options.load_step == -1 else options.load_step
         return step_folder(self.checkpoints, step)
 

@@ -28,14 +28,34 @@ def corpus_readable(run: Run) -> list[Problem]:
 @rule()
 def folders_writable(run: Run) -> list[Problem]:
     """The run can create the folders that it writes to."""
-    problems = []
-    for key in ("job.dump_folder", "data.cache_folder"):
-        place = Path(run.config.value(key)).expanduser().absolute()
-        while not os.path.lexists(place):
-            place = place.parent
-        if not place.is_dir():
-            problems.append(run.problem(key, f"{place} is not a folder", "name another folder"))
-        elif not os.access(place, os.W_OK | os.X_OK):
-            fix = "name another folder, or give this user permission to write there"
-            problems.append(run.problem(key, f"{place} cannot be written to", fix))
-    return problems
+    config = run.config
+    folders = {"job.dump_folder": config.job.dump_folder, "data.cache_folder": config.data.cache_folder}
+    if config.checkpoint.enable:
+        folders["checkpoint.folder"] = str(run.checkpoints)
+    if config.metrics.enable_tensorboard:
+        folders["metrics.save_tb_folder"] = str(run.dump_folder / config.metrics.save_tb_folder)
+    problems: dict[str, Problem] = {}  # by rule: what is wrong with a folder is so of those inside it
+    for key, folder in folders.items():
+        rule, fix = _unusable(folder)
+        if rule:
+            problems.setdefault(rule, run.problem(key, rule, fix))
+    return list(problems.values())
+
+
+def _unusable(folder: str) -> tuple[str, str]:
+    """Why a folder cannot be written to or made, and what to do; "" where it can."""
+    place = Path(os.path.expanduser(folder)).absolute()
+    if not folder:
+        return "the name of the folder is empty", 'name a folder; "." is the present one'
+    if os.path.expanduser(folder).startswith("~"):
+        return f"there is no user {Path(folder).parts[0][1:]}, whose folder ~ would be", "name a folder"
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():
+        return f"{place} is not a folder", "name another folder"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return (
+            f"{place} cannot be written to",
+            "name another folder, or give this user permission to write there",
+        )
+    return "", ""
