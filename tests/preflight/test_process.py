@@ -53,6 +53,15 @@ def test_print_config() -> None:
     assert f'flavor = "debugmodel"  # {DEBUG_MODEL}:' in done.stdout
 
 
+def test_a_reader_may_stop_early() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as stdout:
+        words = [sys.executable, "-m", "toolkit.preflight", "--job.print_config"]
+        done = subprocess.run(words, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, timeout=60)
+    assert done.stderr == b""
+
+
 @pytest.mark.parametrize("program", ["toolkit.preflight", "toolkit.train"])
 @pytest.mark.parametrize(
     ("words", "code", "says"),

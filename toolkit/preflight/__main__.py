@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -58,4 +59,5 @@ def _world_size(argv: Sequence[str]) -> tuple[int | None, list[str]]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
     sys.exit(main(sys.argv[1:]))
