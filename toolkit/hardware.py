@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 from dataclasses import dataclass
@@ -17,6 +18,11 @@ class Hardware:
     count: int
     native_bf16: bool
     float8: bool
+
+
+def cores() -> int:
+    """Cores that this process may use, which a job or a container can limit."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_flags() -> set[str]:
@@ -46,6 +52,7 @@ def _visible_gpus() -> list[tuple[str, float]]:
     return [(row[2], float(row[3])) for row in rows]
 
 
+@functools.cache  # a call of nvidia-smi takes from a tenth of a second to some seconds
 def detect() -> Hardware:
     """Describe the accelerators here, or the CPU where there is none.
 

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from toolkit.errors import TrainingError
+from toolkit.loss import IGNORED_LABEL
 from toolkit.models.llama.model import Llama
 from toolkit.names import clean_name
 from toolkit.optim.clip import clip_, global_norm, nonfinite_parameters
+from toolkit.wording import first_few
 
-IGNORED = -100
 MicroBatch = dict[str, Tensor | None]
 
 
@@ -55,7 +56,7 @@ def loss_sum(model: Llama, batch: MicroBatch) -> Tensor:
 
 def count_valid(batches: Iterable[MicroBatch]) -> Tensor:
     """How many labels of these micro-batches count: an int64 scalar on their device."""
-    counts = [(batch["labels"] != IGNORED).sum() for batch in batches]  # type: ignore[union-attr]
+    counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]  # type: ignore[union-attr]
     return torch.stack(counts).sum()
 
 
@@ -119,15 +120,10 @@ class TrainStep:
         names = [clean_name(name) for name in nonfinite_parameters(self.model.named_parameters())]
         gathered: list[list[str] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, names)
-        where = [f"rank {rank}: {_first(found)}" for rank, found in enumerate(gathered) if found]
+        where = [f"rank {rank}: {first_few(found, 3)}" for rank, found in enumerate(gathered) if found]
         raise TrainingError(
             f"the loss is {loss} and the gradient norm {grad_norm}: training cannot go on\n"
             f"  gradients that are not finite: {'; '.join(where) or 'none (the norm itself overflowed)'}\n"
             "  fix:  lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or resume from an earlier "
             "checkpoint (checkpoint.load_step); the parameters were not updated by this step"
         )
-
-
-def _first(names: list[str], limit: int = 3) -> str:
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest

@@ -82,7 +82,7 @@ def test_what_cannot_be_a_corpus_is_refused_in_milliseconds(tmp_path: Path) -> N
     cases = {
         ("c4", None, "text"): ("dataset", "is not built yet", "dataset_path"),
         ("allenai/c4", None, "text"): ("dataset", "is not built yet", "dataset_path"),
-        ("c4_tset", None, "text"): ("dataset", "no dataset of this name", "did you mean 'c4_test'"),
+        ("c4_tset", None, "text"): ("dataset", "no dataset of this name", "did you mean c4_test?"),
         ("x", f"{tmp_path}/corpsu", "text"): ("dataset_path", "no such file", "did you mean"),
         ("x", f"{tmp_path}/a/b/c", "text"): ("dataset_path", "no such file", f"exists up to {tmp_path}"),
         ("x", f"{tmp_path}/*.parquet", "text"): ("dataset_path", "no file matches", "pattern"),

@@ -92,10 +92,10 @@ def test_rope_scaling_factor():
     "name, flavor, key, words",
     [
         ("llama4", "8B", "model.name", "llama"),
-        ("llama-3.1", "8B", "model.name", "'llama3.1'"),
-        ("llama3_1", "8B", "model.name", "'llama3.1'"),
-        ("llama3.1", "8b", "model.flavor", "'8B'"),
-        ("llama3.1", "debug_model", "model.flavor", "'debugmodel'"),
+        ("llama-3.1", "8B", "model.name", "llama3.1?"),
+        ("llama3_1", "8B", "model.name", "llama3.1?"),
+        ("llama3.1", "8b", "model.flavor", "mean 8B?"),
+        ("llama3.1", "debug_model", "model.flavor", "mean debugmodel?"),
         ("llama3.1", "1B", "model.flavor", "1B is a flavor of llama3.2"),
         ("qwertyuiop", "8B", "model.name", "set model.name to one of them"),
     ],
@@ -118,9 +118,6 @@ def test_unknown_names_are_refused_with_the_nearest(name, flavor, key, words):
         ({"n_kv_heads": 3}, ["model.n_kv_heads"], "model.n_kv_heads = 2"),
         ({"n_kv_heads": 32}, ["model.n_kv_heads"], "model.n_kv_heads = 16"),
         ({"dim": 250, "n_kv_heads": 7}, ["model.dim", "model.n_kv_heads"], "or set model.head_dim"),
-        ({"n_layers": 0, "dim": -8}, ["model.n_layers", "model.dim"], "greater than 0"),
-        ({"rope_scaling_factor": 0.5}, ["model.rope_scaling_factor"], "at least 1"),
-        ({"norm_eps": 0.0, "rope_theta": -1.0}, ["model.norm_eps", "model.rope_theta"], "greater than 0"),
     ],
 )
 def test_inconsistent_overrides_are_refused_together(overrides, keys, words):

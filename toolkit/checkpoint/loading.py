@@ -17,6 +17,7 @@ from toolkit.checkpoint.collective import Ranks
 from toolkit.checkpoint.manifest import check_files
 from toolkit.checkpoint.storage import VerifiedReader, read_metadata, tensors_of
 from toolkit.errors import CheckpointError
+from toolkit.wording import first_few
 
 _SHOWN = 8
 
@@ -87,14 +88,14 @@ def _misfits(
             if tops
             else ""
         )
-        problems.append(f"not in the checkpoint{hint}: {_list(missing)}")
+        problems.append(f"not in the checkpoint{hint}: {first_few(missing, _SHOWN)}")
     shapes = [
         f"{name} {tuple(stored[name].size)} there, {tuple(tensor.shape)} here"
         for name, tensor in wanted.items()
         if name in stored and stored[name].size != tensor.shape
     ]
     if shapes:
-        problems.append(f"of another shape: {_list(shapes)}")
+        problems.append(f"of another shape: {first_few(shapes, _SHOWN)}")
     # Ranks of a pipeline each hold some of the names: what no rank asks for is too much.
     names = sorted(stored)
     asked = ranks.any_of([name in wanted for name in names])
@@ -105,13 +106,8 @@ def _misfits(
         if not used and name.partition(".")[0] in tops and not excluded(name, exclude)
     ]
     if extra:
-        problems.append(f"in the checkpoint but not in this model: {_list(extra)}")
+        problems.append(f"in the checkpoint but not in this model: {first_few(extra, _SHOWN)}")
     return problems
-
-
-def _list(items: Sequence[str]) -> str:
-    rest = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(items[:_SHOWN]) + rest
 
 
 def _agree(ranks: Ranks, folder: Path, problems: Sequence[str]) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from toolkit.config.lines import Path, key_lines
 from toolkit.config.schema import fields_by_key, tables
-from toolkit.config.suggest import did_you_mean, unknown_key
+from toolkit.config.suggest import unknown_key
 from toolkit.errors import Problem
+from toolkit.wording import did_you_mean
 
 _EXTENDS = "extends"
 

@@ -16,9 +16,9 @@ from toolkit.config.arguments import read_arguments
 from toolkit.config.files import Setting, read_files
 from toolkit.config.help import help_text
 from toolkit.config.schema import Config, Field, fields_by_key
-from toolkit.config.suggest import closest
 from toolkit.config.values import choices, format_toml, in_words, parse
 from toolkit.errors import ConfigError, Problem
+from toolkit.wording import closest
 
 _CONFIG_FILE = "job.config_file"
 

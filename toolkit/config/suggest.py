@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
 from toolkit.config.schema import fields_by_key, tables
 from toolkit.errors import Problem
+from toolkit.wording import closest
 
 RENAMED = {
     "checkpoint.enable_checkpoint": "checkpoint.enable",
@@ -21,19 +19,6 @@ RENAMED = {
     "float8": "quantize.linear.float8",
 }
 """Keys and tables of older torchtitan releases whose new name does not look like the old one."""
-
-
-def closest(name: str, names: Iterable[str]) -> str | None:
-    """Return the one of ``names`` that looks most like ``name``, if any does, whatever the case."""
-    lowered = {candidate.lower(): candidate for candidate in names}
-    found = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
-    return lowered[found[0]] if found else None
-
-
-def did_you_mean(name: str, names: Iterable[str], otherwise: str) -> str:
-    """Return a fix: the closest of ``names``, else ``otherwise``."""
-    found = closest(name, names)
-    return f"did you mean {found}?" if found else otherwise
 
 
 def unknown_key(key: str, value: object, origin: str) -> Problem:

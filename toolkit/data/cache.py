@@ -36,6 +36,7 @@ from toolkit.data.progress import Progress
 from toolkit.data.sources import PIECE_BYTES, Source, is_json
 from toolkit.data.workers import Encoded, Tokenizer, encode_all
 from toolkit.errors import DataError
+from toolkit.hardware import cores
 
 FORMAT = 1  # raise it when pieces are cut, or documents are framed, in another way
 ALONE_BYTES = 16 << 20  # of text: up to here helpers would hardly be under way before one process is done
@@ -193,7 +194,7 @@ def _content_hashes(source: Source, root: Path, progress: bool) -> list[str]:
                 f"hashing {len(new):,} files, {size / 1e9:.1f} GB, to see whether they are tokenised",
             )
         settled = (time.time() - SETTLED_SECONDS) * 1e9
-        with ThreadPoolExecutor(min(8, _cores())) as threads:
+        with ThreadPoolExecutor(min(8, cores())) as threads:
             found = dict(zip(new, threads.map(_file_hash, new), strict=True))
         known = {
             path: [stamp, found.get(path) or known[path][1]]
@@ -220,14 +221,10 @@ def _file_hash(path: str) -> str:
         raise DataError(f"{path}: cannot be read: {error}") from error
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _process_count(source: Source) -> int:
     # Compressed text is about three times as long as its file.
     n_bytes = sum(path.stat().st_size * (3 if path.suffix == ".gz" else 1) for path in source.files)
-    return 1 if n_bytes <= ALONE_BYTES else max(1, min(_cores(), n_bytes // PIECE_BYTES))
+    return 1 if n_bytes <= ALONE_BYTES else max(1, min(cores(), n_bytes // PIECE_BYTES))
 
 
 def _build(

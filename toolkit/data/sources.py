@@ -12,7 +12,6 @@ give for the uncut text), or, where no such line follows within a further 1 MiB,
 
 from __future__ import annotations
 
-import difflib
 import glob
 import gzip
 import io
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from toolkit.errors import DataError, Problem
+from toolkit.wording import closest, did_you_mean
 
 PIECE_BYTES = 1 << 20
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
@@ -157,12 +157,11 @@ def _embedded(name: str) -> str:
                 value=name,
             )
         )
-    close = difflib.get_close_matches(name, EMBEDDED, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    there = f"the names are {', '.join(EMBEDDED)}; for files of your own set dataset_path"
     raise SourceError(
         Problem(
             rule="there is no dataset of this name",
-            fix=f"{hint}The names are {', '.join(EMBEDDED)}; for files of your own set dataset_path",
+            fix=did_you_mean(name, EMBEDDED, there),
             key="dataset",
             value=name,
         )
@@ -216,12 +215,9 @@ def _path_hint(place: Path) -> str:
     parent = place.absolute()
     while not parent.is_dir():
         parent = parent.parent
-    close = (
-        difflib.get_close_matches(place.name, os.listdir(parent), n=1)
-        if parent == place.absolute().parent
-        else []
-    )
-    return f"did you mean {str(place.with_name(close[0]))!r}?" if close else f"the path exists up to {parent}"
+    beside = os.listdir(parent) if parent == place.absolute().parent else []
+    close = closest(place.name, beside)
+    return f"did you mean {place.with_name(close)}?" if close else f"the path exists up to {parent}"
 
 
 def _path_error(path: str, rule: str, fix: str) -> SourceError:

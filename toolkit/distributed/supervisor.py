@@ -24,6 +24,7 @@ from types import FrameType
 from typing import IO
 
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE
+from toolkit.hardware import cores
 
 ENDED_WELL = (EXIT_FINISHED, EXIT_REQUEUE)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -94,8 +95,7 @@ def _reserved_port(launch: Launch) -> Iterator[int]:
 def _environment(launch: Launch, rank: int, port: int) -> dict[str, str]:
     environment = dict(os.environ)
     if launch.processes > 1 and "OMP_NUM_THREADS" not in environment:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        environment["OMP_NUM_THREADS"] = str(max(1, cores // launch.processes))
+        environment["OMP_NUM_THREADS"] = str(max(1, cores() // launch.processes))
     environment |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank - launch.ranks.start),

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from toolkit.hardware import cores
 from toolkit.models.llama.model import Init
 from toolkit.names import clean_name
 
@@ -103,5 +104,4 @@ def _draw(key: str, shape: Sequence[int], rule: Init) -> np.ndarray:
 def _threads() -> int:
     """This process's share of the cores; torch's own thread count is 1 under torchrun."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // processes)
+    return max(1, cores() // processes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -171,10 +170,6 @@ def rule(
         return check
 
     return register
-
-
-def nearest_multiple(value: int, of: int) -> int:
-    return max(1, math.floor(value / of + 0.5)) * of
 
 
 def divisors(value: int) -> list[int]:

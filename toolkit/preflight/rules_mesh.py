@@ -7,7 +7,8 @@ from itertools import product
 
 from toolkit.config.layout import Degrees
 from toolkit.errors import Problem
-from toolkit.preflight.facts import Run, divisors, nearest_multiple, rule
+from toolkit.preflight.facts import Run, divisors, rule
+from toolkit.wording import nearest_multiple
 
 _SHOWN = 6
 _DEGREES = {

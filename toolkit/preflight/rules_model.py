@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 
-from toolkit.config.suggest import closest
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.facts import Run, rule
+from toolkit.wording import closest
 
 PUBLISHED = {
     "Llama-2-7b-hf": ("llama2", "7B"),

@@ -7,10 +7,10 @@ Meta's releases. Each has a ``debugmodel``, a few million parameters that train 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any
 
 from toolkit.errors import ConfigError, Problem
+from toolkit.wording import did_you_mean, nearest_multiple
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,6 @@ def resolve(name: str, flavor: str, *, tokenizer_vocab: int | None = None, **ove
     preset = _find(name, flavor)
     size = _FAMILIES[name].sizes[flavor]
     given = {key: value for key, value in overrides.items() if value is not None}
-    _check_each(given)
 
     if "rope_scaling_factor" in given:
         given["rope_scaling"] = _scaling(preset, given.pop("rope_scaling_factor"))
@@ -199,12 +198,12 @@ def _find(name: str, flavor: str) -> LlamaArgs:
                 key="model.name",
                 value=name,
                 rule=f"the models are {', '.join(PRESETS)}",
-                fix=_did_you_mean("model.name", name, list(PRESETS)),
+                fix=did_you_mean(name, PRESETS, "set model.name to one of them"),
             )
         )
     if flavor not in PRESETS[name]:
         elsewhere = [other for other, flavors in PRESETS.items() if flavor in flavors]
-        fix = _did_you_mean("model.flavor", flavor, list(PRESETS[name]))
+        fix = did_you_mean(flavor, PRESETS[name], "set model.flavor to one of them")
         if elsewhere:
             fix = f"{flavor} is a flavor of {', '.join(elsewhere)}: set model.name to one of them, or {fix}"
         raise ConfigError(
@@ -218,36 +217,12 @@ def _find(name: str, flavor: str) -> LlamaArgs:
     return PRESETS[name][flavor]
 
 
-def _did_you_mean(key: str, value: str, known: list[str]) -> str:
-    by_lower = {item.lower(): item for item in known}
-    close = get_close_matches(value.lower().replace("-", "").replace("_", "."), by_lower, n=1, cutoff=0.5)
-    close = close or get_close_matches(value.lower(), by_lower, n=1, cutoff=0.5)
-    return f"did you mean {key} = {by_lower[close[0]]!r}?" if close else f"set {key} to one of them"
-
-
 def _scaling(preset: LlamaArgs, factor: float) -> RopeScaling | None:
     if factor == 1:
         return None
     if preset.rope_scaling is not None:
         return replace(preset.rope_scaling, factor=float(factor))
     return RopeScaling(float(factor), original_max_seq_len=preset.max_seq_len)
-
-
-def _check_each(given: dict[str, Any]) -> None:
-    """Rules on one value alone, before anything is divided by it."""
-    problems = []
-    for key, value in given.items():
-        if key == "tie_embeddings":
-            continue
-        if key == "rope_scaling_factor":
-            sound, rule = value >= 1, "at least 1 (1 turns scaling off)"
-        else:
-            sound, rule = value > 0, "greater than 0"
-        if not sound:
-            fix = f"give a value {rule}, or leave the key out for the preset's"
-            problems.append(Problem(key=f"model.{key}", value=value, rule=f"{key} must be {rule}", fix=fix))
-    if problems:
-        raise ConfigError(problems)
 
 
 def _check_together(args: LlamaArgs, *, derived_head_dim: bool) -> None:
@@ -258,7 +233,7 @@ def _check_together(args: LlamaArgs, *, derived_head_dim: bool) -> None:
                 key="model.dim",
                 value=args.dim,
                 rule=f"dim must be a multiple of n_heads ({args.n_heads}) where head_dim is not set",
-                fix=f"model.dim = {_nearest_multiple(args.dim, args.n_heads)}, or set model.head_dim",
+                fix=f"model.dim = {nearest_multiple(args.dim, args.n_heads)}, or set model.head_dim",
             )
         )
     elif args.head_dim % 2:
@@ -283,7 +258,3 @@ def _check_together(args: LlamaArgs, *, derived_head_dim: bool) -> None:
         )
     if problems:
         raise ConfigError(problems)
-
-
-def _nearest_multiple(value: int, of: int) -> int:
-    return max(of, round(value / of) * of)

@@ -1,0 +1,30 @@
+"""What messages to the user are made of: the name that was probably meant, a size that fits, a short list."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+
+
+def closest(name: str, names: Iterable[str]) -> str | None:
+    """Return the one of ``names`` that looks most like ``name``, if any does, whatever the case."""
+    lowered = {candidate.lower(): candidate for candidate in names}
+    found = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
+    return lowered[found[0]] if found else None
+
+
+def did_you_mean(name: str, names: Iterable[str], otherwise: str) -> str:
+    """Return a fix: the closest of ``names``, else ``otherwise``."""
+    found = closest(name, names)
+    return f"did you mean {found}?" if found else otherwise
+
+
+def nearest_multiple(value: int, of: int) -> int:
+    return max(1, math.floor(value / of + 0.5)) * of
+
+
+def first_few(items: Sequence[str], limit: int) -> str:
+    """``items`` with commas between; beyond ``limit`` only how many more there are."""
+    rest = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + rest
