@@ -71,6 +71,9 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
     shown = environ.get("LOG_RANK", "").strip() or "0"
     if not all(item.strip().isdecimal() for item in shown.split(",")):
         raise _environment_error("LOG_RANK", shown, "LOG_RANK is a list of ranks such as 0,1")
+    if all(int(item) >= processes * nodes for item in shown.split(",")):
+        rule = f"none of the {processes * nodes} ranks would be heard"
+        raise _environment_error("LOG_RANK", shown, rule, "name at least one that there is: they start at 0")
     return Launch(
         processes=processes,
         nodes=nodes,

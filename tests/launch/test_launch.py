@@ -51,6 +51,7 @@ def test_a_single_node_meets_at_home_whatever_an_outer_job_exports():
         ({"NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT"),
         ({"NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "65536"}, "MASTER_PORT"),
         ({"LOG_RANK": "all"}, "LOG_RANK"),
+        ({"LOG_RANK": "4,5"}, "LOG_RANK"),
         ({"SHUTDOWN_TIMEOUT": "1.5h"}, "SHUTDOWN_TIMEOUT"),
     ],
 )
