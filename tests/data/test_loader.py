@@ -154,7 +154,6 @@ def test_a_finite_loader_gives_each_sample_once_to_ranks_of_equal_length(dp_size
         for _ in range(2):  # every iteration starts anew
             batches = list(loader)
         lengths.add(len(batches))
-        assert len(loader) == len(batches)
         labels = torch.cat([batch["labels"] for batch in batches]).ravel()
         seen += labels[labels != NO_LABEL].tolist()
     assert lengths == {3 * 8 // dp_size // 2}  # 23 samples are three global batches of eight

@@ -1,9 +1,8 @@
-import pytest
 import torch
 
-from toolkit.models.llama.model import Block, Llama
+from toolkit.models.llama.model import Llama
 from toolkit.models.llama.presets import resolve
-from toolkit.models.llama.sharding import block_names, fsdp_units
+from toolkit.models.llama.sharding import fsdp_units
 
 
 def build(name: str) -> Llama:
@@ -34,10 +33,3 @@ def test_a_stage_without_embedding_or_head_has_units_for_the_rest():
     model = build("llama3.1")
     model.tok_embeddings = model.norm = model.output = None
     assert fsdp_units(model) == [[block] for block in model.layers.values()]
-
-
-@pytest.mark.parametrize("name", ["llama3.1", "llama3.2"])
-def test_block_names_lead_to_blocks(name):
-    model = build(name)
-    assert block_names(model) == ["layers.0", "layers.1", "layers.2"]
-    assert all(isinstance(model.get_submodule(path), Block) for path in block_names(model))

@@ -111,14 +111,6 @@ class CheckpointManager:
             self._retire(step)
         return final
 
-    def manifest(self, where: int | Path | str) -> dict[str, Any]:
-        """The manifest of a step (−1: the newest) or of any checkpoint folder, read by rank 0.
-
-        Raises:
-            CheckpointError: there is no such checkpoint, or its manifest is damaged.
-        """
-        return self.ranks.decide(lambda: read_manifest(self._locate(where)))
-
     def load(
         self,
         where: int | Path | str,
@@ -220,7 +212,7 @@ def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
         _rename(final, replaced)
     _rename(temporary, final)
     if replaced:
-        shutil.rmtree(replaced)
+        shutil.rmtree(replaced, ignore_errors=True)  # committed already; the next start tries again
 
 
 def _rename(old: Path, new: Path) -> None:

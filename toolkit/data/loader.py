@@ -95,17 +95,9 @@ class Loader:
         self._taken = 0
 
     @property
-    def samples_per_epoch(self) -> int:
-        return self._sampler.n
-
-    @property
     def samples(self) -> int:
         """Samples consumed by the whole run, to the last complete global batch."""
         return self._start + self._taken // self._micro_batches * self._sampler.global_batch_size
-
-    def __len__(self) -> int:
-        """Micro-batches of this rank in one epoch, the last global batch filled up."""
-        return -(-self._sampler.n // self._sampler.global_batch_size) * self._micro_batches
 
     def __iter__(self) -> Iterator[Batch]:
         self._start = self.samples if self._sampler.infinite else 0

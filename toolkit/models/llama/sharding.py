@@ -19,8 +19,3 @@ def fsdp_units(model: Llama) -> list[list[nn.Module]]:
     first: list[list[nn.Module]] = [[model.tok_embeddings]] if model.tok_embeddings is not None else []
     last: list[nn.Module] = [module for module in (model.norm, model.output) if module is not None]
     return first + blocks + ([last] if last else [])
-
-
-def block_names(model: Llama) -> list[str]:
-    """Fully qualified names of the transformer blocks, in forward order."""
-    return [f"layers.{index}" for index in model.layers]
