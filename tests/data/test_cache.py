@@ -22,7 +22,6 @@ from toolkit.data import sources
 from toolkit.data.cache import TokenCache, open_cache, tokenized
 from toolkit.data.sources import Source
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.data.workers import Tokenizer
 from toolkit.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +36,7 @@ def source(tmp_path: Path) -> Source:
     return Source("corpus", (tmp_path / "a.jsonl", tmp_path / "b.txt"), "text")
 
 
-def _build(source: Source, tokenizer: Tokenizer, folder: Path, **options: int) -> TokenCache:
+def _build(source: Source, tokenizer: ByteTokenizer, folder: Path, **options: int) -> TokenCache:
     return tokenized(source, tokenizer, cache_folder=folder, progress=False, **options)
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tests.data.byte_tokenizer import ByteTokenizer
 from toolkit.data.cache import TokenCache, tokenized
 from toolkit.data.loader import Loader, build_loader
-from toolkit.data.packing import NO_LABEL
 from toolkit.data.sources import Source
 from toolkit.errors import DataError
+from toolkit.loss import IGNORED_LABEL
 
 SEQ_LEN = 4
 N_SAMPLES = 23
@@ -155,7 +155,7 @@ def test_a_finite_loader_gives_each_sample_once_to_ranks_of_equal_length(dp_size
             batches = list(loader)
         lengths.add(len(batches))
         labels = torch.cat([batch["labels"] for batch in batches]).ravel()
-        seen += labels[labels != NO_LABEL].tolist()
+        seen += labels[labels != IGNORED_LABEL].tolist()
     assert lengths == {3 * 8 // dp_size // 2}  # 23 samples are three global batches of eight
     assert sorted(seen) == list(range(1, N_SAMPLES * SEQ_LEN + 1))
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.data.packing import NO_LABEL, PADDING, PackedRows, PaddedRows, corpus_rows
+from toolkit.data.packing import PADDING, PackedRows, PaddedRows, corpus_rows
 from toolkit.errors import DataError
+from toolkit.loss import IGNORED_LABEL
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 PAD = 9999
@@ -45,7 +46,7 @@ def test_packed_rows_with_a_document_mask(lengths: list[int], seq_len: int) -> N
         place = sample["tokens"]
         for t in range(seq_len):
             ends = owner[place[t]] != owner[place[t] + 1]
-            assert sample["labels"][t] == (NO_LABEL if ends else place[t] + 1)
+            assert sample["labels"][t] == (IGNORED_LABEL if ends else place[t] + 1)
             # A position counts from the document's start, or from the row's where that is later.
             assert sample["positions"][t] == min(t, place[t] - offsets[owner[place[t]]])
             assert sample["documents"][t] == owner[place[t]] - owner[place[0]]
@@ -62,7 +63,7 @@ def test_padded_rows_are_one_document_each(lengths: list[int], seq_len: int, doc
         n = min(length, seq_len)
         assert sample["tokens"].tolist() == document[:n] + [PAD] * (seq_len - n)
         labels = document[1 : seq_len + 1]
-        assert sample["labels"].tolist() == labels + [NO_LABEL] * (seq_len - len(labels))
+        assert sample["labels"].tolist() == labels + [IGNORED_LABEL] * (seq_len - len(labels))
         if document_mask:
             assert sample["positions"].tolist() == list(range(n)) + [0] * (seq_len - n)
             assert sample["documents"].tolist() == [0] * n + [PADDING] * (seq_len - n)
@@ -74,7 +75,7 @@ def test_a_blank_row_has_nothing_to_predict() -> None:
     tokens, offsets = _corpus([5])
     blank = PackedRows(tokens, offsets, 4, pad_id=PAD).blank()
     assert {name: set(values.tolist()) for name, values in blank.items()} == {
-        "tokens": {PAD}, "labels": {NO_LABEL}, "positions": {0}, "documents": {PADDING},
+        "tokens": {PAD}, "labels": {IGNORED_LABEL}, "positions": {0}, "documents": {PADDING},
     }  # fmt: skip
     sample = PackedRows(tokens, offsets, 4).sample(0)
     assert {name: v.dtype for name, v in blank.items()} == {name: v.dtype for name, v in sample.items()}

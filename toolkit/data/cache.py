@@ -34,7 +34,8 @@ import numpy as np
 
 from toolkit.data.progress import Progress
 from toolkit.data.sources import PIECE_BYTES, Source, is_json
-from toolkit.data.workers import Encoded, Tokenizer, encode_all
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.workers import Encoded, encode_all
 from toolkit.errors import DataError
 from toolkit.hardware import cores
 

@@ -15,29 +15,21 @@ earlier row restarts its positions at the row's start: attention cannot see the 
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import numpy as np
 
 from toolkit.errors import DataError
+from toolkit.loss import IGNORED_LABEL
 
-NO_LABEL = -100
 PADDING = -1
 
 Sample = dict[str, np.ndarray]
 
 
-class Rows(Protocol):
+class Rows(ABC):
     """``len()`` rows of a corpus; tokens, labels, positions int64 and documents int32, each (seq_len,)."""
 
-    seq_len: int
-
-    def __len__(self) -> int: ...
-    def sample(self, k: int) -> Sample: ...
-    def blank(self) -> Sample: ...
-
-
-class _Rows:
     def __init__(
         self,
         tokens: np.ndarray,
@@ -52,16 +44,23 @@ class _Rows:
         self.document_mask, self.pad_id = document_mask, pad_id
         self._arange = np.arange(seq_len)
 
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def sample(self, k: int) -> Sample:
+        """Row ``k``."""
+
     def blank(self) -> Sample:
         """A row of padding only."""
-        row = {"tokens": np.full(self.seq_len, self.pad_id), "labels": np.full(self.seq_len, NO_LABEL)}
+        row = {"tokens": np.full(self.seq_len, self.pad_id), "labels": np.full(self.seq_len, IGNORED_LABEL)}
         if self.document_mask:
             row["positions"] = np.zeros(self.seq_len, np.int64)
             row["documents"] = np.full(self.seq_len, PADDING, np.int32)
         return row
 
 
-class PackedRows(_Rows):
+class PackedRows(Rows):
     """Constant-length cuts of the concatenated documents."""
 
     def __len__(self) -> int:
@@ -76,7 +75,7 @@ class PackedRows(_Rows):
             low, high = np.searchsorted(self.offsets, (start, start + length), side="right")
             begins = self.offsets[low:high] - start  # of the documents after the row's first, in (0, length]
             row["labels"] = window[1:].copy()
-            row["labels"][begins - 1] = NO_LABEL
+            row["labels"][begins - 1] = IGNORED_LABEL
             begins = begins[begins < length]
             documents = np.zeros(length, np.int32)
             documents[begins] = 1
@@ -85,7 +84,7 @@ class PackedRows(_Rows):
         return row
 
 
-class PaddedRows(_Rows):
+class PaddedRows(Rows):
     """One document a row; what is longer than the row is left out."""
 
     def __len__(self) -> int:

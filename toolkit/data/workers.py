@@ -13,27 +13,17 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from toolkit.data.sources import Piece
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
 AHEAD = 4  # pieces that may wait, a process, for an earlier one that takes longer
-
-
-class Tokenizer(Protocol):
-    """What is needed of a tokenizer; it must pickle."""
-
-    n_words: int
-    bos_id: int | None
-    eos_id: int | None
-    fingerprint: str
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
 
 class Encoded(NamedTuple):
