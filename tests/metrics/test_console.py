@@ -117,12 +117,8 @@ def test_phases(capsys):
     phases = Phases()
     with phases("tokenizer"):
         pass
-    with phases("tokenizer"):
-        pass
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"  tokenizer +0\.0\d s", lines[-1])
-    assert set(phases.seconds) <= {"interpreter and imports", "tokenizer"}
-    assert phases.total >= sum(phases.seconds.values()) - 1e-9
     Phases(enabled=False)
     assert capsys.readouterr().out == ""
 

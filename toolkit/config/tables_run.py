@@ -194,7 +194,7 @@ class Debug(Table):
     deterministic: bool = False
     """Deterministic algorithms only, at some cost in speed; an operation without one is an error."""
     deterministic_warn_only: bool = False
-    """As deterministic, but an operation without such an algorithm is only a warning."""
+    """With deterministic, an operation without such an algorithm is only a warning."""
     moe_force_load_balance: Annotated[bool, DefaultOnly("mixture-of-experts models are not supported")] = (
         False
     )

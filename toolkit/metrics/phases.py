@@ -21,7 +21,6 @@ class Phases:
 
     def __init__(self, *, enabled: bool = True):
         self.enabled = enabled
-        self.seconds: dict[str, float] = {}
         before = process_seconds()
         if before is not None:
             self._ended("interpreter and imports", before)
@@ -33,13 +32,7 @@ class Phases:
         yield
         self._ended(name, time.perf_counter() - started)
 
-    @property
-    def total(self) -> float:
-        """Seconds of all phases so far; the same name twice counts twice."""
-        return sum(self.seconds.values())
-
     def _ended(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         if self.enabled:
             print(f"  {name:<24} {seconds:7.2f} s", flush=True)
 

@@ -158,8 +158,7 @@ def rope_rotations(args: LlamaArgs, positions: Tensor, dtype: torch.dtype) -> Te
 
     complex64, or complex128 where ``dtype`` is fp64. Angles are taken in fp64: at position 131,071 fp32
     would be 0.008 radians off. Computed anew in each forward, which costs less than one norm: no buffer
-    to lose on the meta device or to be cast with the model, no limit on positions, and FSDP, which
-    casts floating inputs of its units to bf16, leaves complex ones alone.
+    to lose on the meta device or to be cast with the model, and no limit on positions.
     """
     angles = positions.to(torch.float64)[..., None] * rope_frequencies(args, positions.device)
     precision = torch.promote_types(dtype, torch.float32)
