@@ -317,6 +317,13 @@ CHECKPOINT = [
         prepare=lambda folder: save(folder, 5, model_only=True),
     ),
     bad(
+        "data_position_fits",
+        "debug.seed=7 checkpoint.enable",
+        "counted with 3",
+        "exclude_from_loading",
+        prepare=lambda folder: save(folder, 5, loader={"seed": 3, "seq_len": 256, "packing": True}),
+    ),
+    bad(
         "batch_resumable",
         "training.global_batch_size=-1 checkpoint.enable",
         "degree 1, this run has 2",
@@ -366,6 +373,17 @@ def test_a_run_that_resumes_breaks_no_rule(folder: Path) -> None:
     save(folder, 5, model={"dim": 256})
     config = configure(["--checkpoint.enable"])
     assert check(config, world_size=2, hardware=CPU) == []
+
+
+@pytest.mark.parametrize(
+    ("run", "part"), [({"model_only": True}, "optimizer"), ({"loader": {"seq_len": 9}}, "dataloader")]
+)
+def test_what_is_not_loaded_need_not_be_there(run: dict[str, Any], part: str, folder: Path) -> None:
+    save(folder, 5, **run)
+    flags = ["--checkpoint.enable"]
+    assert len(check(configure(flags), world_size=1, hardware=CPU)) == 1
+    flags.append(f"--checkpoint.exclude_from_loading={part}")
+    assert check(configure(flags), world_size=1, hardware=CPU) == []
 
 
 def test_the_home_folder_is_where_checkpoints_are_looked_for(

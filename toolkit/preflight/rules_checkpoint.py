@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from toolkit.checkpoint.manifest import check_files
-from toolkit.errors import CheckpointError, Problem
+from toolkit.errors import CheckpointError, DataError, Problem
 from toolkit.preflight.facts import Run, rule
 
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "head_dim", "tie_embeddings")
@@ -64,6 +64,8 @@ def checkpoint_has_optimizer(run: Run) -> list[Problem]:
     """A run goes on from more than the weights."""
     if run.manifest is None or not run.resumes or not run.manifest["run"].get("model_only"):
         return []
+    if "optimizer" in run.config.checkpoint.exclude_from_loading:
+        return []
     return [
         run.problem(
             run.loaded_by,
@@ -71,6 +73,26 @@ def checkpoint_has_optimizer(run: Run) -> list[Problem]:
             f"start a new run from it: another job.dump_folder and checkpoint.initial_load_path = "
             f'"{run.loaded}"',
         )
+    ]
+
+
+@rule(DataError)
+def data_position_fits(run: Run) -> list[Problem]:
+    """The position in the data counts samples, which these keys define (the corpus is compared later)."""
+    config = run.config
+    if run.manifest is None or not run.resumes or "dataloader" in config.checkpoint.exclude_from_loading:
+        return []
+    saved = run.manifest["run"].get("loader", {})
+    keys = ("training.seq_len", "data.packing", "data.shuffle", "debug.seed")
+    here = {key: config.value(key) for key in keys} | {"debug.seed": config.debug.seed or 0}
+    return [
+        run.problem(
+            key,
+            f"the data position of the checkpoint {run.loaded} was counted with {before!r}",
+            'set it to that, or start the data anew with checkpoint.exclude_from_loading = ["dataloader"]',
+        )
+        for key, now in here.items()
+        if (before := saved.get(key.rpartition(".")[2], now)) != now
     ]
 
 
