@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import uuid
@@ -37,6 +36,7 @@ from toolkit.checkpoint.manifest import (
     step_folder,
 )
 from toolkit.checkpoint.storage import CommittingWriter, Files, tensors_of
+from toolkit.durable import sync_file, sync_folder
 from toolkit.errors import CheckpointError
 
 _TEMPORARY = re.compile(r"step-\d+\.tmp-[0-9a-f]+")
@@ -203,9 +203,8 @@ def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
         )
     with (temporary / MANIFEST).open("w") as file:
         json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(temporary)
+        sync_file(file)
+    sync_folder(temporary)
     replaced = None
     if final.exists():
         replaced = final.with_name(f"{final.name}.replaced-{uuid.uuid4().hex[:8]}")
@@ -218,16 +217,7 @@ def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
 def _rename(old: Path, new: Path) -> None:
     """Rename within a folder, durably."""
     old.rename(new)
-    _sync_folder(new.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, not only the contents of its files."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(new.parent)
 
 
 @contextmanager

@@ -28,7 +28,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -36,6 +35,7 @@ from toolkit.data.progress import Progress
 from toolkit.data.sources import PIECE_BYTES, Source, is_json
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.workers import Encoded, encode_all
+from toolkit.durable import sync_file, sync_folder
 from toolkit.errors import DataError
 from toolkit.hardware import cores
 
@@ -257,10 +257,10 @@ def _build(
         }
         with open(building / "meta.json", "wb") as file:
             file.write(json.dumps(meta | {"corpus": source.name}).encode())
-            _sync(file)
-        _sync_folder(building)
+            sync_file(file)
+        sync_folder(building)
         os.rename(building, folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -283,19 +283,6 @@ def _write(pieces: Iterator[Encoded], building: Path, bar: Progress) -> tuple[in
             offsets.write(ends.data)
             n_tokens, n_documents = (int(ends[-1]) if len(ends) else n_tokens, n_documents + len(ends))
             bar.advance(piece.n_file_bytes, n_tokens)
-        _sync(tokens)
-        _sync(offsets)
+        sync_file(tokens)
+        sync_file(offsets)
     return n_tokens, n_documents
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
