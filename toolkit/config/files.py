@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from toolkit.errors import Problem
 from toolkit.wording import did_you_mean
 
 _EXTENDS = "extends"
+Origin = Callable[[Path], str]
 
 
 @dataclass(frozen=True)
@@ -62,59 +64,41 @@ def _read(path: str, named_by: Problem, children: tuple[str, ...]) -> Layer:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         return Layer(problems=[_syntax_problem(path, text, error)])
-    lines = _Lines(path, text)
-    layer = _extended(path, document, lines, (*children, path))
-    _flatten(document, (), lines, layer)
+    found = key_lines(text)
+
+    def origin(key: Path) -> str:
+        """Where a key is, or the first key inside a table that has no header."""
+        return f"{path}:{next(line for longer, line in found if longer[: len(key)] == key)}"
+
+    layer = _extended(path, document, origin, (*children, path))
+    _flatten(document, (), origin, layer)
     return layer
 
 
-def _extended(path: str, document: dict[str, Any], lines: _Lines, children: tuple[str, ...]) -> Layer:
+def _extended(path: str, document: dict[str, Any], origin: Origin, children: tuple[str, ...]) -> Layer:
     if _EXTENDS not in document:
         return Layer()
-    base, origin = document.pop(_EXTENDS), lines.origin((_EXTENDS,))
+    base, where = document.pop(_EXTENDS), origin((_EXTENDS,))
     if not isinstance(base, str):
-        return Layer(
-            problems=[
-                Problem(
-                    "must be the name of one TOML file",
-                    'write extends = "other.toml"',
-                    _EXTENDS,
-                    base,
-                    origin,
-                )
-            ]
-        )
-    return _read(os.path.join(os.path.dirname(path), base), Problem("", "", _EXTENDS, base, origin), children)
+        rule, fix = "must be the name of one TOML file", 'write extends = "other.toml"'
+        return Layer(problems=[Problem(rule, fix, _EXTENDS, base, where)])
+    return _read(os.path.join(os.path.dirname(path), base), Problem("", "", _EXTENDS, base, where), children)
 
 
-def _flatten(document: dict[str, Any], prefix: Path, lines: _Lines, layer: Layer) -> None:
+def _flatten(document: dict[str, Any], prefix: Path, origin: Origin, layer: Layer) -> None:
     """Add the keys of ``document``, which lies at ``prefix``, to ``layer``."""
     for name, value in document.items():
         path = (*prefix, name)
-        key, origin = ".".join(path), lines.origin(path)
+        key, where = ".".join(path), origin(path)
         if key in fields_by_key():
-            layer.settings[key] = Setting(value, origin)
+            layer.settings[key] = Setting(value, where)
         elif key not in tables():
-            layer.problems.append(unknown_key(key, value, origin))
+            layer.problems.append(unknown_key(key, value, where))
         elif isinstance(value, dict):
-            _flatten(value, path, lines, layer)
+            _flatten(value, path, origin, layer)
         else:
-            layer.problems.append(
-                Problem(f"{key} is a table", f"write [{key}] and its keys below it", key, value, origin)
-            )
-
-
-class _Lines:
-    """Where the keys of a file are."""
-
-    def __init__(self, path: str, text: str):
-        self._path = path
-        self._found = key_lines(text)
-
-    def origin(self, path: Path) -> str:
-        """Return "file:line" of a key, or of the first key inside a table that has no header."""
-        line = next(line for found, line in self._found if found[: len(path)] == path)
-        return f"{self._path}:{line}"
+            rule, fix = f"{key} is a table", f"write [{key}] and its keys below it"
+            layer.problems.append(Problem(rule, fix, key, value, where))
 
 
 def _syntax_problem(path: str, text: str, error: tomllib.TOMLDecodeError) -> Problem:

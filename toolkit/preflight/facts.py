@@ -152,7 +152,6 @@ Check = Callable[[Run], "list[Problem]"]
 class Rule:
     """A check and the error that its problems are raised as when nothing worse is wrong."""
 
-    name: str
     check: Check
     error: type[ConfigError] | type[DataError] | type[CheckpointError]
 
@@ -166,7 +165,7 @@ def rule(
     """Register a function of a :class:`Run` that returns the problems it finds."""
 
     def register(check: Check) -> Check:
-        RULES[check.__name__] = Rule(check.__name__, check, error)
+        RULES[check.__name__] = Rule(check, error)
         return check
 
     return register
