@@ -7,6 +7,7 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from toolkit.models.llama.model import Llama
 from toolkit.step import MicroBatch, count_valid, loss_sum, to_device
@@ -27,5 +28,10 @@ def validate(
         sums[0] += loss_sum(model, batch)
         sums[1] += count_valid([batch])
     dist.all_reduce(sums)
+    # Units that wait for their backward would stay gathered: full copies in the computing precision, which
+    # a checkpoint would then save in place of the shards.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     model.train()
     return (sums[0] / sums[1].clamp(min=1)).item()
