@@ -71,7 +71,7 @@ class Metrics(Table):
     save_tb_folder: str = "tb"
     """Folder of the TensorBoard events, inside job.dump_folder."""
     save_for_all_ranks: bool = False
-    """Write TensorBoard events on every rank, each in its own folder, instead of rank 0 alone."""
+    """Write JSON lines and TensorBoard events on every rank, each its own, instead of rank 0 alone."""
     enable_wandb: Annotated[bool, NotBuilt()] = False
     """Send the metrics to Weights & Biases."""
     peak_tflops: PositiveFloat | None = None
