@@ -149,23 +149,13 @@ def _embedded(name: str) -> str:
     if name in EMBEDDED:
         return EMBEDDED[name]
     if name in HUB_DATASETS or "/" in name:
-        raise SourceError(
-            Problem(
-                rule=f"reading {name!r} from the Hugging Face hub is not built yet",
-                fix="set dataset_path to a local copy (.jsonl or .json.gz files), or use 'c4_test'",
-                key="dataset",
-                value=name,
-            )
-        )
-    there = f"the names are {', '.join(EMBEDDED)}; for files of your own set dataset_path"
-    raise SourceError(
-        Problem(
-            rule="there is no dataset of this name",
-            fix=did_you_mean(name, EMBEDDED, there),
-            key="dataset",
-            value=name,
-        )
-    )
+        rule = f"reading {name!r} from the Hugging Face hub is not built yet"
+        fix = "set dataset_path to a local copy (.jsonl or .json.gz files), or use 'c4_test'"
+    else:
+        rule = "there is no dataset of this name"
+        there = f"the names are {', '.join(EMBEDDED)}; for files of your own set dataset_path"
+        fix = did_you_mean(name, EMBEDDED, there)
+    raise SourceError(Problem(rule, fix, "dataset", name))
 
 
 def _find(path: str) -> tuple[Path, ...]:
@@ -221,7 +211,7 @@ def _path_hint(place: Path) -> str:
 
 
 def _path_error(path: str, rule: str, fix: str) -> SourceError:
-    return SourceError(Problem(rule=rule, fix=fix, key="dataset_path", value=path))
+    return SourceError(Problem(rule, fix, "dataset_path", path))
 
 
 def _check_first_line(source: Source) -> None:
@@ -250,13 +240,11 @@ def _column(row: str, column: str, path: Path, line: int) -> str:
             f"{path}, line {line}: a JSON {_json_type(value)}\n  fix:  each line must be one JSON object"
         )
     if column not in value:
-        problem = Problem(
-            rule=f"{path}, line {line} has no such column; it has {', '.join(map(repr, value)) or 'none'}",
-            fix="set text_column to the one that holds the text",
-            key="text_column",
-            value=column,
+        there = ", ".join(map(repr, value)) or "none"
+        rule = f"{path}, line {line} has no such column; it has {there}"
+        raise SourceError(
+            Problem(rule, "set text_column to the one that holds the text", "text_column", column)
         )
-        raise SourceError(problem)
     text = value[column]
     if not isinstance(text, str):
         raise DataError(

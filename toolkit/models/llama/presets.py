@@ -193,27 +193,15 @@ def parameter_count(args: LlamaArgs) -> int:
 
 def _find(name: str, flavor: str) -> LlamaArgs:
     if name not in PRESETS:
-        raise ConfigError(
-            Problem(
-                key="model.name",
-                value=name,
-                rule=f"the models are {', '.join(PRESETS)}",
-                fix=did_you_mean(name, PRESETS, "set model.name to one of them"),
-            )
-        )
+        fix = did_you_mean(name, PRESETS, "set model.name to one of them")
+        raise ConfigError(Problem(f"the models are {', '.join(PRESETS)}", fix, "model.name", name))
     if flavor not in PRESETS[name]:
         elsewhere = [other for other, flavors in PRESETS.items() if flavor in flavors]
         fix = did_you_mean(flavor, PRESETS[name], "set model.flavor to one of them")
         if elsewhere:
             fix = f"{flavor} is a flavor of {', '.join(elsewhere)}: set model.name to one of them, or {fix}"
-        raise ConfigError(
-            Problem(
-                key="model.flavor",
-                value=flavor,
-                rule=f"the flavors of {name} are {', '.join(PRESETS[name])}",
-                fix=fix,
-            )
-        )
+        rule = f"the flavors of {name} are {', '.join(PRESETS[name])}"
+        raise ConfigError(Problem(rule, fix, "model.flavor", flavor))
     return PRESETS[name][flavor]
 
 
@@ -228,33 +216,18 @@ def _scaling(preset: LlamaArgs, factor: float) -> RopeScaling | None:
 def _check_together(args: LlamaArgs, *, derived_head_dim: bool) -> None:
     problems = []
     if derived_head_dim and args.dim % args.n_heads:
-        problems.append(
-            Problem(
-                key="model.dim",
-                value=args.dim,
-                rule=f"dim must be a multiple of n_heads ({args.n_heads}) where head_dim is not set",
-                fix=f"model.dim = {nearest_multiple(args.dim, args.n_heads)}, or set model.head_dim",
-            )
-        )
+        rule = f"dim must be a multiple of n_heads ({args.n_heads}) where head_dim is not set"
+        fix = f"model.dim = {nearest_multiple(args.dim, args.n_heads)}, or set model.head_dim"
+        problems.append(Problem(rule, fix, "model.dim", args.dim))
     elif args.head_dim % 2:
-        problems.append(
-            Problem(
-                key="model.head_dim",
-                value=args.head_dim,
-                rule="head_dim (dim / n_heads where it is not set) must be even: RoPE turns pairs",
-                fix=f"model.head_dim = {args.head_dim + 1}, or change model.dim or model.n_heads",
-            )
-        )
+        rule = "head_dim (dim / n_heads where it is not set) must be even: RoPE turns pairs"
+        fix = f"model.head_dim = {args.head_dim + 1}, or change model.dim or model.n_heads"
+        problems.append(Problem(rule, fix, "model.head_dim", args.head_dim))
     if args.n_heads % args.n_kv_heads:
         divisors = [k for k in range(1, args.n_heads + 1) if args.n_heads % k == 0]
         nearest = min(divisors, key=lambda k: abs(k - args.n_kv_heads))
-        problems.append(
-            Problem(
-                key="model.n_kv_heads",
-                value=args.n_kv_heads,
-                rule=f"n_heads ({args.n_heads}) must be a multiple of n_kv_heads",
-                fix=f"model.n_kv_heads = {nearest} (possible: {', '.join(map(str, divisors))})",
-            )
-        )
+        rule = f"n_heads ({args.n_heads}) must be a multiple of n_kv_heads"
+        fix = f"model.n_kv_heads = {nearest} (possible: {', '.join(map(str, divisors))})"
+        problems.append(Problem(rule, fix, "model.n_kv_heads", args.n_kv_heads))
     if problems:
         raise ConfigError(problems)
