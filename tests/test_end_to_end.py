@@ -32,7 +32,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _start(words: list[str], **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *words], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        [sys.executable, *words], cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
