@@ -80,3 +80,9 @@ def test_names_are_clean_and_what_is_frozen_has_no_state():
 def test_nothing_to_train_is_an_error():
     with pytest.raises(ValueError):
         build_optimizer([], **OPTIONS, implementation="fused")
+
+
+def test_state_is_never_left_out_of_a_checkpoint_in_silence():
+    optimizer = _make(_model(), "for-loop")
+    with pytest.raises(AssertionError, match="0.weight is trained, but not by this optimizer"):
+        optimizer_tensors(_model().named_parameters(), optimizer)

@@ -66,6 +66,7 @@ def optimizer_tensors(parameters: NamedParameters, optimizer: Optimizer) -> dict
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters:
         if id(parameter) not in owner:
+            assert not parameter.requires_grad, f"{name} is trained, but not by this optimizer"
             continue
         state = optimizer.state[parameter]
         if not state:
