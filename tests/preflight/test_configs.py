@@ -34,7 +34,7 @@ def load(path: Path, tmp_path: Path, *flags: str) -> Config:
 @pytest.mark.parametrize(
     ("name", "world_sizes", "parameters"),
     [
-        ("debug_model", (1, 2, 4, 8, 16), 5_245_184),
+        ("debug_model", (1, 2, 4, 8), 5_245_184),
         ("llama3_1b", (1, 8, 64), 1_235_814_400),
         ("llama3_3b", (1, 8, 64), 3_212_749_824),
         ("llama3_8b", (8, 64), 8_030_261_248),
