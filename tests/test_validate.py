@@ -30,8 +30,8 @@ def _run(folder: Path, *, steps: int, validate: bool, reshard: str = "default") 
 def _saved_beside_validation(folder: str) -> list[tuple[bool, str, str]]:
     """After validation: whether all parameters are fp32 shards; the weights, and those of a plain run."""
     found = []
+    plain = _run(Path(folder, "plain"), steps=4, validate=False)
     for reshard in ("default", "never"):
-        plain = _run(Path(folder, f"plain-{reshard}"), steps=4, validate=False)
         _run(Path(folder, f"validated-{reshard}"), steps=2, validate=True, reshard=reshard)
         resumed = _run(Path(folder, f"validated-{reshard}"), steps=4, validate=True, reshard=reshard)
         assert resumed.history[0]["step"] == 3
