@@ -216,6 +216,19 @@ def test_a_signal_reaches_each_rank_once_and_the_save_is_waited_for(number):
     assert err.count(number.name) == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_ranks_that_are_stopped_while_they_start_up_may_be_started_again(number):
+    # Rank 1 is a little further, and fails because its peer is gone.
+    launched = Launched(
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(1))) if rank else None\n"
+        "print('ready', os.getpid(), flush=True); time.sleep(60)"
+    )
+    launched.process.send_signal(number)
+    code, _, err = launched.end()
+    assert code == 75
+    assert "the same command goes on" in err and "ended" not in err.replace("ends", "")
+
+
 def test_a_later_signal_of_the_scheduler_does_not_disturb_the_save():
     launched = Launched(SAVES)
     launched.process.send_signal(signal.SIGUSR1)

@@ -198,7 +198,7 @@ class _Watch:
     launch: Launch
     running: list[_Worker]
     ended: list[_Worker] = field(default_factory=list)  # in the order in which they ended
-    stopping: bool = False  # a stop signal has been passed on
+    stopped_by: int = 0  # the signal that has been passed on
     failed: bool = False
     killed: bool = False  # by us
     plan: list[tuple[float, signal.Signals]] = field(default_factory=list)  # (when, what), soonest first
@@ -226,12 +226,12 @@ class _Watch:
     def _arrived(self, signum: int) -> None:
         if signum == signal.SIGCHLD:
             return
-        if self.stopping:
+        if self.stopped_by:
             # A scheduler may send SIGUSR1, then SIGTERM, while a save goes on: only a person insists.
             if signum == signal.SIGINT:
                 self._end_peers(signal.SIGKILL)
             return
-        self.stopping = True
+        self.stopped_by = signum
         patience = self.launch.shutdown_timeout
         say(
             f"{signal.Signals(signum).name}: the ranks save and stop, in at most {patience:.0f} s"
@@ -240,6 +240,12 @@ class _Watch:
         self.plan = self.plan or [(time.monotonic() + patience, signal.SIGKILL)]
         for worker in self.running:
             worker.process.send_signal(signum)
+
+    @property
+    def stopped_early(self) -> bool:
+        """The stop signal itself ended a rank, which had not come so far as to save when it gets one."""
+        failed = [worker for worker in self.ended if worker.process.returncode not in ENDED_WELL]
+        return bool(self.stopped_by and failed) and failed[0].process.returncode == -self.stopped_by
 
     def _end_peers(self, what: signal.Signals) -> None:
         ranks = ", ".join(str(worker.rank) for worker in self.running)
@@ -285,7 +291,8 @@ def supervise(command: Sequence[str], launch: Launch) -> int:
     """Run ``command`` once a rank of this node and return the code that describes how they ended.
 
     SIGTERM, SIGINT or SIGUSR1 is passed on once, and the ranks get ``launch.shutdown_timeout`` seconds;
-    a further SIGINT ends them at once. No rank outlives this call or, on Linux, this process.
+    a further SIGINT ends them at once. Ranks that end of the signal, as they do while they start up,
+    have lost nothing: that too is 75. No rank outlives this call or, on Linux, this process.
     """
     logs = Path(tempfile.mkdtemp(prefix="toolkit-logs-"))
     with _signals() as arrived, _reserved_port(launch) as port:
@@ -299,8 +306,11 @@ def supervise(command: Sequence[str], launch: Launch) -> int:
         if worker.pump:
             worker.pump.join(timeout=5)
     code = exit_code([worker.process.returncode for worker in watch.ended])
-    if watch.failed:
+    if watch.stopped_early:
+        say("stopped outside training, with nothing to save; the same command goes on")
+        code = EXIT_REQUEUE
+    elif watch.failed:
         _explain(watch, code)
-    else:
-        shutil.rmtree(logs, ignore_errors=True)
+        return code
+    shutil.rmtree(logs, ignore_errors=True)
     return code
