@@ -30,11 +30,15 @@ def model_args(config: Config, *, tokenizer_vocab: int) -> LlamaArgs:
     return resolve(model.name, model.flavor, tokenizer_vocab=tokenizer_vocab, **model.overrides())
 
 
-def compute_dtype(config: Config) -> torch.dtype:
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     """The precision of forward and backward: "auto" is bfloat16 where the device multiplies it natively."""
     name = config.training.mixed_precision_param
     if name == "auto":
-        name = "bfloat16" if hardware.detect().native_bf16 else "float32"
+        if device.type == "cuda":
+            native = torch.cuda.get_device_capability(device) >= (8, 0)
+        else:
+            native = hardware.cpu_multiplies_bf16()
+        name = "bfloat16" if native else "float32"
     return DTYPES[name]
 
 

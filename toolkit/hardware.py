@@ -25,12 +25,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _cpu_flags() -> set[str]:
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for it; without them bfloat16 is slower than float32."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux: say nothing rather than guess
-        return set()
-    return next((set(line.split()) for line in lines if line.startswith("flags")), set())
+        return False
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    return bool(flags & {"amx_bf16", "avx512_bf16"})
 
 
 def _visible_gpus() -> list[tuple[str, float]]:
@@ -64,5 +66,4 @@ def detect() -> Hardware:
         return Hardware(
             "cuda", gpus[0][0], len(gpus), native_bf16=capability >= 8.0, float8=capability >= 8.9
         )
-    flags = _cpu_flags()
-    return Hardware("cpu", "CPU", 2, native_bf16=bool(flags & {"amx_bf16", "avx512_bf16"}), float8=False)
+    return Hardware("cpu", "CPU", 2, native_bf16=cpu_multiplies_bf16(), float8=False)

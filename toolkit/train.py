@@ -24,9 +24,7 @@ def _check(config: Config, rank: int) -> None:
         return
     if config.job.print_config:
         print(config.to_toml())
-    print(preflight.summary(config, world_size=world_size, hardware=hardware))
-    for note in preflight.notes(config, world_size=world_size, hardware=hardware):
-        print(f"note   {note}")
+    print(preflight.describe(config, world_size=world_size, hardware=hardware))
 
 
 def _train(config: Config) -> int:
@@ -39,10 +37,10 @@ def _train(config: Config) -> int:
     device = process_group.local_device()
     with phases("process group"):
         process_group.start(device, timeout_seconds=config.comm.init_timeout_seconds)
-    try:
-        return Trainer(config, data, device, phases).run()
-    finally:
-        process_group.stop()
+    code = Trainer(config, data, device, phases).run()
+    # Only here: after an error, leaving the group would wait for peers that wait for us.
+    process_group.stop()
+    return code
 
 
 def main(argv: Sequence[str]) -> int:

@@ -97,7 +97,9 @@ class Trainer:
         self.loader = self._training_loader()
         self.validation_loader = self._validation_loader()
         self.checkpoints = CheckpointManager(
-            self.folder / config.checkpoint.folder, keep_latest_k=config.checkpoint.keep_latest_k
+            self.folder / config.checkpoint.folder,
+            keep_latest_k=config.checkpoint.keep_latest_k,
+            group=self.patient_group,
         )
         if config.checkpoint.enable:
             with phases("checkpoint"):
@@ -110,6 +112,8 @@ class Trainer:
         layout = degrees(config.parallelism, dist.get_world_size())
         assert layout is not None, "the preflight checks the world size"
         self.mesh = build_mesh(self.device, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard)
+        process_group.set_timeout(config.comm.init_timeout_seconds)
+        self.patient_group = process_group.patient_group()
         shape = batch_shape(
             global_batch_size=config.training.global_batch_size,
             local_batch_size=config.training.local_batch_size,
@@ -121,7 +125,7 @@ class Trainer:
     def _build(self) -> None:
         config = self.config
         self.args = model_args(config, tokenizer_vocab=self.data.tokenizer.n_words)
-        self.param_dtype = compute_dtype(config)
+        self.param_dtype = compute_dtype(config, self.device)
         self.model = build_model(
             config, self.args, self.mesh, self.device, param_dtype=self.param_dtype, seed=self.seed
         )
@@ -274,15 +278,18 @@ class Trainer:
             if self.step == first or last or self.step % self.config.metrics.log_freq == 0:
                 self._log_step(result, speed)
             if self.step == first:
-                process_group.set_timeout(self.config.comm.train_timeout_seconds)
-            if self._validation_due(last):
+                process_group.set_timeout(
+                    self.config.comm.train_timeout_seconds, except_for=self.patient_group
+                )
+            # Who asked to stop gives little time: the save comes first.
+            if self._validation_due(last) and not result.stop:
                 self._validate(speed)
             if self._save_due(last, result.stop):
                 with speed.apart("checkpoint"):
                     self._save(model_only=last and self.config.checkpoint.last_save_model_only)
             self.log.advance(self.step)
             garbage.after_step(self.step)
-            if result.stop and not last:
+            if result.stop:
                 break
         request.release()
         return self._finished() if self.step == training.steps else self._stopped(request)
@@ -377,10 +384,10 @@ class Trainer:
         if dist.get_rank() != 0:
             return
         text = self.config.to_toml()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        names = {"config.toml", self.config.job.save_config_file or "config.toml"}
-        for name in names:
-            (self.folder / name).write_text(text, encoding="utf-8")
+        for name in {"config.toml", self.config.job.save_config_file or "config.toml"}:
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
 
     # Endings
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from toolkit.errors import TrainingError
 
+PATIENCE = timedelta(hours=1)
+
 
 def local_device() -> torch.device:
     """The device of this rank: its own GPU where there are GPUs, else the CPU."""
@@ -45,11 +47,17 @@ def start(device: torch.device, *, timeout_seconds: int) -> None:
         )
 
 
-def set_timeout(timeout_seconds: int) -> None:
-    """Give every group the training time-out: the groups of a mesh do not inherit the first one's."""
+def patient_group() -> dist.ProcessGroup:
+    """A gloo group of all ranks for file systems, which may keep one rank busy long after the others."""
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
+
+
+def set_timeout(timeout_seconds: int, *, except_for: dist.ProcessGroup | None = None) -> None:
+    """Give every group this time-out: the groups of a mesh do not inherit the first one's."""
     timeout = timedelta(seconds=timeout_seconds)
     for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        if group is not except_for:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def stop() -> None:

@@ -14,7 +14,7 @@ from toolkit.models.llama.presets import parameter_count
 from toolkit.preflight import rules_checkpoint, rules_files, rules_mesh, rules_model, rules_options
 from toolkit.preflight.facts import RULES, Rule, Run
 
-__all__ = ["RULES", "check", "notes", "run", "summary"]
+__all__ = ["RULES", "check", "describe", "notes", "run", "summary"]
 
 # What was asked for, what it is, where it runs, what it reads: the order in which a reader wants problems.
 _ORDER = (rules_options, rules_model, rules_mesh, rules_files, rules_checkpoint)
@@ -94,4 +94,12 @@ def summary(config: Config, *, world_size: int, hardware: Hardware) -> str:
             f"mesh   {mesh} on {hardware.name}",
             f"batch  {batch.total} samples ({cut}) of {config.training.seq_len} tokens",
         ]
+    )
+
+
+def describe(config: Config, *, world_size: int, hardware: Hardware) -> str:
+    """:func:`summary`, and a line for each of :func:`notes`."""
+    said = notes(config, world_size=world_size, hardware=hardware)
+    return "\n".join(
+        [summary(config, world_size=world_size, hardware=hardware), *(f"note   {n}" for n in said)]
     )

@@ -30,9 +30,7 @@ def main(argv: Sequence[str]) -> int:
     if config.job.print_config:
         print(config.to_toml())
     print(f"OK     {config.job.config_file or 'defaults'}")
-    print(preflight.summary(config, world_size=world_size, hardware=hardware))
-    for note in preflight.notes(config, world_size=world_size, hardware=hardware):
-        print(f"note   {note}")
+    print(preflight.describe(config, world_size=world_size, hardware=hardware))
     return EXIT_FINISHED
 
 
