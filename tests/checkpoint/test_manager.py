@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import resource
 import pickle
 import warnings
 
@@ -194,6 +195,17 @@ def test_a_full_disk_leaves_what_was_there(saved, monkeypatch):
     assert [path.name for path in saved.folder.iterdir()] == ["step-5"]
     monkeypatch.undo()
     saved.load(-1, _empty())
+
+
+def test_the_reason_of_a_failed_write_is_told_and_not_what_torch_makes_of_it(saved):
+    many = {f"model.{number}": torch.zeros(1000) for number in range(10)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="rank 0: .*File too large"):
+            saved.save(6, many, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):

@@ -31,11 +31,16 @@ class _HashingStream:
         self._file = file
         self._sha256 = hashlib.sha256()
         self._bytes = 0
+        self.failure: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         self._sha256.update(data)
         self._bytes += memoryview(data).nbytes
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
 
     def tell(self) -> int:
         return self._bytes
@@ -66,7 +71,10 @@ class _HashingFileSystem(FileSystem):
                 yield file
                 return
             stream = _HashingStream(file)
-            yield stream
+            try:
+                yield stream
+            except RuntimeError as error:  # torch's zip writer speaks of positions in place of a full disk
+                raise stream.failure or error from error
         self.written[Path(path).name] = stream.entry()
 
 
