@@ -4,8 +4,8 @@ import errno
 import hashlib
 import json
 import os
-import resource
 import pickle
+import resource
 import warnings
 
 import pytest
@@ -198,7 +198,7 @@ def test_a_full_disk_leaves_what_was_there(saved, monkeypatch):
 
 
 def test_the_reason_of_a_failed_write_is_told_and_not_what_torch_makes_of_it(saved):
-    many = {f"model.{number}": torch.zeros(1000) for number in range(10)}
+    many = {f"model.{size}": torch.zeros(size) for size in (2, 10, 1000, 5000)}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
