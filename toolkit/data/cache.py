@@ -245,7 +245,11 @@ def _build(
             with contextlib.closing(pieces):
                 n_tokens, n_documents = _write(pieces, building, bar)
         if n_documents == 0:
-            raise DataError(f"the corpus {source.name} holds no text in its {len(source.files):,} files")
+            files = "file" if len(source.files) == 1 else f"{len(source.files):,} files"
+            raise DataError(
+                f"the corpus {source.name} holds no text in its {files}\n"
+                "  fix:  name files that have some in training.dataset_path (validation.dataset_path)"
+            )
         if _stamps(source) != stamps:
             raise DataError(f"the corpus {source.name} changed while it was tokenised\n  fix:  start again")
         meta = {

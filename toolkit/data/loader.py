@@ -122,7 +122,7 @@ class Loader:
         if changed:
             raise DataError(
                 f"the data position of the checkpoint does not fit this run: {'; '.join(changed)}\n"
-                f"  fix:  restore these, or start the data anew with "
+                "  fix:  restore these (corpus: the text and the tokenizer), or start the data anew with "
                 f'checkpoint.exclude_from_loading = ["dataloader"]'
             )
         self._start, self._taken = int(state["samples"]), 0

@@ -37,6 +37,7 @@ EMBEDDED = {
 HUB_DATASETS = ("c4",)
 SUFFIXES = (".txt", ".jsonl", ".json", ".txt.gz", ".jsonl.gz", ".json.gz")
 _BOM = "\ufeff"
+_REPLACE = "\n  fix:  repair the file, or name another"
 
 
 class SourceError(DataError):
@@ -108,7 +109,7 @@ class Source:
                 with open(path, "rb") as raw:
                     yield from _file_pieces(path, raw)
             except (OSError, EOFError, zlib.error) as error:
-                raise DataError(f"{path}: cannot be read: {error}") from error
+                raise DataError(f"{path}: cannot be read: {error}{_REPLACE}") from error
 
 
 def is_json(path: Path) -> bool:
@@ -141,7 +142,7 @@ def check_source(name: str, path: str | None, text_column: str = "text") -> Prob
         return error.problem
     except DataError as error:
         rule, _, fix = str(error).partition("\n  fix:  ")
-        return Problem(rule, fix or "repair the file, or name another", "dataset_path", path)
+        return Problem(rule, fix, "dataset_path", path)
     return None
 
 
@@ -223,7 +224,7 @@ def _check_first_line(source: Source) -> None:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
             line = stream.readline(PIECE_BYTES)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+        raise DataError(f"{path}: cannot be read: {error}{_REPLACE}") from error
     if line.endswith(b"\n"):
         Piece(path, True, line, 0, 1, True, True, 0).texts(source.text_column)
 
@@ -243,7 +244,7 @@ def _column(row: str, column: str, path: Path, line: int) -> str:
         there = ", ".join(map(repr, value)) or "none"
         rule = f"{path}, line {line} has no such column; it has {there}"
         raise SourceError(
-            Problem(rule, "set text_column to the one that holds the text", "text_column", column)
+            Problem(rule, "set data.text_column to the one that holds the text", "text_column", column)
         )
     text = value[column]
     if not isinstance(text, str):
