@@ -103,6 +103,19 @@ def test_absent_steps_are_told_with_those_that_are_there(saved, tmp_path):
         empty.load(-1, _empty())
 
 
+def test_what_looks_like_the_newest_step_and_is_none_is_told(saved):
+    said = []
+    saved.say = said.append
+    (saved.folder / "step-4").mkdir()  # older than what is loaded: no matter
+    (saved.folder / "step-7").mkdir()
+    (saved.folder / "step-8").mkdir()
+    (saved.folder / "step-8" / MANIFEST).write_text("{")
+    assert saved.latest() == 5
+    assert len(said) == 2
+    assert "step-7" in said[0] and "has no manifest.json" in said[0]
+    assert "step-8" in said[1] and "is not JSON" in said[1]
+
+
 def test_a_step_without_its_manifest_says_so(saved):
     saved.save(6, _tensors(), {})
     (saved.folder / "step-5" / MANIFEST).unlink()
@@ -123,8 +136,9 @@ def test_a_step_without_its_manifest_says_so(saved):
 def test_damaged_files_are_named_and_nothing_is_loaded(saved, kind, damage, said):
     damage(saved.folder / "step-5" / kind)
     target = _empty()
-    with pytest.raises(CheckpointError, match=said.format(kind)):
+    with pytest.raises(CheckpointError, match=said.format(kind)) as caught:
         saved.load(5, target)
+    assert "fix:  take another step" in str(caught.value)
     _assert_equal(target, _empty())
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit.checkpoint.collective import Ranks
-from toolkit.checkpoint.manifest import check_files
+from toolkit.checkpoint.manifest import ADVICE, check_files
 from toolkit.checkpoint.storage import VerifiedReader, read_metadata, tensors_of
 from toolkit.errors import CheckpointError
 from toolkit.wording import first_few
@@ -39,16 +39,16 @@ def load_tensors(
         CheckpointError: the same on every rank.
     """
     files = manifest["files"]
-    _agree(ranks, folder, check_files(folder, _share(files, ranks), verify=verify))
+    _agree(ranks, folder, check_files(folder, _share(files, ranks), verify=verify), ADVICE)
     metadata, problems = None, []
     try:
         metadata = read_metadata(folder, files)
     except CheckpointError as error:
         problems = [str(error)]
-    _agree(ranks, folder, problems)
+    _agree(ranks, folder, problems, ADVICE)
     assert metadata is not None
     wanted = {name: tensor.detach() for name, tensor in tensors.items() if not excluded(name, exclude)}
-    _agree(ranks, folder, _misfits(metadata, wanted, exclude, ranks))
+    _agree(ranks, folder, _misfits(metadata, wanted, exclude, ranks), "set model.* as in that run")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -110,7 +110,7 @@ def _misfits(
     return problems
 
 
-def _agree(ranks: Ranks, folder: Path, problems: Sequence[str]) -> None:
+def _agree(ranks: Ranks, folder: Path, problems: Sequence[str], fix: str) -> None:
     found = ranks.agree(problems)
     if found:
-        raise CheckpointError(f"{folder} cannot be loaded:\n  " + "\n  ".join(found))
+        raise CheckpointError("\n  ".join([f"{folder} cannot be loaded:", *found, f"fix:  {fix}"]))

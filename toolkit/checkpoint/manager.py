@@ -34,6 +34,7 @@ from toolkit.checkpoint.manifest import (
     committed_steps,
     read_manifest,
     step_folder,
+    unsound_steps,
 )
 from toolkit.checkpoint.storage import CommittingWriter, Files, tensors_of
 from toolkit.durable import sync_file, sync_folder
@@ -67,8 +68,18 @@ class CheckpointManager:
         self.ranks = Ranks(group)
 
     def latest(self) -> int | None:
-        """The newest committed step, or None; rank 0's view of the file system decides."""
-        return self.ranks.decide(lambda: max(committed_steps(self.folder), default=None))
+        """The newest committed step, or None; rank 0's view of the file system decides.
+
+        What looks newer but is no checkpoint is told.
+        """
+        return self.ranks.decide(self._latest)
+
+    def _latest(self) -> int | None:
+        newest = max(committed_steps(self.folder), default=None)
+        for step, reason in sorted(unsound_steps(self.folder).items()):
+            if newest is None or step > newest:
+                self.say(f"checkpoint: passed over step-{step}: {reason}")
+        return newest
 
     def save(self, step: int, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> Path:
         """Write ``tensors`` under flat names, with ``run`` (JSON types) in the manifest, as ``step-N``.

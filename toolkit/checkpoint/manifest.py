@@ -75,7 +75,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: it is not JSON ({error}); {_ADVICE}") from None
+        raise CheckpointError(f"{path} is damaged: it is not JSON ({error}); {ADVICE}") from None
     problem = _problem(folder, manifest)
     if problem:
         raise CheckpointError(f"{path} {problem}")
@@ -90,6 +90,18 @@ def committed_steps(folder: Path) -> list[int]:
         if match and _is_committed(path):
             steps.append(int(match[1]))
     return sorted(steps)
+
+
+def unsound_steps(folder: Path) -> dict[int, str]:
+    """Steps that have a folder in ``folder`` but no committed checkpoint in it, with what is wrong."""
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if match := _STEP_FOLDER.fullmatch(path.name):
+            try:
+                read_manifest(path)
+            except CheckpointError as error:
+                found[int(match[1])] = str(error)
+    return found
 
 
 def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool) -> list[str]:
@@ -112,7 +124,7 @@ def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool)
     return problems
 
 
-_ADVICE = "take another step (checkpoint.load_step), or a copy of this one"
+ADVICE = "take another step (checkpoint.load_step), or a copy of this one"
 
 
 def _is_committed(folder: Path) -> bool:
@@ -147,14 +159,14 @@ def _problem(folder: Path, manifest: Any) -> str | None:
         return f"has version {manifest.get('version')!r}; this toolkit reads version {VERSION}"
     for field, kind in _FIELDS.items():
         if not isinstance(manifest.get(field), kind):
-            return f"is damaged: {field} is missing or not a {kind.__name__}; {_ADVICE}"
+            return f"is damaged: {field} is missing or not a {kind.__name__}; {ADVICE}"
     if manifest["digest"] != _digest({key: value for key, value in manifest.items() if key != "digest"}):
-        return f"was altered: its digest does not fit its content; {_ADVICE}"
+        return f"was altered: its digest does not fit its content; {ADVICE}"
     strange = [name for name in manifest["files"] if not _FILE_NAME.fullmatch(name)]
     if strange:
         return f"lists files that no checkpoint has: {', '.join(map(repr, strange[:3]))}"
     if not all(_describes_file(entry) for entry in manifest["files"].values()):
-        return f"is damaged: a file without its size or SHA-256; {_ADVICE}"
+        return f"is damaged: a file without its size or SHA-256; {ADVICE}"
     match = _STEP_FOLDER.fullmatch(folder.name)
     if match and int(match[1]) != manifest["step"]:
         return f"is of step {manifest['step']}: the folder was renamed or its files were mixed up"
