@@ -167,6 +167,15 @@ def test_a_mistake_that_rank_0_reported_is_not_repeated(capfd):
     assert capfd.readouterr().err == "error: of 0\n"
 
 
+def test_what_all_ranks_end_of_is_told_by_the_shown_one_alone(capfd):
+    # Rank 1 is first, and silent.
+    assert (
+        run("time.sleep(0 if rank else 0.1); print('' if rank else 'not finite', end=''); sys.exit(1)") == 1
+    )
+    captured = capfd.readouterr()
+    assert captured.out == "not finite" and "launch:" not in captured.err
+
+
 def test_a_mistake_that_only_a_hidden_rank_saw_is_shown(capfd):
     assert run("rank or sys.exit(1); print('error: column text is missing'); sys.exit(3)") == 3
     err = capfd.readouterr().err

@@ -278,12 +278,14 @@ def _explain(watch: _Watch, code: int) -> None:
             return
         first = alike[0]
     returned = first.process.returncode
+    lines = first.log.read_text(errors="replace").splitlines()[-TAIL_LINES:] if first.log else []
+    if not lines and any(worker.log is None and worker.process.returncode == returned for worker in failed):
+        return  # it left the telling to a rank that is shown
     how = f"was ended by {signal.Signals(-returned).name}" if returned < 0 else f"ended with code {returned}"
     if returned == -signal.SIGKILL and not watch.killed:
         how += " (by the kernel, if memory ran out: see dmesg)"
     say(f"rank {first.rank} {how}")
-    if first.log:
-        lines = first.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    if lines:
         say("\n".join([f"the end of its output, {first.log}:", *lines]))
 
 
