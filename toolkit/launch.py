@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 
 from toolkit import preflight
@@ -87,7 +86,6 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
 
 def main(argv: Sequence[str]) -> int:
     """Check the configuration that ``argv`` describes, then run ``toolkit.train`` with it."""
-    started = time.monotonic()
     try:
         config = load_config(argv)
         hardware = detect()
@@ -96,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)
     ranks = f"{launch.processes} ranks" if launch.processes > 1 else "1 rank"
-    say(f"configuration checked in {time.monotonic() - started:.2f} s; starting {ranks}")
+    say(f"configuration checked; starting {ranks}")
     return supervise([sys.executable, "-u", "-m", "toolkit.train", *argv], launch)
 
 
