@@ -402,6 +402,12 @@ def test_the_home_folder_is_where_checkpoints_are_looked_for(
         assert Run(config, 1, CPU).manifest is not None
 
 
+def test_a_cache_that_someone_else_keeps_may_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "cache" / "tokens").mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: "cache" not in str(path))
+    assert check(configure([]), world_size=1, hardware=CPU) == []
+
+
 def test_hsdp_and_multiples_fit(folder: Path) -> None:
     config = configure(["--parallelism.data_parallel_replicate_degree=2"])
     assert check(config, world_size=4, hardware=CPU) == []

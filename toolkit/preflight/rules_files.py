@@ -29,7 +29,9 @@ def corpus_readable(run: Run) -> list[Problem]:
 def folders_writable(run: Run) -> list[Problem]:
     """The run can create the folders that it writes to."""
     config = run.config
-    folders = {"job.dump_folder": config.job.dump_folder, "data.cache_folder": config.data.cache_folder}
+    folders = {"job.dump_folder": config.job.dump_folder}
+    if not Path(os.path.expanduser(config.data.cache_folder), "tokens").is_dir():  # else it may have all
+        folders["data.cache_folder"] = config.data.cache_folder
     if config.checkpoint.enable:
         folders["checkpoint.folder"] = str(run.checkpoints)
     if config.metrics.enable_tensorboard:
