@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer, weights_digest
 from toolkit.config import Config
-from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, TrainingError
+from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ConfigError, TrainingError
 from toolkit.trainer import Trainer
 from toolkit.validate import validate
 
@@ -91,6 +91,17 @@ def _break(folder: str) -> dict[str, Any]:
     return {"message": "", "unchanged": False}
 
 
+def _two_runs_in_one_folder(folder: str) -> str:
+    config = _config(Path(folder, "shared"))
+    first = small_trainer(config)
+    try:
+        small_trainer(config)
+    except ConfigError as error:
+        return str(error)
+    assert first is not None
+    return ""
+
+
 def _losses_on_the_same_data(folder: str) -> tuple[float, float]:
     """What validation says of one global batch, and what the next training step says of the same."""
     trainer: Trainer = small_trainer(_config(Path(folder, "same")))
@@ -105,6 +116,7 @@ def _everything(folder: str) -> dict[str, Any]:
         "stop": _stop(folder),
         "break": _break(folder),
         "same": _losses_on_the_same_data(folder),
+        "shared": _two_runs_in_one_folder(folder),
     }
 
 
@@ -148,8 +160,16 @@ def test_a_signal_to_one_rank_saves_and_stops_them_all(results: list[dict[str, A
 
 def test_a_gradient_that_is_not_finite_stops_the_run_before_the_update(results: list[dict[str, Any]]) -> None:
     for broken in (result["break"] for result in results):
-        assert "rank 1: layers.1.feed_forward.w2.weight" in broken["message"]
+        assert (
+            broken["message"].startswith("step 1: ")
+            and "rank 1: layers.1.feed_forward.w2.weight" in broken["message"]
+        )
         assert broken["unchanged"]
+
+
+def test_a_folder_that_another_run_writes_to_is_refused_on_every_rank(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert "job.dump_folder" in result["shared"] and "writes there" in result["shared"]
 
 
 def test_validation_is_the_loss_of_training(results: list[dict[str, Any]]) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from toolkit.config import Config
+from toolkit.inputs import open_data
 from toolkit.metrics.phases import Phases
-from toolkit.trainer import Trainer, open_data
+from toolkit.trainer import Trainer
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "model": {"dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 160},

@@ -7,6 +7,7 @@ before torch is imported, so that a mistake costs a fraction of a second. Exit c
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -29,8 +30,9 @@ def _check(config: Config, rank: int) -> None:
 
 def _train(config: Config) -> int:
     from toolkit.distributed import process_group
+    from toolkit.inputs import open_data
     from toolkit.metrics.phases import Phases
-    from toolkit.trainer import Trainer, open_data
+    from toolkit.trainer import Trainer
 
     phases = Phases(enabled=os.environ.get("RANK", "0") == "0")
     data = open_data(config, phases)
@@ -63,4 +65,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    # Until the training listens, Ctrl-C simply ends the process: a traceback would say nothing.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))

@@ -1,16 +1,12 @@
-"""The training loop, top to bottom: data, model, checkpoint, then steps until the last.
-
-What a rank does before it meets the others (reading the tokenizer, building the token cache) is in
-:func:`open_data`, so that a slow tokenisation can never become a collective's time-out.
-"""
+"""The training loop, top to bottom: folder, mesh, model, data, checkpoint, then steps until the last."""
 
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -20,17 +16,13 @@ from toolkit.build import build_model, compute_dtype, model_args
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.config import Config
-from toolkit.config.layout import BatchShape, batch_shape, degrees
-from toolkit.config.tables_training import DataLoader
-from toolkit.data.cache import TokenCache, tokenized
-from toolkit.data.loader import Loader, build_loader
-from toolkit.data.sources import open_source
-from toolkit.data.tokenizer import Tokenizer, load_tokenizer
+from toolkit.config.layout import batch_shape, degrees
 from toolkit.distributed import process_group
 from toolkit.distributed.garbage import GarbageCollection
 from toolkit.distributed.seeds import seed_step, set_deterministic
 from toolkit.distributed.signals import StopRequest
-from toolkit.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE
+from toolkit.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, ConfigError, Problem, TrainingError
+from toolkit.inputs import Data, training_loader, validation_loader
 from toolkit.metrics.flops import flops_per_token, peak_flops
 from toolkit.metrics.logger import MetricLogger
 from toolkit.metrics.memory import memory
@@ -41,38 +33,9 @@ from toolkit.names import clean_name
 from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
 from toolkit.optim.schedule import learning_rate
 from toolkit.parallel.mesh import build_mesh
+from toolkit.run_folder import claim
 from toolkit.step import StepResult, TrainStep
 from toolkit.validate import validate
-
-
-@dataclass(frozen=True)
-class Data:
-    """What a run reads: a tokenizer and its token caches."""
-
-    tokenizer: Tokenizer
-    train: TokenCache
-    validation: TokenCache | None
-
-
-def open_data(config: Config, phases: Phases) -> Data:
-    """Load the tokenizer and open the token caches, building them where they are missing.
-
-    Raises:
-        DataError: a corpus or the tokenizer is missing, empty or unreadable.
-    """
-    chief = phases.enabled
-    with phases("tokenizer"):
-        tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_assets_path)
-
-    def corpus(dataset: str, path: str | None) -> TokenCache:
-        source = open_source(dataset, path, config.data.text_column)
-        return tokenized(source, tokenizer, cache_folder=config.data.cache_folder, progress=chief)
-
-    with phases("token cache"):
-        train = corpus(config.training.dataset, config.training.dataset_path)
-        held_out = config.validation
-        validation = corpus(held_out.dataset, held_out.dataset_path) if held_out.enable else None
-    return Data(tokenizer, train, validation)
 
 
 class Trainer:
@@ -89,13 +52,16 @@ class Trainer:
         self.step = 0
         self.tokens = 0
         self.best_validation: float | None = None
+        self._lock: IO[str] | None = None
         self.folder = Path(config.job.dump_folder).expanduser()
         set_deterministic(config.debug.deterministic, warn_only=config.debug.deterministic_warn_only)
+        self._claim_folder()
         self._lay_out()
         with phases("model"):
             self._build()
-        self.loader = self._training_loader()
-        self.validation_loader = self._validation_loader()
+        ranks = {"dp_rank": self.mesh.dp_rank, "dp_size": self.mesh.dp_size}
+        self.loader = training_loader(config, data, self.batch, seed=self.seed, **ranks)
+        self.validation_loader = validation_loader(config, data, **ranks)
         self.checkpoints = CheckpointManager(
             self.folder / config.checkpoint.folder,
             keep_latest_k=config.checkpoint.keep_latest_k,
@@ -106,6 +72,33 @@ class Trainer:
                 self._restore()
 
     # Building
+
+    def _claim_folder(self) -> None:
+        """Lock the folder of the run, and leave the resolved config there with the origin of each value.
+
+        Raises:
+            ConfigError: on every rank, where rank 0 cannot write there or another run does.
+        """
+        told: list[Problem | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                self._lock = claim(self.folder)
+                for name in {"config.toml", self.config.job.save_config_file or "config.toml"}:
+                    path = self.folder / name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(self.config.to_toml(), encoding="utf-8")
+            except BlockingIOError as error:
+                told = [self._folder_problem(f"{error} writes there", "wait until it has ended")]
+            except OSError as error:
+                told = [self._folder_problem(f"it cannot be written to: {error}", "free space there")]
+        dist.broadcast_object_list(told, src=0)
+        if told[0]:
+            raise ConfigError(told[0])
+
+    def _folder_problem(self, rule: str, fix: str) -> Problem:
+        key = "job.dump_folder"
+        value, origin = self.config.job.dump_folder, self.config.origin(key)
+        return Problem(rule, f"{fix}, or name another folder", key, value, origin)
 
     def _lay_out(self) -> None:
         config = self.config
@@ -142,55 +135,6 @@ class Trainer:
         )
         self.train_step = TrainStep(
             self.model, self.optimizer, max_norm=config.training.max_norm, device=self.device
-        )
-
-    def _training_loader(self) -> Loader:
-        training = self.config.training
-        return self._loader(
-            self.data.train,
-            self.batch,
-            training.seq_len,
-            training.dataloader,
-            self.config.data.shuffle,
-            endless=True,
-        )
-
-    def _validation_loader(self) -> Loader | None:
-        options = self.config.validation
-        if self.data.validation is None:
-            return None
-        size = options.local_batch_size
-        shape = BatchShape(total=size * self.mesh.dp_size, local=size, accumulation=1)
-        return self._loader(
-            self.data.validation, shape, options.seq_len, options.dataloader, shuffle=False, endless=False
-        )
-
-    def _loader(
-        self,
-        corpus: TokenCache,
-        shape: BatchShape,
-        seq_len: int,
-        workers: DataLoader,
-        shuffle: bool,
-        endless: bool,
-    ) -> Loader:
-        return build_loader(
-            corpus,
-            seq_len=seq_len,
-            global_batch_size=shape.total,
-            local_batch_size=shape.local,
-            dp_rank=self.mesh.dp_rank,
-            dp_size=self.mesh.dp_size,
-            seed=self.seed,
-            packing=self.config.data.packing,
-            document_mask=self.config.data.document_mask,
-            shuffle=shuffle,
-            pad_id=self.data.tokenizer.pad_id,
-            num_workers=workers.num_workers,
-            persistent_workers=workers.persistent_workers,
-            pin_memory=workers.pin_memory,
-            prefetch_factor=workers.prefetch_factor,
-            infinite=endless,
         )
 
     # Checkpoints
@@ -260,6 +204,8 @@ class Trainer:
             return self._loop()
         finally:
             self.log.close()
+            if self._lock:
+                self._lock.close()
 
     def _loop(self) -> int:
         training, request = self.config.training, StopRequest()
@@ -271,7 +217,10 @@ class Trainer:
             seed_step(self.seed, self.step, self.mesh.dp_rank)
             with speed.waiting():
                 micro_batches = list(islice(batches, self.batch.accumulation))
-            result = self.train_step(micro_batches, learning_rate=self._rate(), stop=request.asked)
+            try:
+                result = self.train_step(micro_batches, learning_rate=self._rate(), stop=request.asked)
+            except TrainingError as error:
+                raise TrainingError(f"step {self.step}: {error}") from None
             self.tokens += result.tokens
             speed.step(result.tokens)
             last = self.step == training.steps
@@ -332,7 +281,6 @@ class Trainer:
     def _start_log(self) -> None:
         config = self.config
         self.history: list[dict[str, Any]] = []
-        self._write_config()
         self.log = MetricLogger(
             self.folder,
             total_steps=config.training.steps,
@@ -379,16 +327,6 @@ class Trainer:
         self.history.append({"step": self.step, **values})
         self.log.log(self.step, values)
 
-    def _write_config(self) -> None:
-        """Leave the resolved config, with the origin of each value, beside what the run writes."""
-        if dist.get_rank() != 0:
-            return
-        text = self.config.to_toml()
-        for name in {"config.toml", self.config.job.save_config_file or "config.toml"}:
-            path = self.folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-
     # Endings
 
     def _finished(self) -> int:
@@ -403,7 +341,7 @@ class Trainer:
             checkpoint=step_folder(self.checkpoints.folder, self.step) if saved else None,
         )
         self.log.say(text)
-        if saved:
+        if saved and not self.config.checkpoint.last_save_model_only:
             self.log.say(
                 f"to go on: the same command with --training.steps {2 * self.step}; "
                 "to start anew: another --job.dump_folder"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 AVERAGED = 10
 
 
-def mean_of_last(history: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """Mean of ``key`` over the last ten logged records that have it."""
-    values = [record[key] for record in history if record.get(key) is not None][-AVERAGED:]
-    return sum(values) / len(values) if values else None
+def last(history: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """The last ten logged values of ``key``, or of a short run the last quarter."""
+    values = [record[key] for record in history if record.get(key) is not None]
+    return values[-min(AVERAGED, max(1, len(values) // 4)) :]
 
 
 def summary(
@@ -23,13 +24,14 @@ def summary(
     validation = [record["validation_loss"] for record in history if "validation_loss" in record]
     lines = [f"finished {steps} steps"]
     if losses:
-        after = mean_of_last(history, "loss")
-        averaged = min(AVERAGED, len(losses))
-        lines.append(f"  training loss    {losses[0]:.3f} → {after:.3f} (mean of the last {averaged} logged)")
+        end = last(history, "loss")
+        lines.append(
+            f"  training loss    {losses[0]:.3f} → {mean(end):.3f} (mean of the last {len(end)} logged)"
+        )
     if validation:
         lines.append(f"  validation loss  {validation[-1]:.3f}")
-    speed = mean_of_last(history, "tokens_per_second")
-    if speed:
+    if losses:
+        speed = mean(last(history, "tokens_per_second"))
         lines.append(f"  speed            {speed:,.0f} tokens/s")
     if tensorboard:
         lines.append(f"  curves           tensorboard --logdir {tensorboard}")
