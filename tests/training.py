@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from toolkit.config import Config
-from toolkit.inputs import open_data
+from toolkit.corpora import open_data
 from toolkit.metrics.phases import Phases
 from toolkit.trainer import Trainer
 
@@ -41,7 +41,7 @@ def small_config(folder: str | Path, **tables: dict[str, Any]) -> Config:
 def small_trainer(config: Config) -> Trainer:
     """A trainer on the CPU of this rank, in the group that is there."""
     phases = Phases(enabled=False)
-    return Trainer(config, open_data(config, phases), torch.device("cpu"), phases)
+    return Trainer(config, open_data(config, progress=False), torch.device("cpu"), phases)
 
 
 def weights_digest(model: torch.nn.Module) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from toolkit import preflight
 from toolkit.config import load_config
+from toolkit.corpora import open_data
 from toolkit.distributed.supervisor import Launch, say, supervise
 from toolkit.errors import ConfigError, Problem, ToolkitError, report
 from toolkit.hardware import Hardware, detect
@@ -85,16 +86,17 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the configuration that ``argv`` describes, then run ``toolkit.train`` with it."""
+    """Check the configuration that ``argv`` describes, tokenise its corpus, then run ``toolkit.train``."""
     try:
         config = load_config(argv)
         hardware = detect()
         launch = launch_from(os.environ, hardware)
         preflight.run(config, world_size=launch.world_size, hardware=hardware)
+        open_data(config, progress=True)
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)
     ranks = f"{launch.processes} ranks" if launch.processes > 1 else "1 rank"
-    say(f"configuration checked; starting {ranks}")
+    say(f"configuration checked, corpus tokenised; starting {ranks}")
     return supervise([sys.executable, "-u", "-m", "toolkit.train", *argv], launch)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from toolkit import preflight
 from toolkit.config import Config, load_config
+from toolkit.corpora import open_data
 from toolkit.errors import DataError, ToolkitError, report
 from toolkit.hardware import detect
 
@@ -30,12 +31,13 @@ def _check(config: Config, rank: int) -> None:
 
 def _train(config: Config) -> int:
     from toolkit.distributed import process_group
-    from toolkit.inputs import open_data
     from toolkit.metrics.phases import Phases
     from toolkit.trainer import Trainer
 
-    phases = Phases(enabled=os.environ.get("RANK", "0") == "0")
-    data = open_data(config, phases)
+    chief = os.environ.get("RANK", "0") == "0"
+    phases = Phases(enabled=chief)
+    with phases("tokenizer and tokens"):
+        data = open_data(config, progress=chief)
     device = process_group.local_device()
     with phases("process group"):
         process_group.start(device, timeout_seconds=config.comm.init_timeout_seconds)

@@ -17,12 +17,13 @@ from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.config import Config
 from toolkit.config.layout import batch_shape, degrees
+from toolkit.corpora import Data
 from toolkit.distributed import process_group
 from toolkit.distributed.garbage import GarbageCollection
 from toolkit.distributed.seeds import seed_step, set_deterministic
 from toolkit.distributed.signals import StopRequest
 from toolkit.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, ConfigError, Problem, TrainingError
-from toolkit.inputs import Data, training_loader, validation_loader
+from toolkit.loaders import training_loader, validation_loader
 from toolkit.metrics.flops import flops_per_token, peak_flops
 from toolkit.metrics.logger import MetricLogger
 from toolkit.metrics.memory import memory

@@ -1,49 +1,13 @@
-"""What a run reads: tokenizer, token caches and the loaders over them, from the configuration."""
+"""The loaders over the corpora of a run, from the configuration."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from toolkit.config import Config
 from toolkit.config.layout import BatchShape
-from toolkit.data.cache import TokenCache, tokenized
+from toolkit.corpora import Data
 from toolkit.data.loader import Loader, build_loader
-from toolkit.data.sources import open_source
-from toolkit.data.tokenizer import Tokenizer, load_tokenizer
-from toolkit.metrics.phases import Phases
-
-
-@dataclass(frozen=True)
-class Data:
-    """A tokenizer and the corpora that it made into tokens."""
-
-    tokenizer: Tokenizer
-    train: TokenCache
-    validation: TokenCache | None
-
-
-def open_data(config: Config, phases: Phases) -> Data:
-    """Load the tokenizer and open the token caches, building them where they are missing.
-
-    Called before a rank meets the others, so that a slow tokenisation is no collective's time-out.
-
-    Raises:
-        DataError: a corpus or the tokenizer is missing, empty or unreadable.
-    """
-    chief = phases.enabled
-    with phases("tokenizer"):
-        tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_assets_path)
-
-    def corpus(dataset: str, path: str | None) -> TokenCache:
-        source = open_source(dataset, path, config.data.text_column)
-        return tokenized(source, tokenizer, cache_folder=config.data.cache_folder, progress=chief)
-
-    with phases("token cache"):
-        train = corpus(config.training.dataset, config.training.dataset_path)
-        held_out = config.validation
-        validation = corpus(held_out.dataset, held_out.dataset_path) if held_out.enable else None
-    return Data(tokenizer, train, validation)
 
 
 def training_loader(
