@@ -360,7 +360,7 @@ class Trainer:
     def _stopped(self, request: StopRequest) -> int:
         what = request.signal.name if request.signal else "a signal to another rank"
         if not self._save_due(last=False, stop=True):
-            self.log.say(f"stopped after step {self.step} by {what}; nothing saved: checkpoint.enable is off")
+            self.log.say(f"stopped after step {self.step} by {what}; nothing saved: the config saves no checkpoints")
             return EXIT_ERROR
         self.log.say(f"saved step {self.step} and stopped by {what}; the same command goes on from there")
         return EXIT_REQUEUE
