@@ -91,6 +91,16 @@ def _break(folder: str) -> dict[str, Any]:
     return {"message": "", "unchanged": False}
 
 
+def _start_from_weights(folder: str) -> dict[str, Any]:
+    """A new run from the weights of a finished one, named as a user names a path."""
+    os.environ["HOME"] = folder
+    path = f"~/whole/checkpoint/step-{STEPS}"
+    trainer = small_trainer(
+        small_config(Path(folder, "child"), checkpoint={"enable": True, "initial_load_path": path})
+    )
+    return {"step": trainer.step, "weights": weights_digest(trainer.model)}
+
+
 def _two_runs_in_one_folder(folder: str) -> str:
     config = _config(Path(folder, "shared"))
     first = small_trainer(config)
@@ -116,6 +126,7 @@ def _everything(folder: str) -> dict[str, Any]:
         "stop": _stop(folder),
         "break": _break(folder),
         "same": _losses_on_the_same_data(folder),
+        "child": _start_from_weights(folder),
         "shared": _two_runs_in_one_folder(folder),
     }
 
@@ -165,6 +176,11 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_update(results: 
             and "rank 1: layers.1.feed_forward.w2.weight" in broken["message"]
         )
         assert broken["unchanged"]
+
+
+def test_a_new_run_starts_from_another_runs_weights(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["child"] == {"step": 0, "weights": result["resume"]["whole"]["weights"]}
 
 
 def test_a_folder_that_another_run_writes_to_is_refused_on_every_rank(results: list[dict[str, Any]]) -> None:

@@ -154,7 +154,7 @@ class Trainer:
         if step is not None:
             self._resume(step)
         elif options.initial_load_path:
-            source = Path(options.initial_load_path)
+            source = Path(options.initial_load_path).expanduser()
             if options.initial_load_model_only:
                 self.checkpoints.load(source, self._tensors(model_only=True), exclude=self._excluded())
             else:
@@ -360,7 +360,9 @@ class Trainer:
     def _stopped(self, request: StopRequest) -> int:
         what = request.signal.name if request.signal else "a signal to another rank"
         if not self._save_due(last=False, stop=True):
-            self.log.say(f"stopped after step {self.step} by {what}; nothing saved: the config saves no checkpoints")
+            self.log.say(
+                f"stopped after step {self.step} by {what}; nothing saved: the config saves no checkpoints"
+            )
             return EXIT_ERROR
         self.log.say(f"saved step {self.step} and stopped by {what}; the same command goes on from there")
         return EXIT_REQUEUE
