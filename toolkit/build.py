@@ -6,16 +6,25 @@ ever holds more than its shards.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import torch
 
 from toolkit import hardware
 from toolkit.config import Config
+from toolkit.config.layout import reshard_after_forward
 from toolkit.models.llama.model import Llama, init_rule
-from toolkit.models.llama.presets import LlamaArgs, resolve
+from toolkit.models.llama.presets import LlamaArgs, attention_choice, resolve
 from toolkit.parallel.activation_checkpoint import ActivationCheckpointing
+from toolkit.parallel.fsdp import Sharding
 from toolkit.parallel.initialize import initialize
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.parallelize import parallelize
+
+if TYPE_CHECKING:
+    from toolkit.parallel.compile import Compiling
+    from toolkit.parallel.wrap import Wrapping
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,33 +51,78 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def sharding(config: Config, *, param_dtype: torch.dtype) -> Sharding:
+    """How FSDP stores, computes and communicates."""
+    training, options = config.training, config.parallelism
+    return Sharding(
+        param_dtype=param_dtype,
+        reduce_dtype=DTYPES[training.mixed_precision_reduce],
+        output_dtype=DTYPES.get(training.mixed_precision_output),
+        reshard_after_forward=reshard_after_forward(options),
+        forward_prefetch=options.fsdp_forward_prefetch,
+        backward_prefetch=options.fsdp_backward_prefetch,
+        cpu_offload=training.enable_cpu_offload,
+        sync_each_batch=options.fsdp_sync_each_batch,
+    )
+
+
 def _checkpointing(config: Config) -> ActivationCheckpointing:
     options = config.activation_checkpoint
+    by_stride = options.mode == "selective" and options.selective_ac_option != "op"
     return ActivationCheckpointing(
-        mode=options.mode,
-        every=int(options.selective_ac_option) if options.mode == "selective" else 1,
+        mode="op" if options.mode == "selective" and not by_stride else options.mode,
+        every=int(options.selective_ac_option) if by_stride else 1,
         early_stop=options.early_stop,
         preserve_rng_state=options.preserve_rng_state,
         determinism_check=options.determinism_check,
         debug=options.debug,
+        memory_budget=options.memory_budget,
+        pareto_folder=Path(config.job.dump_folder).expanduser() / "memory_budget"
+        if options.visualize_memory_budget_pareto
+        else None,
     )
 
 
+def _compiling(config: Config) -> Compiling | None:
+    options = config.compile
+    if not options.enable:
+        return None
+    from toolkit.parallel.compile import Compiling, use_cache
+
+    use_cache(Path(options.cache_folder).expanduser())
+    return Compiling(tuple(options.components), options.backend, options.fullgraph)
+
+
+def _wrapping(config: Config) -> Wrapping | None:
+    options = config.parallelism
+    if options.fsdp_wrap_policy == "block":
+        return None
+    from toolkit.parallel.wrap import Wrapping
+
+    return Wrapping(options.fsdp_wrap_policy, tuple(options.fsdp_wrap_classes), options.fsdp_min_num_params)
+
+
 def build_model(
-    config: Config, args: LlamaArgs, mesh: Mesh, device: torch.device, *, param_dtype: torch.dtype, seed: int
+    config: Config, args: LlamaArgs, mesh: Mesh, device: torch.device, *, how: Sharding, seed: int
 ) -> Llama:
     """A model sharded over ``mesh`` on ``device``, its weights a function of ``seed`` alone."""
+    attention = attention_choice(
+        config.model.attention,
+        config.model.flavor,
+        device=device.type,
+        documents=config.data.document_mask,
+    )
     with torch.device("meta"):
-        model = Llama(args, loss_chunk_tokens=config.training.loss_chunk_tokens)
+        model = Llama(args, attention=attention, loss_chunk_tokens=config.training.loss_chunk_tokens)
     model = model.to(DTYPES[config.training.dtype])
     parallelize(
         model,
         mesh,
         checkpointing=_checkpointing(config),
-        param_dtype=param_dtype,
-        reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
-        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+        compiling=_compiling(config),
+        wrapping=_wrapping(config),
+        sharding=how,
     )
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if how.cpu_offload else device)
     initialize(model, seed, lambda name: init_rule(name, args))
     return model

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from toolkit.errors import TrainingError
 from toolkit.loss import IGNORED_LABEL
 from toolkit.models.llama.model import Llama
 from toolkit.names import clean_name
 from toolkit.optim.clip import clip_, global_norm, nonfinite_parameters
+from toolkit.parallel.fsdp import Sharding, begin_micro_batch
 from toolkit.wording import first_few
 
 MicroBatch = dict[str, Tensor | None]
@@ -64,9 +64,16 @@ class TrainStep:
     """Callable on the micro-batches of this rank's part of one global batch."""
 
     def __init__(
-        self, model: Llama, optimizer: torch.optim.Optimizer, *, max_norm: float, device: torch.device
+        self,
+        model: Llama,
+        optimizer: torch.optim.Optimizer,
+        *,
+        sharding: Sharding,
+        max_norm: float,
+        device: torch.device,
     ):
         self.model = model
+        self.sharding = sharding
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.device = device
@@ -89,7 +96,7 @@ class TrainStep:
         scale = 1.0 / tokens.clamp(min=1).double()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
-            self._reduce_on(last=index == len(batches) - 1)
+            begin_micro_batch(self.model, self.sharding, last=index == len(batches) - 1)
             loss = loss_sum(self.model, batch)
             (loss * scale.to(loss.dtype)).backward()
             total += loss.detach()
@@ -107,12 +114,6 @@ class TrainStep:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return StepResult(mean, grad_norm, int(count), stop=stop_count > 0)
-
-    def _reduce_on(self, *, last: bool) -> None:
-        """Reduce-scatter each micro-batch (so gradients stay sharded); all-reduce over replicas once."""
-        assert isinstance(self.model, FSDPModule)
-        self.model.set_is_last_backward(last)
-        self.model.set_requires_all_reduce(last)
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(grad_norm):

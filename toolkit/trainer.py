@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import platform
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -12,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit import __version__
-from toolkit.build import build_model, compute_dtype, model_args
+from toolkit.build import build_model, compute_dtype, model_args, sharding
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.config import Config
@@ -60,9 +63,14 @@ class Trainer:
         self._lay_out()
         with phases("model"):
             self._build()
+        self.compile_clock = self._compile_clock()
         ranks = {"dp_rank": self.mesh.dp_rank, "dp_size": self.mesh.dp_size}
         self.loader = training_loader(config, data, self.batch, seed=self.seed, **ranks)
         self.validation_loader = validation_loader(config, data, **ranks)
+        self.steps_an_epoch = self.loader.epoch_samples / self.batch.total
+        self.total_steps = config.training.steps
+        if config.training.epochs:
+            self.total_steps = math.ceil(config.training.epochs * self.steps_an_epoch)
         self.checkpoints = CheckpointManager(
             self.folder / config.checkpoint.folder,
             keep_latest_k=config.checkpoint.keep_latest_k,
@@ -120,9 +128,8 @@ class Trainer:
         config = self.config
         self.args = model_args(config, tokenizer_vocab=self.data.tokenizer.n_words)
         self.param_dtype = compute_dtype(config, self.device)
-        self.model = build_model(
-            config, self.args, self.mesh, self.device, param_dtype=self.param_dtype, seed=self.seed
-        )
+        how = sharding(config, param_dtype=self.param_dtype)
+        self.model = build_model(config, self.args, self.mesh, self.device, how=how, seed=self.seed)
         options = config.optimizer
         self.optimizer = build_optimizer(
             self.model.named_parameters(),
@@ -133,10 +140,20 @@ class Trainer:
             eps=options.eps,
             weight_decay=options.weight_decay,
             implementation=options.implementation,
+            no_decay=options.no_decay,
+            step_in_backward=options.early_step_in_backward,
         )
         self.train_step = TrainStep(
-            self.model, self.optimizer, max_norm=config.training.max_norm, device=self.device
+            self.model, self.optimizer, sharding=how, max_norm=config.training.max_norm, device=self.device
         )
+
+    def _compile_clock(self) -> Callable[[], float]:
+        """Gives the seconds spent on compiling since the last call."""
+        if not self.config.compile.enable:
+            return lambda: 0.0
+        from toolkit.parallel.compile import CompileClock
+
+        return CompileClock().take
 
     # Checkpoints
 
@@ -200,20 +217,21 @@ class Trainer:
         """Train to the last step and return the exit code."""
         self._start_log()
         try:
-            if self.step >= self.config.training.steps:
+            if self.step >= self.total_steps:
                 return self._already_finished()
-            return self._loop()
+            with self._observers() as after_step:
+                return self._loop(after_step)
         finally:
             self.log.close()
             if self._lock:
                 self._lock.close()
 
-    def _loop(self) -> int:
+    def _loop(self, after_step: Callable[[int], None]) -> int:
         training, request = self.config.training, StopRequest()
         garbage = GarbageCollection(training.gc_freq, debug=training.gc_debug)
         batches, speed = iter(self.loader), self._speed_meter()
         first = self.step + 1
-        while self.step < training.steps:
+        while self.step < self.total_steps:
             self.step += 1
             seed_step(self.seed, self.step, self.mesh.dp_rank)
             with speed.waiting():
@@ -222,9 +240,11 @@ class Trainer:
                 result = self.train_step(micro_batches, learning_rate=self._rate(), stop=request.asked)
             except TrainingError as error:
                 raise TrainingError(f"step {self.step}: {error}") from None
+            after_step(self.step)
             self.tokens += result.tokens
             speed.step(result.tokens)
-            last = self.step == training.steps
+            speed.add_apart("compile", self.compile_clock())
+            last = self.step == self.total_steps
             if self.step == first or last or self.step % self.config.metrics.log_freq == 0:
                 self._log_step(result, speed)
             if self.step == first:
@@ -242,18 +262,21 @@ class Trainer:
             if result.stop:
                 break
         request.release()
-        return self._finished() if self.step == training.steps else self._stopped(request)
+        return self._finished() if self.step == self.total_steps else self._stopped(request)
 
     def _rate(self) -> float:
         options = self.config.lr_scheduler
         return learning_rate(
             self.step - 1,
             lr=self.config.optimizer.lr,
-            total_steps=options.total_steps or self.config.training.steps,
+            total_steps=options.total_steps or self.total_steps,
             warmup_steps=options.warmup_steps,
+            warmup_ratio=options.warmup_ratio,
             decay_ratio=options.decay_ratio,
             decay_type=options.decay_type,
             min_lr_factor=options.min_lr_factor,
+            step_size=options.step_size or self.steps_an_epoch,
+            gamma=options.gamma,
         )
 
     def _validation_due(self, last: bool) -> bool:
@@ -279,12 +302,47 @@ class Trainer:
 
     # Reporting
 
+    @contextmanager
+    def _observers(self) -> Iterator[Callable[[int], None]]:
+        """What watches the steps and is to be told of each: the profiler, memory snapshots."""
+        options, told = self.config.profiling, list[Callable[[int], None]]()
+        with ExitStack() as stack:
+            if options.enable_profiling:
+                from toolkit.metrics.profiler import StepProfiler
+
+                profiler = StepProfiler(
+                    self.folder / options.save_traces_folder,
+                    freq=options.profile_freq,
+                    active=options.profiler_active,
+                    warmup=options.profiler_warmup,
+                    first_step=self.step + 1,
+                    rank=dist.get_rank(),
+                    device=self.device,
+                    say=self.log.say,
+                )
+                told.append(stack.enter_context(profiler).after_step)
+            if options.enable_memory_snapshot:
+                from toolkit.metrics.snapshot import MemorySnapshots
+
+                snapshots = MemorySnapshots(
+                    self.folder / options.save_memory_snapshot_folder,
+                    freq=options.profile_freq,
+                    rank=dist.get_rank(),
+                )
+                told.append(stack.enter_context(snapshots).after_step)
+
+            def after_step(step: int) -> None:
+                for tell in told:
+                    tell(step)
+
+            yield after_step
+
     def _start_log(self) -> None:
         config = self.config
         self.history: list[dict[str, Any]] = []
         self.log = MetricLogger(
             self.folder,
-            total_steps=config.training.steps,
+            total_steps=self.total_steps,
             resume_step=self.step,
             rank=dist.get_rank(),
             tensorboard=config.metrics.enable_tensorboard,
@@ -292,6 +350,8 @@ class Trainer:
             all_ranks=config.metrics.save_for_all_ranks,
             color=not config.metrics.disable_color_printing,
             config_text=config.to_toml(),
+            wandb=config.metrics.enable_wandb,
+            config=config.model_dump(),
         )
         self.checkpoints.say = self.log.say
         if self.step:
@@ -352,8 +412,8 @@ class Trainer:
     def _already_finished(self) -> int:
         self.log.say(
             f"nothing to do: the checkpoint of step {self.step} in {self.checkpoints.folder} is at or past "
-            f"training.steps {self.config.training.steps}; raise --training.steps to go on, or name another "
-            "--job.dump_folder to start anew"
+            f"the {self.total_steps} steps of this run; raise --training.steps (or epochs) to go on, or name "
+            "another --job.dump_folder to start anew"
         )
         return EXIT_FINISHED
 

@@ -58,6 +58,11 @@ def degrees(parallelism: Parallelism, world_size: int) -> Degrees | None:
     )
 
 
+def reshard_after_forward(parallelism: Parallelism) -> str | int:
+    """``fsdp_reshard_after_forward`` as the sharding strategy has it."""
+    return parallelism.fsdp_reshard_after_forward
+
+
 @dataclass(frozen=True)
 class BatchShape:
     """Samples of a step: ``total`` are ``accumulation`` micro-batches of ``local`` on each rank."""

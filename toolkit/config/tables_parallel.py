@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from annotated_types import Ge
+
 from toolkit.config.fields import (
     ActsWith,
     AutoOrPositive,
@@ -30,8 +32,31 @@ class Parallelism(Table):
     """Replicas of the sharded model (HSDP when there are more than one)."""
     data_parallel_shard_degree: AutoOrPositive = -1
     """Ranks over which FSDP shards parameters, gradients and optimizer state; -1 is all that are left."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free a unit's parameters between forward and backward. default: always, but never with pipelines."""
+    sharding_strategy: (
+        Literal[
+            "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", 1, 2, 3, 4, 5
+        ]
+        | None
+    ) = None
+    """FSDP1's and accelerate's name or number for a choice of the degrees and fsdp_reshard_after_forward."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Ge(2)] = "default"
+    """Free a unit's parameters between forward and backward. default: all but the last unit's, which backward
+    needs at once. A number keeps them sharded over that many ranks, a divisor of the shard degree."""
+    fsdp_wrap_policy: Literal["block", "class", "size"] = "block"
+    """What is gathered and freed together. block: the embedding, each block, the head; class: each module of
+    fsdp_wrap_classes; size: each module with fsdp_min_num_params that are in no smaller unit."""
+    fsdp_wrap_classes: list[str] = ["TransformerBlock"]
+    """For class: TransformerBlock, Attention, FeedForward, Embedding, OutputHead."""
+    fsdp_min_num_params: Positive = 100_000_000
+    """For size: parameters of the smallest unit."""
+    fsdp_forward_prefetch: NonNegative = 0
+    """Units whose parameters are asked for while another computes its forward; 0 leaves it to the order of
+    the launches, which overlaps on CUDA."""
+    fsdp_backward_prefetch: Positive = 1
+    """Units whose parameters are asked for while another computes its backward."""
+    fsdp_sync_each_batch: bool = True
+    """Reduce gradients after each micro-batch. false communicates once a step and keeps whole gradients
+    until then, as no_sync does."""
     tensor_parallel_degree: Annotated[Positive, NotBuilt()] = 1
     """Ranks over which each matrix is split."""
     disable_loss_parallel: Annotated[bool, _TP] = False
@@ -74,19 +99,18 @@ class Parallelism(Table):
 class ActivationCheckpoint(Table):
     """Keep fewer activations and compute them again in backward."""
 
-    mode: Annotated[Literal["selective", "full", "memory_budget", "none"], NotBuilt(("memory_budget",))] = (
-        "selective"
-    )
-    """none keeps all, full only the inputs of blocks, selective does so for some blocks."""
+    mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
+    """none keeps all, full only the inputs of blocks, selective chooses blocks or operations;
+    memory_budget lets torch.compile choose, and needs it."""
     selective_ac_option: str = "2"
-    """For selective: an integer n recomputes every n-th block; op chooses by operation (not built yet)."""
+    """For selective: an integer n recomputes every n-th block; op recomputes what is cheap for its size."""
     per_op_sac_force_recompute_mm_shapes_by_fqns: Annotated[list[str], _MOE] = ["moe.router.gate"]
     """Matmuls that op always computes again."""
     early_stop: bool = False
     """Stop computing again as soon as all that is needed is there."""
-    memory_budget: Annotated[Fraction, ActsWith("activation_checkpoint.mode")] = 0.5
+    memory_budget: Fraction = 0.5
     """For memory_budget: part of the activations to keep."""
-    visualize_memory_budget_pareto: Annotated[bool, ActsWith("activation_checkpoint.mode")] = False
+    visualize_memory_budget_pareto: bool = False
     """For memory_budget: write a picture of the choices."""
     preserve_rng_state: bool = True
     """Compute again with the random numbers of the forward; needed only for dropout."""
@@ -99,12 +123,16 @@ class ActivationCheckpoint(Table):
 class Compile(Table):
     """torch.compile."""
 
-    enable: Annotated[bool, NotBuilt()] = False
+    enable: bool = False
     """Compile the components."""
-    components: Annotated[list[Literal["model", "loss"]], ActsWith("compile.enable")] = ["model", "loss"]
+    components: list[Literal["model", "loss"]] = ["model", "loss"]
     """What to compile: any of model (block by block) and loss."""
-    backend: Annotated[str, ActsWith("compile.enable")] = "inductor"
+    backend: str = "inductor"
     """Back end of torch.compile."""
+    fullgraph: bool = True
+    """A block that cannot be compiled whole is an error; false falls back to eager at graph breaks."""
+    cache_folder: str = "~/.cache/llama-toolkit/compile"
+    """Folder of compiled code, which makes the second start fast."""
 
 
 class Float8Linear(Table):

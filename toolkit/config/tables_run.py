@@ -41,21 +41,19 @@ class Job(Table):
 class Profiling(Table):
     """torch.profiler traces and memory snapshots."""
 
-    enable_profiling: Annotated[bool, NotBuilt()] = False
+    enable_profiling: bool = False
     """Write a trace every profile_freq steps."""
-    save_traces_folder: Annotated[str, ActsWith("profiling.enable_profiling")] = "profile_traces"
+    save_traces_folder: str = "profile_traces"
     """Folder of the traces, inside job.dump_folder."""
-    profile_freq: Annotated[Positive, ActsWith("profiling.enable_profiling")] = 10
+    profile_freq: Positive = 10
     """Steps from one trace to the next."""
-    profiler_active: Annotated[Positive, ActsWith("profiling.enable_profiling")] = 1
+    profiler_active: Positive = 1
     """Steps that a trace covers."""
-    profiler_warmup: Annotated[NonNegative, ActsWith("profiling.enable_profiling")] = 3
+    profiler_warmup: NonNegative = 3
     """Steps that the profiler runs before each trace."""
-    enable_memory_snapshot: Annotated[bool, NotBuilt()] = False
+    enable_memory_snapshot: bool = False
     """Record the CUDA allocator's history."""
-    save_memory_snapshot_folder: Annotated[str, ActsWith("profiling.enable_memory_snapshot")] = (
-        "memory_snapshot"
-    )
+    save_memory_snapshot_folder: str = "memory_snapshot"
     """Folder of the snapshots, inside job.dump_folder."""
 
 
@@ -72,7 +70,7 @@ class Metrics(Table):
     """Folder of the TensorBoard events, inside job.dump_folder."""
     save_for_all_ranks: bool = False
     """Write JSON lines and TensorBoard events on every rank, each its own, instead of rank 0 alone."""
-    enable_wandb: Annotated[bool, NotBuilt()] = False
+    enable_wandb: bool = False
     """Send the metrics to Weights & Biases."""
     peak_tflops: PositiveFloat | None = None
     """Dense bf16 peak of one device in TFLOP/s, for the MFU of a device that is not in our table."""
@@ -132,11 +130,11 @@ class Comm(Table):
     """Time-out of collectives until the first step is done."""
     train_timeout_seconds: Positive = 100
     """Time-out of collectives after the first step."""
-    trace_buf_size: Annotated[NonNegative, NotBuilt()] = 20000
+    trace_buf_size: NonNegative = 20000
     """Entries of NCCL's flight recorder."""
-    save_traces_folder: Annotated[str, NotBuilt()] = "comm_traces"
+    save_traces_folder: str = "comm_traces"
     """Folder of the flight recorder's traces, inside job.dump_folder."""
-    save_traces_file_prefix: Annotated[str, NotBuilt()] = "rank_"
+    save_traces_file_prefix: str = "rank_"
     """First part of the name of a flight recorder's trace."""
     mode: Annotated[
         Literal["default", "fake_backend", "local_tensor"],

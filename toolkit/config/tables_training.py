@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Interval
 from pydantic import Field as Constraint
 
 from toolkit.config.fields import (
@@ -61,6 +61,8 @@ class Model(Table):
     """Llama 3 scaling of the rotary frequencies by this factor; 1 is none."""
     tie_embeddings: bool | None = None
     """One matrix for the embedding and the output head."""
+    attention: Literal["auto", "sdpa", "flex", "varlen", "flash"] = "auto"
+    """Attention back end. auto takes what the flavor names (8B_flex), else what is best for the device."""
 
     def overrides(self) -> dict[str, Any]:
         """Return the keys that change a preset's shape, None where the preset's value stays."""
@@ -71,15 +73,16 @@ class Model(Table):
             "tokenizer_path",
             "converters",
             "print_after_conversion",
+            "attention",
         }
         return self.model_dump(exclude=not_shape)
 
 
 class Optimizer(Table):
-    """AdamW."""
+    """The optimizer."""
 
-    name: Annotated[Literal["AdamW", "Adam"], NotBuilt(("Adam",))] = "AdamW"
-    """Optimizer."""
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """AdamW decays weights apart from the gradient; Adam adds the decay to the gradient."""
     lr: NonNegativeFloat = 8e-4
     """Peak learning rate."""
     beta1: Momentum = 0.9
@@ -89,11 +92,14 @@ class Optimizer(Table):
     eps: NonNegativeFloat = 1e-8
     """Added to the denominator of the update."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay."""
+    """Weight decay."""
+    no_decay: list[str] = []
+    """Parameters without weight decay, by patterns of their names such as *norm.weight."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """How the update is computed; fused is the fastest."""
-    early_step_in_backward: Annotated[bool, NotBuilt()] = False
-    """Step each parameter as soon as its gradient is ready."""
+    early_step_in_backward: bool = False
+    """Step each parameter in backward, as soon as its gradient is ready, and free the gradient. Neither
+    clips nor accumulates."""
 
 
 class LRScheduler(Table):
@@ -101,12 +107,18 @@ class LRScheduler(Table):
 
     warmup_steps: NonNegative = 200
     """Steps of linear warm-up."""
+    warmup_ratio: Fraction | None = None
+    """Warm-up as a part of the schedule, rounded up to a step, in place of warmup_steps."""
     total_steps: Positive | None = None
     """Length of the schedule when it is not training.steps."""
     decay_ratio: Fraction | None = None
     """Last part of the schedule in which the rate decays; None: all of it after the warm-up."""
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
-    """Shape of the decay."""
+    decay_type: Literal["linear", "sqrt", "cosine", "constant", "step"] = "linear"
+    """Shape of the decay. constant does not decay; step multiplies by gamma every step_size steps."""
+    step_size: Positive | None = None
+    """For step: steps from one multiplication to the next; None is an epoch."""
+    gamma: Annotated[float, Interval(gt=0, le=1)] = 0.85
+    """For step: the factor."""
     min_lr_factor: Fraction = 0.0
     """Rate at the end as a part of optimizer.lr."""
 
@@ -132,6 +144,12 @@ class Training(Table):
     shipped. With dataset_path the name is only a label."""
     dataset_path: str | None = None
     """Own text: a .txt or .jsonl file (also .gz), a folder, a glob, or several of them with commas."""
+    dataset_subset: str | None = None
+    """Configuration of a Hugging Face dataset, such as en of allenai/c4."""
+    dataset_split: str = "train"
+    """Split of a Hugging Face dataset."""
+    epochs: Positive | None = None
+    """Length as passes over the corpus, in place of steps."""
     local_batch_size: Positive = 8
     """Samples that a rank takes through the model at once."""
     global_batch_size: AutoOrPositive = -1
@@ -143,15 +161,18 @@ class Training(Table):
     """Clip the global gradient norm to this; inf does not clip."""
     steps: Positive = 10000
     """Optimizer steps."""
-    enable_cpu_offload: Annotated[bool, NotBuilt()] = False
+    enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in CPU memory."""
     dtype: Literal["bfloat16", "float32"] = "float32"
     """Precision in which parameters and optimizer state are kept."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
     """Precision of the computation. auto is bfloat16 where the device multiplies it natively, else float32
     (torchtitan's default is bfloat16)."""
-    mixed_precision_reduce: Literal["float32"] = "float32"
-    """Precision in which gradients are reduced."""
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which gradients are reduced; bfloat16 halves the traffic and rounds every sum."""
+    mixed_precision_output: Literal["auto", "float32"] = "auto"
+    """Precision of the logits that the model hands out; auto is that of the computation. The loss is always
+    computed in at least float32."""
     gc_freq: Positive = 50
     """Steps from one garbage collection of Python's to the next; all ranks collect together."""
     gc_debug: bool = False
@@ -161,11 +182,28 @@ class Training(Table):
     dataloader: DataLoader = DataLoader()
 
 
+class Corpus(Table):
+    """One part of a mixture."""
+
+    weight: PositiveFloat = 1.0
+    """Share of the samples; weights are divided by their sum."""
+    dataset: str = "c4_test"
+    """Corpus by name, as training.dataset."""
+    dataset_path: str | None = None
+    """Own text, as training.dataset_path."""
+    dataset_subset: str | None = None
+    """As training.dataset_subset."""
+    dataset_split: str = "train"
+    """As training.dataset_split."""
+    text_column: str | None = None
+    """As data.text_column, which it replaces."""
+
+
 class Data(Table):
     """How text becomes samples."""
 
     text_column: str = "text"
-    """Column of a .jsonl file that holds the text."""
+    """Column that holds the text, or a template of columns such as "{question}\\n{answer}"."""
     packing: bool = True
     """Fill samples with documents end to end; false puts one document in a row, cut or padded."""
     document_mask: bool = True
@@ -174,6 +212,8 @@ class Data(Table):
     """New order of the samples in each epoch; false keeps the order of the files."""
     cache_folder: str = "~/.cache/llama-toolkit"
     """Folder in which tokenised corpora are kept."""
+    max_inline_gb: PositiveFloat = 10.0
+    """Gigabytes of text that a run tokenises itself; for more it asks for tools/prepare_data.py."""
 
 
 class Validation(Table):
@@ -185,6 +225,10 @@ class Validation(Table):
     """Corpus by name, as training.dataset."""
     dataset_path: str | None = None
     """Own text, as training.dataset_path."""
+    dataset_subset: str | None = None
+    """As training.dataset_subset."""
+    dataset_split: str = "validation"
+    """As training.dataset_split."""
     local_batch_size: Positive = 8
     """Samples that a rank takes through the model at once."""
     seq_len: Positive = 2048

@@ -95,6 +95,11 @@ class Loader:
         self._taken = 0
 
     @property
+    def epoch_samples(self) -> int:
+        """Samples of one pass over the corpus."""
+        return self._sampler.n
+
+    @property
     def samples(self) -> int:
         """Samples consumed by the whole run, to the last complete global batch."""
         return self._start + self._taken // self._micro_batches * self._sampler.global_batch_size

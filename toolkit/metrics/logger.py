@@ -34,6 +34,8 @@ class MetricLogger:
         all_ranks: bool = False,
         color: bool = True,
         config_text: str = "",
+        wandb: bool = False,
+        config: Mapping[str, Any] | None = None,
     ):
         folder = Path(folder)
         chief = rank == 0

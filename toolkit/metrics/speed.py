@@ -45,7 +45,12 @@ class SpeedMeter:
         """Around what is not training."""
         started = self._clock()
         yield
-        self._apart[name] = self._apart.get(name, 0.0) + self._clock() - started
+        self.add_apart(name, self._clock() - started)
+
+    def add_apart(self, name: str, seconds: float) -> None:
+        """Count ``seconds`` that have passed as not training."""
+        if seconds:
+            self._apart[name] = self._apart.get(name, 0.0) + seconds
 
     def read(self) -> dict[str, float | None]:
         """Means over the steps since the last reading, which ends here.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ def build_optimizer(
     eps: float,
     weight_decay: float,
     implementation: str,
+    no_decay: Sequence[str] = (),
+    step_in_backward: bool = False,
 ) -> Optimizer:
     """An optimizer over the trainable ones of ``parameters`` (plain or DTensor).
 

@@ -29,6 +29,9 @@ def learning_rate(
     decay_ratio: float | None,
     decay_type: str,
     min_lr_factor: float,
+    warmup_ratio: float | None = None,
+    step_size: float = 1.0,
+    gamma: float = 0.85,
 ) -> float:
     """The learning rate of the update that follows ``step`` finished ones (``step`` is 0 for the first).
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -11,7 +12,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 @dataclass(frozen=True)
 class ActivationCheckpointing:
     """``mode`` "none" keeps all activations, "full" only the inputs of blocks, "selective" does the
-    latter for every ``every``-th block, the first included. The rest are torch.utils.checkpoint's own.
+    latter for every ``every``-th block, the first included, "op" recomputes what is cheap for its size,
+    "memory_budget" leaves it to torch.compile to keep the part ``memory_budget`` of the activations. The
+    rest are torch.utils.checkpoint's own.
     """
 
     mode: str = "none"
@@ -20,6 +23,8 @@ class ActivationCheckpointing:
     preserve_rng_state: bool = True
     determinism_check: str = "default"
     debug: bool = False
+    memory_budget: float = 0.5
+    pareto_folder: Path | None = None
 
 
 def apply_activation_checkpoint(blocks: nn.ModuleDict, options: ActivationCheckpointing) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from toolkit.models.llama.model import Llama
 from toolkit.models.llama.sharding import fsdp_units
 from toolkit.parallel.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpoint
-from toolkit.parallel.fsdp import apply_fsdp
+from toolkit.parallel.fsdp import Sharding, apply_fsdp
 from toolkit.parallel.mesh import Mesh
+
+if TYPE_CHECKING:  # read only by runs that use them
+    from toolkit.parallel.compile import Compiling
+    from toolkit.parallel.wrap import Wrapping
 
 
 def parallelize(
@@ -16,17 +20,23 @@ def parallelize(
     mesh: Mesh,
     *,
     checkpointing: ActivationCheckpointing,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    reshard_after_forward: str,
+    compiling: Compiling | None,
+    wrapping: Wrapping | None,
+    sharding: Sharding,
 ) -> None:
-    """Make ``model`` a sharded one, in place. ``fully_shard`` is applied at every size, 1 included."""
+    """Make ``model`` a sharded one, in place. ``fully_shard`` is applied at every size, 1 included.
+
+    ``compiling`` None is eager, ``wrapping`` None the model's own units.
+    """
     apply_activation_checkpoint(model.layers, checkpointing)
-    apply_fsdp(
-        model,
-        fsdp_units(model),
-        mesh.fsdp,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        reshard_after_forward=reshard_after_forward,
-    )
+    if compiling:
+        from toolkit.parallel.compile import apply_compile
+
+        apply_compile(model, compiling)
+    if wrapping:
+        from toolkit.parallel.wrap import wrapped_units
+
+        units = wrapped_units(model, wrapping)
+    else:
+        units = fsdp_units(model)
+    apply_fsdp(model, units, mesh.fsdp, sharding)

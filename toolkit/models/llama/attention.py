@@ -5,15 +5,42 @@ Shapes: B batch, S sequence, H heads, K key/value heads (H a multiple of K), E h
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-AttentionMask = Tensor | None
-"""(B, 1, S, S) bool, true where a query (row) sees a key (column); None is plain causal attention."""
+AttentionMask = Any
+"""What a back end's own ``mask`` returns, made once a forward and handed to every block."""
 
 
-def attention_mask(documents_BS: Tensor | None) -> AttentionMask:
+class AttentionBackend(Protocol):
+    """softmax(q kᵀ / √E) v, causal and within documents, each key head serving H / K query heads."""
+
+    def mask(self, documents_BS: Tensor | None) -> AttentionMask:
+        """What attention may see: documents (B, S) of equal ids, or one document a row for None."""
+
+    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
+        """Returns (B, S, H, E)."""
+
+
+def attention_backend(name: str) -> AttentionBackend:
+    """The back end called "sdpa"."""
+    return {"sdpa": SDPA}[name]()
+
+
+class SDPA:
+    """torch's scaled_dot_product_attention: every device, with a dense mask where there are documents."""
+
+    def mask(self, documents_BS: Tensor | None) -> Tensor | None:
+        return attention_mask(documents_BS)
+
+    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:
+        return sdpa(q_BSHE, k_BSKE, v_BSKE, mask)
+
+
+def attention_mask(documents_BS: Tensor | None) -> Tensor | None:
     """Causal attention within documents: tokens of one document have one id, whatever it is.
 
     Padding has an id of its own: it sees itself, so that no row of the softmax is empty.
@@ -24,7 +51,7 @@ def attention_mask(documents_BS: Tensor | None) -> AttentionMask:
     return same_B1SS.tril_()
 
 
-def sdpa(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
+def sdpa(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:
     """softmax(q kᵀ / √E) v over what the mask allows, with each key head serving H / K query heads.
 
     Returns (B, S, H, E).

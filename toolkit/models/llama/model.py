@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.loss import chunked_loss, cross_entropy_sum
-from toolkit.models.llama.attention import AttentionMask, attention_mask, sdpa
+from toolkit.models.llama.attention import AttentionBackend, AttentionMask, attention_backend
 from toolkit.models.llama.presets import LlamaArgs, RopeScaling
 
 
@@ -27,12 +27,15 @@ class Llama(nn.Module):
     so that the pair cannot come apart when parameters are moved or replaced.
     """
 
-    def __init__(self, args: LlamaArgs, *, loss_chunk_tokens: int = 2048):
+    def __init__(self, args: LlamaArgs, *, attention: str = "sdpa", loss_chunk_tokens: int = 2048):
         super().__init__()
         self.args = args
+        self.attention = attention_backend(attention)
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         # Keyed by index, so that names stay when a pipeline takes blocks away.
-        self.layers = nn.ModuleDict({str(index): Block(args) for index in range(args.n_layers)})
+        self.layers = nn.ModuleDict(
+            {str(index): TransformerBlock(args, self.attention) for index in range(args.n_layers)}
+        )
         self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output: OutputHead | None = OutputHead(args, loss_chunk_tokens)
 
@@ -55,7 +58,7 @@ class Llama(nn.Module):
         if positions is None:
             positions = torch.arange(h_BSD.shape[1], device=h_BSD.device)
         rotations = rope_rotations(self.args, positions, h_BSD.dtype)
-        mask = attention_mask(documents)
+        mask = self.attention.mask(documents)
         for block in self.layers.values():
             h_BSD = block(h_BSD, rotations, mask)
         if self.norm is None or self.output is None:
@@ -66,13 +69,13 @@ class Llama(nn.Module):
         return self.output(self.norm(h_BSD), labels, tied_VD)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One transformer layer; residual additions around attention and feed-forward."""
 
-    def __init__(self, args: LlamaArgs):
+    def __init__(self, args: LlamaArgs, attention: AttentionBackend):
         super().__init__()
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.attention = Attention(args)
+        self.attention = Attention(args, attention)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args.dim, args.ffn_dim)
 
@@ -84,8 +87,9 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, args: LlamaArgs):
+    def __init__(self, args: LlamaArgs, backend: AttentionBackend):
         super().__init__()
+        self.backend = backend
         self.head_dim = args.head_dim
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
@@ -97,7 +101,7 @@ class Attention(nn.Module):
         q_BSHE = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSKE = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
-        out_BSHE = sdpa(rotate(q_BSHE, rotations), rotate(k_BSKE, rotations), v_BSKE, mask)
+        out_BSHE = self.backend(rotate(q_BSHE, rotations), rotate(k_BSKE, rotations), v_BSKE, mask)
         return self.wo(out_BSHE.flatten(-2))
 
 
@@ -121,6 +125,7 @@ class OutputHead(nn.Module):
         super().__init__()
         self.weight = None if args.tie_embeddings else nn.Parameter(torch.empty(args.vocab_size, args.dim))
         self.loss_chunk_tokens = loss_chunk_tokens
+        self.loss = _head_loss  # replaced by its compiled form under torch.compile
 
     def forward(self, h_BSD: Tensor, labels: Tensor | None = None, tied_VD: Tensor | None = None) -> Tensor:
         """Logits (B, S, V), or the summed loss of ``labels`` (B, S). ``tied_VD`` is a tied embedding."""
@@ -129,7 +134,7 @@ class OutputHead(nn.Module):
         if labels is None:
             return F.linear(h_BSD, weight_VD)
         return chunked_loss(
-            _head_loss, h_BSD.flatten(0, 1), weight_VD, labels.flatten(), chunk_tokens=self.loss_chunk_tokens
+            self.loss, h_BSD.flatten(0, 1), weight_VD, labels.flatten(), chunk_tokens=self.loss_chunk_tokens
         )
 
 

@@ -183,6 +183,14 @@ def resolve(name: str, flavor: str, *, tokenizer_vocab: int | None = None, **ove
     return args
 
 
+def attention_choice(asked: str, flavor: str, *, device: str, documents: bool) -> str:
+    """The attention back end for ``model.attention`` on a ``device`` ("cpu" or "cuda").
+
+    ``documents`` is whether samples hold several documents, each attending within itself.
+    """
+    return "sdpa" if asked == "auto" else asked
+
+
 def parameter_count(args: LlamaArgs) -> int:
     """Number of distinct parameters; a tied head counts once."""
     embeddings = args.vocab_size * args.dim * (1 if args.tie_embeddings else 2)
