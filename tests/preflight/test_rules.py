@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from toolkit.checkpoint.manifest import MANIFEST, build_manifest
-from toolkit.config import Config, load_config
+from tests.preflight import bad_attention, bad_corpora, bad_memory, bad_observing, bad_optim, bad_sharding
+from tests.preflight.bad_runs import (
+    CP,
+    CPU,
+    OLD_CPU,
+    PP,
+    REPLICATE,
+    SELECTIVE,
+    SHARD,
+    TP,
+    V100,
+    Bad,
+    bad,
+    configure,
+    save,
+    write,
+    write_protect,
+)
 from toolkit.errors import CheckpointError, ConfigError, DataError
 from toolkit.hardware import Hardware
 from toolkit.preflight import RULES, check, notes, run
 from toolkit.preflight.facts import Run
-
-ROOT = Path(__file__).parents[2]
-TOKENIZER = ROOT / "tests" / "assets" / "tokenizer"
-CPU = Hardware("cpu", "CPU", 2, native_bf16=True, float8=False)
-OLD_CPU = Hardware("cpu", "CPU", 2, native_bf16=False, float8=False)
-V100 = Hardware("cuda", "Tesla V100", 8, native_bf16=False, float8=False)
-SMALL = ["--model.vocab_size=4352", "--training.seq_len=256", "--training.global_batch_size=16"]
 
 
 @pytest.fixture
@@ -33,81 +39,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def configure(flags: list[str]) -> Config:
-    return load_config([f"--model.hf_assets_path={TOKENIZER}", "--data.cache_folder=cache", *SMALL, *flags])
-
-
-@dataclass(frozen=True)
-class Bad:
-    """A run that breaks ``rule`` (and ``also``); ``says`` are parts of the message about ``key``."""
-
-    rule: str
-    flags: list[str]
-    key: str
-    says: tuple[str, ...]
-    world: int
-    hardware: Hardware
-    also: set[str]
-    prepare: Callable[[Path], Any]
-
-
-def bad(
-    rule: str,
-    flags: str,
-    *says: str,
-    key: str = "",
-    world: int = 1,
-    hardware: Hardware = CPU,
-    also: str = "",
-    prepare: Callable[[Path], Any] = lambda folder: None,
-) -> Bad:
-    """A case whose key, if not given, is the first of the flags, which stand without their dashes."""
-    words = flags.split()
-    key = key or words[0].partition("=")[0]
-    return Bad(rule, [f"--{word}" for word in words], key, says, world, hardware, set(also.split()), prepare)
-
-
-def save(folder: Path, step: int, *, model: dict[str, Any] | None = None, **run: Any) -> Path:
-    """A committed checkpoint as the trainer writes it, with one file of one byte."""
-    path = folder / "outputs" / "checkpoint" / f"step-{step}"
-    path.mkdir(parents=True)
-    (path / "__0_0.distcp").write_bytes(b"x")
-    about = {
-        "model": model or {},
-        "model_only": False,
-        "data_parallel_degree": 1,
-        "global_batch_size": 8,
-    } | run
-    files = {"__0_0.distcp": {"bytes": 1, "sha256": "0"}}
-    manifest = build_manifest(step=step, files=files, tensor_count=1, tensor_bytes=1, run=about)
-    (path / MANIFEST).write_text(json.dumps(manifest))
-    return path
-
-
-def write_protect(folder: Path) -> None:
-    (folder / "a").mkdir(mode=0o500)
-
-
-def write(name: str, text: str) -> Callable[[Path], Any]:
-    return lambda folder: (folder / name).write_text(text)
-
-
-TP, CP, PP, REPLICATE, SHARD = (
-    f"parallelism.{name}_degree"
-    for name in (
-        "tensor_parallel",
-        "context_parallel",
-        "pipeline_parallel",
-        "data_parallel_replicate",
-        "data_parallel_shard",
-    )
-)
-SELECTIVE = "activation_checkpoint.selective_ac_option"
-
 OPTIONS = [
-    bad("built_options", "compile.enable", "compile.enable = true is not built yet"),
-    bad("built_options", "activation_checkpoint.mode=memory_budget", "is not built yet"),
-    bad("built_options", "comm.trace_buf_size=0", "is not built yet", "trace_buf_size = 20000"),
+    bad("built_options", "memory_estimation.enable", "memory_estimation.enable = true is not built yet"),
+    bad("built_options", "checkpoint.async_mode=async", "is not built yet", 'async_mode = "disabled"'),
     bad("supported_options", "fault_tolerance.enable", "torchft"),
     bad("supported_options", "parallelism.expert_parallel_degree=2", "mixture-of-experts"),
     bad("selective_checkpointing", f"{SELECTIVE}=op", "is not built yet"),
@@ -333,7 +267,8 @@ CHECKPOINT = [
     ),
 ]
 
-BAD = [*OPTIONS, *MODEL, *MESH, *FILES, *CHECKPOINT]
+PARTS = (bad_sharding, bad_memory, bad_optim, bad_corpora, bad_observing, bad_attention)
+BAD = [*OPTIONS, *MODEL, *MESH, *FILES, *CHECKPOINT, *(case for part in PARTS for case in part.CASES)]
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: f"{case.rule}-{case.flags[0][2:]}-{case.world}")
@@ -414,10 +349,13 @@ def test_hsdp_and_multiples_fit(folder: Path) -> None:
 
 
 def test_all_problems_are_reported_at_once_and_config_comes_first(folder: Path) -> None:
-    config = configure(["--training.dataset=c5", "--compile.enable"])
+    config = configure(["--training.dataset=c5", "--memory_estimation.enable"])
     with pytest.raises(ConfigError) as caught:
         run(config, world_size=1, hardware=CPU)
-    assert [problem.key for problem in caught.value.problems] == ["compile.enable", "training.dataset"]
+    assert [problem.key for problem in caught.value.problems] == [
+        "memory_estimation.enable",
+        "training.dataset",
+    ]
 
 
 @pytest.mark.parametrize(

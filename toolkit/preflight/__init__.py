@@ -11,13 +11,37 @@ from toolkit.config import Config
 from toolkit.errors import ConfigError, Problem
 from toolkit.hardware import Hardware, detect
 from toolkit.models.llama.presets import parameter_count
-from toolkit.preflight import rules_checkpoint, rules_files, rules_mesh, rules_model, rules_options
+from toolkit.preflight import (
+    rules_attention,
+    rules_checkpoint,
+    rules_corpora,
+    rules_files,
+    rules_memory,
+    rules_mesh,
+    rules_model,
+    rules_observing,
+    rules_optim,
+    rules_options,
+    rules_sharding,
+)
 from toolkit.preflight.facts import RULES, Rule, Run
 
 __all__ = ["RULES", "check", "describe", "notes", "run", "summary"]
 
 # What was asked for, what it is, where it runs, what it reads: the order in which a reader wants problems.
-_ORDER = (rules_options, rules_model, rules_mesh, rules_files, rules_checkpoint)
+_ORDER = (
+    rules_options,
+    rules_optim,
+    rules_memory,
+    rules_observing,
+    rules_model,
+    rules_attention,
+    rules_mesh,
+    rules_sharding,
+    rules_files,
+    rules_corpora,
+    rules_checkpoint,
+)
 
 
 def check(config: Config, *, world_size: int, hardware: Hardware) -> list[Problem]:

@@ -1,0 +1,7 @@
+"""Runs that break the rules of ``rules_optim``."""
+
+from __future__ import annotations
+
+from tests.preflight.bad_runs import Bad
+
+CASES: list[Bad] = []
