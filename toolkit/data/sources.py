@@ -117,7 +117,14 @@ def is_json(path: Path) -> bool:
     return path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
 
 
-def open_source(name: str, path: str | None, text_column: str = "text") -> Source:
+def open_source(
+    name: str,
+    path: str | None,
+    text_column: str = "text",
+    *,
+    subset: str | None = None,
+    split: str = "train",
+) -> Source:
     """Find a corpus: the files at ``path`` where it is given, else the embedded corpus called ``name``.
 
     ``path`` is a file, a folder (searched with its subfolders), a glob, or several of these with commas
@@ -134,10 +141,17 @@ def open_source(name: str, path: str | None, text_column: str = "text") -> Sourc
     return source
 
 
-def check_source(name: str, path: str | None, text_column: str = "text") -> Problem | None:
+def check_source(
+    name: str,
+    path: str | None,
+    text_column: str = "text",
+    *,
+    subset: str | None = None,
+    split: str = "train",
+) -> Problem | None:
     """What is wrong with a corpus, as far as can be seen in milliseconds, or None."""
     try:
-        open_source(name, path, text_column)
+        open_source(name, path, text_column, subset=subset, split=split)
     except SourceError as error:
         return error.problem
     except DataError as error:
