@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -34,6 +33,7 @@ from toolkit.metrics.phases import Phases
 from toolkit.metrics.speed import SpeedMeter
 from toolkit.metrics.summary import summary
 from toolkit.names import clean_name
+from toolkit.observers import observers
 from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
 from toolkit.optim.schedule import learning_rate
 from toolkit.parallel.mesh import build_mesh
@@ -219,7 +219,10 @@ class Trainer:
         try:
             if self.step >= self.total_steps:
                 return self._already_finished()
-            with self._observers() as after_step:
+            watched = observers(
+                self.config, self.folder, first_step=self.step + 1, device=self.device, say=self.log.say
+            )
+            with watched as after_step:
                 return self._loop(after_step)
         finally:
             self.log.close()
@@ -301,41 +304,6 @@ class Trainer:
         return last or stop or first or self.step % options.interval == 0
 
     # Reporting
-
-    @contextmanager
-    def _observers(self) -> Iterator[Callable[[int], None]]:
-        """What watches the steps and is to be told of each: the profiler, memory snapshots."""
-        options, told = self.config.profiling, list[Callable[[int], None]]()
-        with ExitStack() as stack:
-            if options.enable_profiling:
-                from toolkit.metrics.profiler import StepProfiler
-
-                profiler = StepProfiler(
-                    self.folder / options.save_traces_folder,
-                    freq=options.profile_freq,
-                    active=options.profiler_active,
-                    warmup=options.profiler_warmup,
-                    first_step=self.step + 1,
-                    rank=dist.get_rank(),
-                    device=self.device,
-                    say=self.log.say,
-                )
-                told.append(stack.enter_context(profiler).after_step)
-            if options.enable_memory_snapshot:
-                from toolkit.metrics.snapshot import MemorySnapshots
-
-                snapshots = MemorySnapshots(
-                    self.folder / options.save_memory_snapshot_folder,
-                    freq=options.profile_freq,
-                    rank=dist.get_rank(),
-                )
-                told.append(stack.enter_context(snapshots).after_step)
-
-            def after_step(step: int) -> None:
-                for tell in told:
-                    tell(step)
-
-            yield after_step
 
     def _start_log(self) -> None:
         config = self.config

@@ -1,0 +1,49 @@
+"""What watches the steps of a run from outside: the profiler and memory snapshots, where they are on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from toolkit.config import Config
+
+
+@contextmanager
+def observers(
+    config: Config, folder: Path, *, first_step: int, device: torch.device, say: Callable[[str], None]
+) -> Iterator[Callable[[int], None]]:
+    """Start what the config asks for; gives the function that is to be told of each finished step."""
+    options, rank = config.profiling, dist.get_rank()
+    told: list[Callable[[int], None]] = []
+    with ExitStack() as stack:
+        if options.enable_profiling:
+            from toolkit.metrics.profiler import StepProfiler
+
+            profiler = StepProfiler(
+                folder / options.save_traces_folder,
+                freq=options.profile_freq,
+                active=options.profiler_active,
+                warmup=options.profiler_warmup,
+                first_step=first_step,
+                rank=rank,
+                device=device,
+                say=say,
+            )
+            told.append(stack.enter_context(profiler).after_step)
+        if options.enable_memory_snapshot:
+            from toolkit.metrics.snapshot import MemorySnapshots
+
+            snapshots = MemorySnapshots(
+                folder / options.save_memory_snapshot_folder, freq=options.profile_freq, rank=rank
+            )
+            told.append(stack.enter_context(snapshots).after_step)
+
+        def after_step(step: int) -> None:
+            for tell in told:
+                tell(step)
+
+        yield after_step
