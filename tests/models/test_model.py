@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from tests.models.small_llama import VOCAB, build, small, tokens_and_labels
 from toolkit.models.llama.attention import attention_mask, sdpa
 from toolkit.models.llama.model import Llama, init_rule, rope_rotations
-from toolkit.models.llama.presets import PRESETS, parameter_count, resolve
+from toolkit.models.llama.presets import PRESETS, parameter_count, parameter_names, resolve
 from toolkit.parallel.initialize import initialize
 
 
@@ -45,6 +45,12 @@ def test_parameter_names_are_metas():
     tied = Llama(small("llama3.2"))
     assert {name for name, _ in tied.named_parameters()} == names - {"output.weight"}
     assert set(tied.state_dict()) == names - {"output.weight"}
+
+
+@pytest.mark.parametrize("name", ["llama3.1", "llama3.2"], ids=["untied", "tied"])
+def test_parameter_names_are_known_without_the_model(name):
+    args = small(name)
+    assert parameter_names(args) == [name for name, _ in Llama(args).named_parameters()]
 
 
 def test_a_tied_head_stays_tied_when_storage_is_replaced():

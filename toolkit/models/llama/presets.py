@@ -199,6 +199,15 @@ def parameter_count(args: LlamaArgs) -> int:
     return embeddings + args.n_layers * block + args.dim
 
 
+def parameter_names(args: LlamaArgs) -> list[str]:
+    """Names of the distinct parameters in the model's order; a tied head has none."""
+    parts = ["attention_norm", *(f"attention.{name}" for name in ("wq", "wk", "wv", "wo"))]
+    parts += ["ffn_norm", *(f"feed_forward.{name}" for name in ("w1", "w2", "w3"))]
+    blocks = [f"layers.{layer}.{part}" for layer in range(args.n_layers) for part in parts]
+    ends = ["norm"] if args.tie_embeddings else ["norm", "output"]
+    return [f"{module}.weight" for module in ("tok_embeddings", *blocks, *ends)]
+
+
 def _find(name: str, flavor: str) -> LlamaArgs:
     if name not in PRESETS:
         fix = did_you_mean(name, PRESETS, "set model.name to one of them")
