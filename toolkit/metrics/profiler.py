@@ -1,0 +1,90 @@
+"""A torch.profiler trace every so many steps, and where the time of the traced step went."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from toolkit.metrics.split import split
+
+
+class StepProfiler:
+    """Traces ``active`` steps up to every ``freq``-th one, after ``warmup`` steps of the profiler alone.
+
+    Each rank writes ``<folder>/iteration_<step>/rank<rank>_trace.json`` (for chrome://tracing or
+    ui.perfetto.dev); rank 0 also says how the time of the step was split. A trace that the end of
+    the run cuts short is not written. Steps are counted from ``first_step``, so that a resumed run
+    traces the steps that it would have traced.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        freq: int,
+        active: int,
+        warmup: int,
+        first_step: int,
+        rank: int,
+        device: torch.device,
+        say: Callable[[str], None],
+    ):
+        self._folder, self._rank, self._device, self._say = folder, rank, device, say
+        self._step = 0
+        cycle = schedule(wait=freq - active - warmup, warmup=warmup, active=active)
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(
+            activities=activities,
+            schedule=lambda steps: cycle(steps + first_step - 1),
+            on_trace_ready=self._write,
+            record_shapes=True,
+        )
+
+    def __enter__(self) -> StepProfiler:
+        self._profile.__enter__()
+        return self
+
+    def after_step(self, step: int) -> None:
+        if self._device.type == "cuda" and self._profile.current_action.name != "NONE":
+            # the kernels that a step left running are part of it, not of the next
+            torch.cuda.synchronize(self._device)
+        self._step = step
+        self._profile.step()
+        self._step = 0
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._profile.__exit__(kind, error, trace)
+
+    def _write(self, profiled: Any) -> None:
+        if not self._step:  # the run ends
+            return
+        path = self._folder / f"iteration_{self._step}" / f"rank{self._rank}_trace.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiled.export_chrome_trace(str(path))
+        except OSError as error:
+            self._say(f"the trace of step {self._step} cannot be written: {error}")
+            return
+        if self._rank == 0:
+            self._say(self._report(path))
+
+    def _report(self, path: Path) -> str:
+        found = split(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+        if found is None:
+            return f"profiled step {self._step}: the profiler recorded nothing; trace in {path.parent}"
+        last = self._step
+        which = f"step {last}" if found.steps == 1 else f"steps {last - found.steps + 1} to {last}, a step"
+        return f"profiled {which}: {found.wall:.1f} ms, of which\n{found}\n  traces in {path.parent}"

@@ -1,0 +1,53 @@
+"""Snapshots of the CUDA allocator's history, and what to do when memory runs out."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+_ENTRIES = 100_000
+"""Allocations and frees that a snapshot remembers, as torchtitan's: some hundred MB at most."""
+
+
+class MemorySnapshots:
+    """Every ``freq`` steps, and when memory runs out, each rank writes its allocations with their stacks.
+
+    The files, ``<folder>/iteration_<step>/rank<rank>_memory_snapshot.pickle``, are for
+    https://pytorch.org/memory_viz. At the end of memory the folder is ``iteration_<step>_exit``, of
+    the last step that was done. CUDA only: torch has no such history for the CPU.
+    """
+
+    def __init__(self, folder: Path, *, freq: int, rank: int):
+        self._folder, self._freq, self._rank = folder, freq, rank
+        self._step = 0
+
+    def __enter__(self) -> MemorySnapshots:
+        torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
+        return self
+
+    def after_step(self, step: int) -> None:
+        self._step = step
+        if step % self._freq == 0:
+            self._dump(f"iteration_{step}")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            self._dump(f"iteration_{self._step}_exit")
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _dump(self, name: str) -> None:
+        path = self._folder / name / f"rank{self._rank}_memory_snapshot.pickle"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                pickle.dump(torch.cuda.memory._snapshot(), file)
+        except OSError as error:
+            print(f"the memory snapshot {path} cannot be written: {error}", flush=True)
