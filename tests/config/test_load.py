@@ -118,6 +118,26 @@ def test_unknown_key_beside_every_key(field: Field, tmp_path: Path) -> None:
         ('[training]\ndataset = """c4\n', "run.toml:2: not valid TOML"),
         ("[training\n", "run.toml:1: not valid TOML"),
         ("extends = 3", "must be the name of one TOML file"),
+        ("[data]\nmixture = 3", "run.toml:2: data.mixture = 3\n  rule: data.mixture is a table"),
+        ("[data.mixture]\ncode = 3", "data.mixture.code is a table\n  fix:  write [data.mixture.code]"),
+        ("[data.mixture.code]", "run.toml:1: data.mixture.code = {}\n  rule: [data.mixture.code] is empty"),
+        ("[data.mixture.code]\nwight = 3", "did you mean data.mixture.code.weight?"),
+        (
+            "[data.mixture.code]\nweight = 0",
+            "run.toml:2: data.mixture.code.weight = 0\n  rule: must be a num",
+        ),
+        ("[data.mixtures.code]\nweight = 1", "no table [data.mixtures]\n  fix:  did you mean data.mixture."),
+        (
+            '[data]\nmixture."a b" = { weight = 1 }',
+            "run.toml:2: data.mixture = 'a b'\n  rule: a name in [data.mixture] has letters,",
+        ),
+        ('[parallelism]\nsharding_strategy = "3"', "did you mean sharding_strategy = 3?"),
+        ('[parallelism]\nsharding_strategy = "no_shard"', 'did you mean sharding_strategy = "NO_SHARD"?'),
+        (
+            "[parallelism]\nfsdp_reshard_after_forward = 1",
+            'must be one of "default", "always", "never" or an integer of at least 2',
+        ),
+        ('[parallelism]\nfsdp_reshard_after_forward = "4"', "mean fsdp_reshard_after_forward = 4?"),
         ('\nextends = "other.toml"', "run.toml:2: extends = 'other.toml'\n  rule: there is no file"),
     ],
 )
@@ -141,6 +161,13 @@ def test_mistake_in_a_file(text: str, said: str, tmp_path: Path) -> None:
         (["-training.steps", "3"], "write --training.steps"),
         (["-training.steps=3"], "write --training.steps=3"),
         (["--training.dataloader", "2"], "name one of its keys; --help training.dataloader lists them"),
+        (["--data.mixture", "2"], "--help data.mixture lists them"),
+        (["--data.mixture.code", "2"], "--help data.mixture.code lists them"),
+        (["--data.mixture.code.weigth=2"], "did you mean data.mixture.code.weight?"),
+        (["--data.mixture..weight=2"], "data.mixture = ''\n  rule: a name in [data.mixture]"),
+        (["--parallelism.sharding_strategy", "6"], 'HYBRID_SHARD_ZERO2", 1, 2, 3, 4, 5 or "None"'),
+        (["--parallelism.fsdp_reshard_after_forward", "1"], "or an integer of at least 2"),
+        (["--parallelism.fsdp_reshard_after_forward", "Never"], "did you mean --parallelism.fsdp_reshard"),
         (["--help", "trainings"], "did you mean training?"),
         (["--job.config_file", "no/such.toml"], "there is no file no/such.toml"),
     ],
@@ -191,6 +218,20 @@ def test_extends_in_a_chain_with_origins(tmp_path: Path) -> None:
     assert config.origin("training.dtype") == "default"
 
 
+def test_a_child_changes_one_weight_and_a_flag_adds_a_part(tmp_path: Path) -> None:
+    base = '[data.mixture.code]\nweight = 1\ndataset_path = "code/"\n[data.mixture.web]\nweight = 3\n'
+    write(tmp_path, "base.toml", base)
+    text = 'extends = "base.toml"\n[data]\nmixture.code.weight = 2\n'
+    config = load(tmp_path, text, "--data.mixture.books.weight", "0.5")
+    weights = {name: corpus.weight for name, corpus in config.data.mixture.items()}
+    assert weights == {"code": 2.0, "web": 3.0, "books": 0.5}
+    assert config.value("data.mixture.code.dataset_path") == "code/"
+    assert config.origin("data.mixture.code.weight") == f"{tmp_path}/run.toml:3"
+    assert config.origin("data.mixture.code.dataset_path") == f"{tmp_path}/base.toml:3"
+    assert config.origin("data.mixture.books.weight") == "--data.mixture.books.weight"
+    assert config.origin("data.mixture.books.dataset") == "default"
+
+
 def test_files_in_a_circle(tmp_path: Path) -> None:
     write(tmp_path, "other.toml", 'extends = "run.toml"\n')
     said = message(tmp_path, 'extends = "other.toml"\n')
@@ -237,6 +278,17 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
             None,
         ),
         (["--debug.seed", "None"], "debug.seed", None),
+        (["--data.mixture.code.weight", "2"], "data.mixture.code.weight", 2.0),
+        (["--data.mixture.a-1_B.text_column=x"], "data.mixture.a-1_B.text_column", "x"),
+        (["--parallelism.sharding_strategy", "3"], "parallelism.sharding_strategy", 3),
+        (["--parallelism.sharding_strategy", "NO_SHARD"], "parallelism.sharding_strategy", "NO_SHARD"),
+        (["--parallelism.sharding_strategy", "None"], "parallelism.sharding_strategy", None),
+        (["--parallelism.fsdp_reshard_after_forward", "2"], "parallelism.fsdp_reshard_after_forward", 2),
+        (
+            ["--parallelism.fsdp_reshard_after_forward=never"],
+            "parallelism.fsdp_reshard_after_forward",
+            "never",
+        ),
         (["--job.description", "7"], "job.description", "7"),
         (["--job.description=--x = y"], "job.description", "--x = y"),
         (["--job.description="], "job.description", ""),
@@ -247,6 +299,15 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_override(words: list[str], key: str, value: object) -> None:
     config = load_config(words)
     assert config.value(key) == value and type(config.value(key)) is type(value)
+
+
+@pytest.mark.parametrize("table", ["data.mixture", "data.mixture.NAME", "data.mixture.code"])
+def test_help_lists_a_table_of_tables(table: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config(["--help", table])
+    shown = capsys.readouterr().out
+    assert "[data.mixture.NAME]" in shown and "--data.mixture.NAME.weight float  (default 1.0)" in shown
+    assert "--data.packing" not in shown
 
 
 def test_help_lists_a_table(capsys: pytest.CaptureFixture[str]) -> None:

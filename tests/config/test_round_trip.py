@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 import typing
 from pathlib import Path
 from types import NoneType, UnionType
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.config import Config, load_config
-from toolkit.config.schema import Field, fields_by_key
+from toolkit.config.schema import NAME, Field, fields_by_key, find_field
 from toolkit.config.values import format_toml
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: text != "None")
@@ -50,12 +51,18 @@ def values(annotation: Any, marks: tuple[Any, ...] = ()) -> st.SearchStrategy[An
 
 
 KEYS = sorted(fields_by_key().keys() - {"job.config_file"})
-SETTINGS = st.lists(st.sampled_from(KEYS), unique=True, max_size=8).flatmap(
-    lambda keys: st.fixed_dictionaries({key: value_of(fields_by_key()[key]) for key in keys})
+OF_MIXTURES = [key for key in KEYS if NAME in key]  # there are few: draw them more often
+NAMES = st.text(string.ascii_letters + string.digits + "-_", min_size=1, max_size=3)
+GIVEN = st.tuples(st.sampled_from(KEYS) | st.sampled_from(OF_MIXTURES), NAMES).map(
+    lambda key_and_name: key_and_name[0].replace(NAME, key_and_name[1])
+)
+SETTINGS = st.lists(GIVEN, unique=True, max_size=8).flatmap(
+    lambda keys: st.fixed_dictionaries({key: value_of(find_field(key)) for key in keys})
 )
 
 
-def value_of(field: Field) -> st.SearchStrategy[Any]:
+def value_of(field: Field | None) -> st.SearchStrategy[Any]:
+    assert field is not None
     return values(field.annotation, field.marks)
 
 

@@ -52,3 +52,17 @@ def test_configs_are_values() -> None:
     assert config == Config() != Config.model_validate({"training": {"steps": 7}})
     with pytest.raises(ValidationError):
         config.training.steps = 3  # type: ignore[misc]
+
+
+def test_the_order_of_parts_of_a_mixture_is_no_value() -> None:
+    parts = {"a": {"weight": 1}, "b": {"weight": 2}}
+    turned = dict(reversed(parts.items()))
+    assert Config.model_validate({"data": {"mixture": parts}}) == Config.model_validate(
+        {"data": {"mixture": turned}}
+    )
+
+
+def test_editors_know_the_keys_of_a_part() -> None:
+    mixture = json_schema()["$defs"]["Data"]["properties"]["mixture"]
+    assert mixture["patternProperties"] == {"^[A-Za-z0-9_-]+$": {"$ref": "#/$defs/Corpus"}}
+    assert mixture["additionalProperties"] is False

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from toolkit.config.files import Setting
-from toolkit.config.schema import Field, fields_by_key
+from toolkit.config.schema import Field, find_field
 from toolkit.config.suggest import unknown_key
 from toolkit.config.values import parse
 from toolkit.errors import Problem
@@ -39,7 +39,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
             continue
         flag, equals, text = word.partition("=")
         key = flag.removeprefix("--")
-        known = fields_by_key().get(key)
+        known = find_field(key)
         if known is None:
             value = text if equals else _take_value(words)
             arguments.problems.append(unknown_key(key, value, flag))
@@ -67,7 +67,7 @@ def _stray(word: str, words: list[str]) -> Problem:
     if word.endswith(".toml"):
         return Problem(f"{word!r} stands alone", f"write --job.config_file {word}")
     flag = f"-{word}"
-    if flag.partition("=")[0].removeprefix("--") in fields_by_key():
+    if find_field(flag.partition("=")[0].removeprefix("--")):
         if "=" not in flag:
             _take_value(words)
         return Problem(f"{word!r} has one dash", f"write {flag}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval, Lt
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
 Positive = Annotated[int, Ge(1)]
 NonNegative = Annotated[int, Ge(0)]
@@ -21,6 +21,8 @@ PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Momentum = Annotated[float, Interval(ge=0), Lt(1)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]
+"""What a user calls a table in a table of tables, ``dict[Name, SomeTable]``: a bare key of TOML."""
 
 NONE = "None"
 """How TOML and the command line, which have no null, write it for a key that may be None."""

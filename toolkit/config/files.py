@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.config.lines import Path, key_lines
-from toolkit.config.schema import fields_by_key, tables
+from toolkit.config.schema import find_field, find_table, is_group
 from toolkit.config.suggest import unknown_key
 from toolkit.errors import Problem
 from toolkit.wording import did_you_mean
@@ -90,10 +90,13 @@ def _flatten(document: dict[str, Any], prefix: Path, origin: Origin, layer: Laye
     for name, value in document.items():
         path = (*prefix, name)
         key, where = ".".join(path), origin(path)
-        if key in fields_by_key():
+        if find_field(key):
             layer.settings[key] = Setting(value, where)
-        elif key not in tables():
+        elif not find_table(key) and not is_group(key):
             layer.problems.append(unknown_key(key, value, where))
+        elif value == {} and is_group(".".join(prefix)):
+            rule, fix = f"[{key}] is empty", "write at least one key below it, or remove it"
+            layer.problems.append(Problem(rule, fix, key, value, where))
         elif isinstance(value, dict):
             _flatten(value, path, origin, layer)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from toolkit.config.fields import ActsWith, DefaultOnly, NotBuilt
-from toolkit.config.schema import Field, fields, tables
+from toolkit.config.schema import Field, fields, schema_name, tables
 from toolkit.config.values import format_toml, short_type
 from toolkit.errors import ConfigError, Problem
 from toolkit.wording import did_you_mean
@@ -29,7 +29,8 @@ def help_text(table: str = "") -> str:
     Raises:
         ConfigError: there is no such table.
     """
-    chosen = [field for field in fields() if not table or f"{field.key}.".startswith(f"{table}.")]
+    inside = f"{schema_name(table)}."
+    chosen = [field for field in fields() if not table or f"{field.key}.".startswith(inside)]
     if not chosen:
         raise ConfigError(
             Problem(

@@ -27,5 +27,8 @@ def json_schema() -> dict[str, Any]:
         for name, info in table["properties"].items():
             if "$ref" in info:
                 table["properties"][name] = {"$ref": info["$ref"]}
+            elif "patternProperties" in info:  # a table of tables
+                kept = {key: info[key] for key in ("description", "type", "patternProperties")}
+                table["properties"][name] = kept | {"additionalProperties": False}
     extends = {"type": "string", "description": "TOML file that this one changes, relative to this one"}
     return schema | {"properties": {"extends": extends} | schema["properties"]}

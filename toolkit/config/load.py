@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from toolkit.config.arguments import read_arguments
 from toolkit.config.files import Setting, read_files
 from toolkit.config.help import help_text
-from toolkit.config.schema import Config, Field, fields_by_key
+from toolkit.config.schema import Config, Field, find_field
 from toolkit.config.values import choices, format_toml, in_words, parse
 from toolkit.errors import ConfigError, Problem
 from toolkit.wording import closest
@@ -62,15 +62,20 @@ def _build(settings: Mapping[str, Setting]) -> Config:
     try:
         config = Config.model_validate(nested)
     except ValidationError as error:
-        wrong = dict.fromkeys(_key(details["loc"]) for details in error.errors())
-        raise ConfigError([_wrong_value(fields_by_key()[key], settings[key]) for key in wrong]) from None
+        problems = [_problem(details["loc"], settings) for details in error.errors()]
+        raise ConfigError(list({problem.key: problem for problem in problems}.values())) from None
     return config.with_origins({key: setting.origin for key, setting in settings.items()})
 
 
-def _key(location: tuple[int | str, ...]) -> str:
-    """Return the schema's key at the start of a pydantic location, which goes on into unions and lists."""
-    prefixes = (".".join(map(str, location[:length])) for length in range(len(location), 0, -1))
-    return next(prefix for prefix in prefixes if prefix in fields_by_key())
+def _problem(location: tuple[int | str, ...], settings: Mapping[str, Setting]) -> Problem:
+    """Describe what pydantic found at a location, which goes on from the key into unions and lists."""
+    prefixes = [".".join(map(str, location[:length])) for length in range(len(location), 0, -1)]
+    if location[-1] == "[key]":
+        origin = next(setting.origin for key, setting in settings.items() if key.startswith(prefixes[1]))
+        rule = f"a name in [{prefixes[2]}] has letters, digits, - and _ only"
+        return Problem(rule, "choose such a name", prefixes[2], location[-2], origin)
+    field = next(field for field in map(find_field, prefixes) if field)
+    return _wrong_value(field, settings[field.key])
 
 
 def _wrong_value(field: Field, setting: Setting) -> Problem:

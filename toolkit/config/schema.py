@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from pydantic import PrivateAttr
@@ -33,6 +35,8 @@ from toolkit.config.tables_training import (
 from toolkit.config.values import format_toml
 
 DEFAULT = "default"
+NAME = "NAME"
+"""Stands for the names that users give, in keys such as data.mixture.NAME.weight."""
 
 
 class Config(Table):
@@ -80,13 +84,27 @@ class Config(Table):
 
     def value(self, key: str) -> Any:
         """Return the value of a dotted ``key``."""
-        return functools.reduce(getattr, key.split("."), self)
+        value: Any = self
+        for name in key.split("."):
+            value = value[name] if isinstance(value, dict) else getattr(value, name)
+        return value
+
+    def present_fields(self) -> Iterator[Field]:
+        """The keys that this config has: those of :func:`fields`, with the names given in place of NAME."""
+        for table, of_table in groupby(fields(), key=lambda field: field.table):
+            if table in named_tables():
+                group = table.rpartition(".")[0]
+                of_each = list(of_table)
+                for name in self.value(group):
+                    yield from (replace(field, key=f"{group}.{name}.{field.name}") for field in of_each)
+            else:
+                yield from of_table
 
     def to_toml(self, origins: bool = True) -> str:
         """Write every value, defaults too, as TOML that loads to an equal config."""
         lines: list[str] = []
         table = ""
-        for field in fields():
+        for field in self.present_fields():
             if field.table != table:
                 table = field.table
                 lines += ["", f"[{table}]"]
@@ -118,14 +136,23 @@ class Field:
 
 @functools.cache
 def fields() -> tuple[Field, ...]:
-    """All keys, table by table; a table's own keys come before those of the tables inside it."""
+    """All keys, table by table; a table's own keys come before those of the tables inside it.
+
+    The keys of a table of tables are there once, under ``NAME``.
+    """
     return tuple(_walk(Config, ""))
 
 
 @functools.cache
 def tables() -> dict[str, type[Table]]:
-    """Every table by its dotted name, "training.dataloader" too."""
+    """Every table by its dotted name, "training.dataloader" too; "data.mixture.NAME" stands for any name."""
     return dict(_walk_tables(Config, ""))
+
+
+@functools.cache
+def named_tables() -> frozenset[str]:
+    """The names of the tables whose last part the user chooses, as ``tables`` has them."""
+    return frozenset(name for name in tables() if name.endswith(f".{NAME}"))
 
 
 @functools.cache
@@ -133,22 +160,56 @@ def fields_by_key() -> dict[str, Field]:
     return {field.key: field for field in fields()}
 
 
-def is_table(annotation: object) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Table)
+def schema_name(key: str) -> str:
+    """Return ``key`` as the schema has it: NAME in place of a name that the user gave."""
+    for table in named_tables():
+        group = table.removesuffix(NAME)
+        if key.startswith(group):
+            _, *rest = key.removeprefix(group).split(".", 1)
+            return ".".join([table, *rest])
+    return key
+
+
+def find_field(key: str) -> Field | None:
+    """Return the field of a key as a user writes it, or None."""
+    found = fields_by_key().get(schema_name(key))
+    return found and replace(found, key=key)
+
+
+def find_table(name: str) -> type[Table] | None:
+    """Return the table of a name as a user writes it, or None."""
+    return tables().get(schema_name(name))
+
+
+def is_group(name: str) -> bool:
+    """Whether tables, and only they, stand in the table of this name."""
+    return f"{name}.{NAME}" in named_tables()
+
+
+def table_of(annotation: Any) -> type[Table] | None:
+    """Return the class of a table, or of the tables in a table of tables, or None for a value."""
+    if typing.get_origin(annotation) is dict:
+        return table_of(typing.get_args(annotation)[1])
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Table) else None
 
 
 def _walk(table: type[Table], prefix: str) -> Iterator[Field]:
     for name, info in table.model_fields.items():
-        if not is_table(info.annotation):
+        if table_of(info.annotation) is None:
             description = " ".join((info.description or "").split())
             yield Field(prefix + name, info.annotation, tuple(info.metadata), info.default, description)
-    for name, info in table.model_fields.items():
-        if is_table(info.annotation):
-            yield from _walk(info.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+    for name, inner in _inner(table):
+        yield from _walk(inner, f"{prefix}{name}.")
 
 
 def _walk_tables(table: type[Table], prefix: str) -> Iterator[tuple[str, type[Table]]]:
+    for name, inner in _inner(table):
+        yield prefix + name, inner
+        yield from _walk_tables(inner, f"{prefix}{name}.")
+
+
+def _inner(table: type[Table]) -> Iterator[tuple[str, type[Table]]]:
+    """The tables in a table, by name; of a table of tables, what stands under any name."""
     for name, info in table.model_fields.items():
-        if is_table(info.annotation):
-            yield prefix + name, info.annotation  # type: ignore[misc]
-            yield from _walk_tables(info.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+        if inner := table_of(info.annotation):
+            yield name if inner is info.annotation else f"{name}.{NAME}", inner

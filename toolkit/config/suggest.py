@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.config.schema import fields_by_key, tables
+from toolkit.config.schema import fields_by_key, find_table, is_group, tables
 from toolkit.errors import Problem
 from toolkit.wording import closest
 
@@ -24,16 +24,16 @@ RENAMED = {
 def unknown_key(key: str, value: object, origin: str) -> Problem:
     """Describe a dotted key, or a table, that the schema does not have."""
     table, _, name = key.rpartition(".")
-    if key in tables():
+    if find_table(key) or is_group(key):
         rule = f"{key} is a table"
         return Problem(rule, f"name one of its keys; --help {key} lists them", key, value, origin)
     if isinstance(value, dict):
         rule = f"there is no table [{key}]"
         meant = closest(key, tables())
         otherwise = f"the tables are {', '.join(tables())}"
-    elif table in tables():
+    elif found := find_table(table):
         rule = f"[{table}] has no key {name}"
-        near = closest(name, tables()[table].model_fields)
+        near = closest(name, found.model_fields)
         meant = f"{table}.{near}" if near else _elsewhere(name)
         otherwise = f"leave it out; --help {table} lists the keys of [{table}]"
     elif table:

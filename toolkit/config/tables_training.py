@@ -12,6 +12,7 @@ from toolkit.config.fields import (
     AutoOrPositive,
     Fraction,
     Momentum,
+    Name,
     NonNegative,
     NonNegativeFloat,
     NotBuilt,
@@ -183,10 +184,11 @@ class Training(Table):
 
 
 class Corpus(Table):
-    """One part of a mixture."""
+    """One corpus of a weighted mixture, under a name of your choice. What is drawn depends on the names, and
+    not on the order of the tables."""
 
     weight: PositiveFloat = 1.0
-    """Share of the samples; weights are divided by their sum."""
+    """Share of the samples; weights are divided by their sum, and rounded to parts of 10,000."""
     dataset: str = "c4_test"
     """Corpus by name, as training.dataset."""
     dataset_path: str | None = None
@@ -214,6 +216,8 @@ class Data(Table):
     """Folder in which tokenised corpora are kept."""
     max_inline_gb: PositiveFloat = 10.0
     """Gigabytes of text that a run tokenises itself; for more it asks for tools/prepare_data.py."""
+    mixture: dict[Name, Corpus] = {}
+    """Corpora to draw from by weight, in place of training.dataset: a table [data.mixture.NAME] for each."""
 
 
 class Validation(Table):

@@ -97,7 +97,7 @@ def _readers(annotation: Any) -> list[Callable[[str], object]]:
     if origin is list:
         return [lambda text: _read_list(text, arguments[0])]
     if origin is Literal:
-        return [int] if isinstance(arguments[0], int) else []
+        return [int] if any(isinstance(choice, int) for choice in arguments) else []
     reader = _READERS.get(annotation)
     return [reader] if reader else []
 

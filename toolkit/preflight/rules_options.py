@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.config.fields import DefaultOnly, NotBuilt
-from toolkit.config.schema import Field, fields
+from toolkit.config.schema import Field
 from toolkit.config.values import format_toml
 from toolkit.errors import Problem
 from toolkit.preflight.facts import Run, rule
@@ -33,7 +33,7 @@ def supported_options(run: Run) -> list[Problem]:
 def _refused(run: Run, kind: type[NotBuilt] | type[DefaultOnly]) -> list[Field]:
     return [
         field
-        for field in fields()
+        for field in run.config.present_fields()
         for mark in field.marks
         if isinstance(mark, kind) and mark.refuses(run.config.value(field.key), field.default)
     ]
