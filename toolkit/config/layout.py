@@ -33,25 +33,37 @@ class Degrees:
         return " × ".join(shown) or "1 process"
 
 
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""Names of ``sharding_strategy``, in the order of their numbers from 1."""
+
+
+def strategy(parallelism: Parallelism) -> str | None:
+    """The sharding strategy by name, if one is asked for."""
+    asked = parallelism.sharding_strategy
+    return STRATEGIES[asked - 1] if isinstance(asked, int) else asked
+
+
 def degrees(parallelism: Parallelism, world_size: int) -> Degrees | None:
     """The degrees that ``parallelism`` gives ``world_size`` ranks, or None where it does not fit.
 
-    ``data_parallel_shard_degree`` −1 takes all ranks that the others leave.
+    ``data_parallel_shard_degree`` −1 takes all ranks that the others leave. NO_SHARD makes each of
+    these a replica.
     """
-    others = (
+    model = (
         parallelism.pipeline_parallel_degree
-        * parallelism.data_parallel_replicate_degree
         * parallelism.context_parallel_degree
         * parallelism.tensor_parallel_degree
     )
-    shard = parallelism.data_parallel_shard_degree
-    if shard == -1:
-        shard = world_size // others
-    if shard * others != world_size:
+    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    if strategy(parallelism) == "NO_SHARD":
+        replicate, shard = world_size // model, 1
+    elif shard == -1:
+        shard = world_size // (model * replicate)
+    if model * replicate * shard != world_size:
         return None
     return Degrees(
         pp=parallelism.pipeline_parallel_degree,
-        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_replicate=replicate,
         dp_shard=shard,
         cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
@@ -59,8 +71,15 @@ def degrees(parallelism: Parallelism, world_size: int) -> Degrees | None:
 
 
 def reshard_after_forward(parallelism: Parallelism) -> str | int:
-    """``fsdp_reshard_after_forward`` as the sharding strategy has it."""
-    return parallelism.fsdp_reshard_after_forward
+    """``fsdp_reshard_after_forward`` as the sharding strategy has it.
+
+    NO_SHARD frees what it has gathered as FULL_SHARD does: there is nothing to send, but a second copy
+    of all parameters would live through the forward.
+    """
+    asked = parallelism.fsdp_reshard_after_forward
+    if asked == "default" and strategy(parallelism) in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
+        return "never"
+    return asked
 
 
 @dataclass(frozen=True)

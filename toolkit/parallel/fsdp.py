@@ -8,12 +8,18 @@ calls in :func:`_sum_gradients`; neither recurses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,8 @@ class Sharding:
 
     ``reshard_after_forward`` "always" frees every unit's full parameters after its forward, "never"
     keeps them for backward; "default" frees all but the last unit's, which backward needs at once; a
-    number keeps them sharded over that many ranks.
+    number does the same, but keeps those it frees sharded over that many ranks. ``output_dtype`` is
+    that of the logits, None that of the computation. Prefetch depths count units.
     """
 
     param_dtype: torch.dtype
@@ -40,29 +47,64 @@ def apply_fsdp(
 ) -> None:
     """Shard each unit, then what is left in the root, in place.
 
-    ``units`` are in forward order. ``mesh`` is 1-D (shard) or 2-D (replicate × shard). Inputs are not
-    cast: the embedding hands out ``param_dtype`` and RoPE tables stay in their own precision.
+    ``units`` are in forward order, a unit inside another after it. ``mesh`` is 1-D (shard) or 2-D
+    (replicate × shard). Inputs are not cast: the embedding hands out ``param_dtype`` and RoPE tables
+    stay in their own precision.
     """
-    policy = MixedPrecisionPolicy(
+    precision = MixedPrecisionPolicy(
         param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype, cast_forward_inputs=False
     )
+    # Page-locked memory is CUDA's: where there is none, asking for it fails.
+    pinned = mesh.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if options.cpu_offload else OffloadPolicy()
     when = options.reshard_after_forward
-    for position, unit in enumerate(units):
-        last = position == len(units) - 1
-        reshard = when == "always" or (when == "default" and not last)
-        fully_shard(list(unit), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=when == "always")
+    # Backwards, since fully_shard wants the inner of two units first.
+    for position in reversed(range(len(units))):
+        fully_shard(
+            list(units[position]),
+            mesh=mesh,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=_reshard(when, last=position == len(units) - 1),
+        )
+    fully_shard(
+        model,
+        mesh=mesh,
+        mp_policy=replace(precision, output_dtype=options.output_dtype),
+        offload_policy=offload,
+        reshard_after_forward=_reshard(when, last=True),
+    )
     _sum_gradients(model)
+    _spare_embeddings(units)
+    _prefetch([model, *(unit[0] for unit in units)], options)
 
 
 def begin_micro_batch(model: nn.Module, options: Sharding, *, last: bool) -> None:
     """Say before each forward whether it is the step's last: what is communicated depends on it.
 
-    Reduce-scatter each micro-batch (so gradients stay sharded); all-reduce over replicas once.
+    By default a micro-batch is reduce-scattered (so gradients stay sharded) and replicas are
+    all-reduced once, in the last. Without ``sync_each_batch`` nothing is reduced before the last, and
+    gradients stay whole until then, in the reduce precision. Parameters that are kept for backward
+    ("never") are kept for the next micro-batch too.
+
+    torch's ``set_is_last_backward`` is left alone: without the clean-up at the end of a backward, the
+    next one would prefetch past its first unit, an all-gather that nothing uses.
     """
-    assert isinstance(model, FSDPModule)
-    model.set_is_last_backward(last)
-    model.set_requires_all_reduce(last)
+    root = _fsdp(model)
+    if options.sync_each_batch:
+        root.set_requires_all_reduce(last)
+    else:
+        root.set_requires_gradient_sync(last)
+    if options.reshard_after_forward == "never":
+        root.set_reshard_after_backward(last)
+
+
+def _reshard(when: str | int, *, last: bool) -> bool | int:
+    if when in ("always", "never"):
+        return when == "always"
+    if last:
+        return False
+    return True if isinstance(when, str) else when
 
 
 def _sum_gradients(model: nn.Module) -> None:
@@ -70,3 +112,48 @@ def _sum_gradients(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _spare_embeddings(units: Sequence[Sequence[nn.Module]]) -> None:
+    """The backward of a lookup does not read the table: do not gather it."""
+    for unit in units:
+        if all(isinstance(module, nn.Embedding) for module in unit):
+            _fsdp(unit[0]).set_unshard_in_backward(False)
+
+
+def _prefetch(modules: Sequence[nn.Module], options: Sharding) -> None:
+    """Have each unit ask for the next ones.
+
+    ``modules``: the root and the first module of each unit, in the order in which their forwards begin.
+    """
+    if depth := options.forward_prefetch:
+        held: set[nn.Module] = set()
+        for position, module in enumerate(modules):
+            ahead = modules[position + 1 : position + 1 + depth]
+            # Activation checkpointing runs inner units again in backward, when the next block is done.
+            if module in held:
+                ahead = [other for other in ahead if other in held]
+            elif position:
+                held = set(module.modules())
+            _fsdp(module).set_modules_to_forward_prefetch([_fsdp(other) for other in ahead])
+    if (depth := options.backward_prefetch) > 1:  # one is what torch does by itself
+        backward = _by_end(modules)[::-1]
+        for position, module in enumerate(backward):
+            ahead = backward[position + 1 : position + 1 + depth]
+            _fsdp(module).set_modules_to_backward_prefetch([_fsdp(other) for other in ahead])
+
+
+def _by_end(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Modules in the order in which their forwards end, from that in which they begin."""
+    ended: list[nn.Module] = []
+    running: list[nn.Module] = []
+    for module in modules:
+        while running and module not in set(running[-1].modules()):
+            ended.append(running.pop())
+        running.append(module)
+    return ended + running[::-1]
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module

@@ -41,6 +41,12 @@ class LlamaArgs:
     tie_embeddings: bool = False
 
 
+INNER_CLASSES = ("Attention", "FeedForward", "Linear", "RMSNorm")
+"""Classes of the modules inside a block."""
+WRAP_CLASSES = ("TransformerBlock", "Embedding", "OutputHead", *INNER_CLASSES)
+"""Classes of the modules of a Llama: what FSDP may take as its units."""
+
+
 def _is_debug(flavor: str) -> bool:
     return flavor.startswith("debugmodel")
 

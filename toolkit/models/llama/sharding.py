@@ -7,14 +7,20 @@ from torch import nn
 from toolkit.models.llama.model import Llama
 
 
+def root_modules(model: Llama) -> set[nn.Module]:
+    """Modules that no unit may hold: a tied embedding is needed at both ends of the forward."""
+    embedding = model.tok_embeddings
+    return {embedding} if embedding is not None and model.args.tie_embeddings else set()
+
+
 def fsdp_units(model: Llama) -> list[list[nn.Module]]:
     """Groups of modules, each one FSDP unit, in forward order; what is in none belongs to the root.
 
-    The embedding; each block; the last norm with the head. A tied embedding is needed at both ends of
-    the forward and stays, with the last norm, in the root, which is gathered throughout.
+    The embedding; each block; the last norm with the head. A tied embedding stays, with the last norm,
+    in the root, which is gathered throughout.
     """
     blocks: list[list[nn.Module]] = [[block] for block in model.layers.values()]
-    if model.args.tie_embeddings:
+    if root_modules(model):
         return blocks
     first: list[list[nn.Module]] = [[model.tok_embeddings]] if model.tok_embeddings is not None else []
     last: list[nn.Module] = [module for module in (model.norm, model.output) if module is not None]
