@@ -341,7 +341,11 @@ class Trainer:
             vocab_size=args.vocab_size,
             seq_len=self.config.training.seq_len,
         )
-        return SpeedMeter(flops_per_token=flops, peak_flops=per_device * world if per_device else None)
+        return SpeedMeter(
+            flops_per_token=flops,
+            peak_flops=per_device * world if per_device else None,
+            mark=torch.profiler.record_function,
+        )
 
     def _log_step(self, result: StepResult, speed: SpeedMeter) -> None:
         values = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +39,8 @@ class StepProfiler:
     ):
         self._folder, self._rank, self._device, self._say = folder, rank, device, say
         self._step = 0
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it announces each trace in its own words
+        warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
         cycle = schedule(wait=freq - active - warmup, warmup=warmup, active=active)
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class SpeedMeter:
@@ -13,6 +13,7 @@ class SpeedMeter:
     Time under :meth:`apart` (checkpoint, validation, compile) belongs to no step: it is reported
     beside them as ``<name>_seconds``, and neither tokens/s nor MFU suffer from it.
     ``flops_per_token`` and ``peak_flops`` (all devices together) may be None: then ``mfu`` is null.
+    ``mark`` names a range for a profiler: ``toolkit::data`` and ``toolkit::<name>`` of what is apart.
     """
 
     def __init__(
@@ -21,11 +22,13 @@ class SpeedMeter:
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ):
         self._flops_per_second_at_peak = (
             peak_flops / flops_per_token if flops_per_token and peak_flops else None
         )
         self._clock = clock
+        self._mark = mark
         self._reset()
 
     def step(self, tokens: int) -> None:
@@ -37,14 +40,16 @@ class SpeedMeter:
     def waiting(self) -> Iterator[None]:
         """Around what waits for data: part of the step, and told as ``data_seconds``."""
         started = self._clock()
-        yield
+        with self._mark("toolkit::data"):
+            yield
         self._data += self._clock() - started
 
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:
         """Around what is not training."""
         started = self._clock()
-        yield
+        with self._mark(f"toolkit::{name}"):
+            yield
         self.add_apart(name, self._clock() - started)
 
     def add_apart(self, name: str, seconds: float) -> None:

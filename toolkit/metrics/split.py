@@ -117,10 +117,11 @@ def _cpu_ranges(
     operators: dict[int | None, str] = {}
     for (_, thread), thread_events in threads.items():
         for start, end, part in _innermost(thread_events, operators):
-            waits = part in (DATA, APART)
-            if thread == main and (waits or not kernels):
-                ranges.append((start, end, part))
-            elif thread != main and part == COMMUNICATION and not kernels:
+            if kernels:
+                counts = thread == main and part in (DATA, APART)
+            else:
+                counts = thread == main or part == COMMUNICATION
+            if counts:
                 ranges.append((start, end, part))
     return ranges, operators
 
