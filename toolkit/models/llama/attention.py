@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 AttentionMask = Any
 """What a back end's own ``mask`` returns, made once a forward and handed to every block."""
@@ -18,26 +19,50 @@ AttentionMask = Any
 class AttentionBackend(Protocol):
     """softmax(q kᵀ / √E) v, causal and within documents, each key head serving H / K query heads."""
 
-    def mask(self, documents_BS: Tensor | None) -> AttentionMask:
-        """What attention may see: documents (B, S) of equal ids, or one document a row for None."""
+    def mask(self, documents_BS: Tensor | None, h_BSD: Tensor) -> AttentionMask:
+        """What attention may see: documents (B, S) of equal ids, or one document a row for None.
+
+        The tokens of a document lie next to one another. ``h_BSD`` gives the shape and the device.
+        """
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
         """Returns (B, S, H, E)."""
 
 
 def attention_backend(name: str) -> AttentionBackend:
-    """The back end called "sdpa"."""
-    return {"sdpa": SDPA}[name]()
+    """The back end called "sdpa", "flash", "flex" or "varlen"."""
+    if name == "flex":  # these two import torch's compiler
+        from toolkit.models.llama.attention_flex import FlexAttention
+
+        return FlexAttention()
+    if name == "varlen":
+        from toolkit.models.llama.attention_varlen import VarlenAttention
+
+        return VarlenAttention()
+    backends: dict[str, type[AttentionBackend]] = {"sdpa": SDPA, "flash": Flash}
+    return backends[name]()
 
 
 class SDPA:
     """torch's scaled_dot_product_attention: every device, with a dense mask where there are documents."""
 
-    def mask(self, documents_BS: Tensor | None) -> Tensor | None:
+    def mask(self, documents_BS: Tensor | None, h_BSD: Tensor) -> Tensor | None:
         return attention_mask(documents_BS)
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:
         return sdpa(q_BSHE, k_BSKE, v_BSKE, mask)
+
+
+class Flash:
+    """:class:`SDPA` that raises where torch would take another kernel than flash, which has no masks."""
+
+    def mask(self, documents_BS: Tensor | None, h_BSD: Tensor) -> None:
+        if documents_BS is not None:
+            raise ValueError("the flash kernel takes no mask, so that documents would see one another")
+
+    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: None) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return sdpa(q_BSHE, k_BSKE, v_BSKE, None)
 
 
 def attention_mask(documents_BS: Tensor | None) -> Tensor | None:
@@ -58,7 +83,8 @@ def sdpa(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) ->
     """
     q_BHSE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
     group = q_BHSE.shape[1] // k_BKSE.shape[1]
-    # On CUDA no fused kernel takes both a mask and grouped heads; the fallback keeps all S x S scores.
+    # Of CUDA's fused kernels only cuDNN's, which torch prefers on few GPUs, takes both a mask and grouped
+    # heads (sdp_utils.cpp); the fallback keeps all S x S scores, beside which repeated keys are small.
     grouped = group > 1 and (mask is None or not q_BHSE.is_cuda)
     if group > 1 and not grouped:
         k_BKSE, v_BKSE = (torch.repeat_interleave(x, group, dim=1) for x in (k_BKSE, v_BKSE))

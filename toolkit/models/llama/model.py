@@ -50,15 +50,15 @@ class Llama(nn.Module):
         """Logits (B, S, V), or with ``labels`` the summed loss: a scalar of at least fp32.
 
         ``tokens`` (B, S) int64, or hidden states (B, S, D) where there is no embedding. ``positions``
-        (B, S) of the tokens, 0 … S−1 if None. ``documents`` (B, S): attention stays within equal ids
-        and is causal; None is one document a row. ``labels`` (B, S) int64, already shifted, −100 to
+        (B, S) of the tokens, 0 … S−1 if None. ``documents`` (B, S): attention stays within runs of equal
+        ids and is causal; None is one document a row. ``labels`` (B, S) int64, already shifted, −100 to
         leave a token out; unused where there is no head, which returns hidden states (B, S, D).
         """
         h_BSD = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         if positions is None:
             positions = torch.arange(h_BSD.shape[1], device=h_BSD.device)
         rotations = rope_rotations(self.args, positions, h_BSD.dtype)
-        mask = self.attention.mask(documents)
+        mask = self.attention.mask(documents, h_BSD)
         for block in self.layers.values():
             h_BSD = block(h_BSD, rotations, mask)
         if self.norm is None or self.output is None:

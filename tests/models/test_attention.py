@@ -1,0 +1,140 @@
+"""The attention back ends beside SDPA with a dense mask, as far as a CPU can run them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from tests.models.small_llama import build, small, tokens_and_labels
+from tests.models.varlen_on_cpu import give_varlen_a_cpu_kernel
+from toolkit.models.llama.attention import attention_backend, attention_mask
+from toolkit.models.llama.attention_varlen import document_bounds
+
+ROWS, LENGTH = 2, 200  # more than one of flex's blocks, and no multiple of them
+
+
+def runs(*rows: list[tuple[int, int]]) -> Tensor:
+    """Documents (B, S) from (id, length) pairs."""
+    return torch.tensor([[i for i, length in row for _ in range(length)] for row in rows], dtype=torch.int32)
+
+
+# Documents within and across blocks, one of a single token, padding (-1), and an id that ends one row and
+# begins the next.
+PACKED = runs([(0, 130), (1, 1), (2, 49), (7, 20)], [(7, 60), (3, 90), (-1, 50)])
+
+
+def inputs(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(heads + kv_heads)
+    shapes = [(ROWS, LENGTH, n, 16) for n in (heads, kv_heads, kv_heads)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def attend(name: str, qkv: list[Tensor], documents: Tensor | None) -> Tensor:
+    backend = attention_backend(name)
+    return backend(*qkv, backend.mask(documents, qkv[0].flatten(-2)))
+
+
+def with_gradients(name: str, qkv: list[Tensor], documents: Tensor | None) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    out = attend(name, leaves, documents)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("documents", [None, PACKED], ids=["causal", "packed"])
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+def test_flex_gives_what_sdpa_gives(kv_heads: int, documents: Tensor | None) -> None:
+    qkv = inputs(8, kv_heads)
+    # fp64 in another order; a token too many in a softmax over at most 200 is 1e-3.
+    torch.testing.assert_close(
+        attend("flex", qkv, documents), attend("sdpa", qkv, documents), rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("documents", [None, PACKED], ids=["causal", "packed"])
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+def test_varlen_gives_what_sdpa_gives(kv_heads: int, documents: Tensor | None) -> None:
+    give_varlen_a_cpu_kernel()
+    qkv = inputs(8, kv_heads)
+    for found, expected in zip(
+        with_gradients("varlen", qkv, documents), with_gradients("sdpa", qkv, documents), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 1])
+def test_flash_gives_what_sdpa_gives_and_refuses_documents(kv_heads: int) -> None:
+    qkv = inputs(8, kv_heads, torch.float32)
+    for found, expected in zip(
+        with_gradients("flash", qkv, None), with_gradients("sdpa", qkv, None), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="takes no mask"):
+        attend("flash", qkv, PACKED)
+
+
+@st.composite
+def packed_rows(draw: st.DrawFn) -> Tensor:
+    """Up to four rows of equal length, cut into runs; neighbours differ within a row."""
+    length = draw(st.integers(1, 24))
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        cuts = draw(st.lists(st.booleans(), min_size=length - 1, max_size=length - 1))
+        first = draw(st.integers(-1, 1))
+        rows.append(torch.tensor([first, *cuts], dtype=torch.int64).cumsum(0))
+    return torch.stack(rows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(documents=packed_rows())
+def test_document_bounds_mean_the_dense_mask(documents: Tensor) -> None:
+    bounds = document_bounds(documents)
+    assert bounds.dtype == torch.int32 and bounds[0] == 0 and bounds[-1] == documents.numel()
+    assert (bounds.diff() > 0).all()  # the kernel is not asked for empty documents
+    tokens = torch.arange(documents.numel())
+    index = torch.searchsorted(bounds, tokens, right=True)
+    blocks = (index[:, None] == index).tril()
+    dense = attention_mask(documents)
+    assert dense is not None
+    assert torch.equal(blocks, torch.block_diag(*dense[:, 0].int()).bool())
+
+
+def _several_packings() -> list[Tensor]:
+    return [
+        PACKED,
+        runs([(0, LENGTH)], [(0, LENGTH)]),
+        runs([(k, 8) for k in range(25)], [(0, 199), (-1, 1)]),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", ["flex", "varlen"])
+def test_a_compiled_block_serves_every_packing(name: str) -> None:
+    give_varlen_a_cpu_kernel()
+    tokens, labels = tokens_and_labels(ROWS, LENGTH)
+    eager, compiled = build(small(n_layers=1)), build(small(n_layers=1), attention=name)
+    compiled.layers["0"] = checkpoint_wrapper(compiled.layers["0"])
+    # aot_eager traces as inductor does, without its seconds of C++. A change of documents must not
+    # compile again: the limit of recompilations would end the run after a few steps.
+    compiled.layers["0"].compile(backend="aot_eager", fullgraph=True, dynamic=False)
+    for step, documents in enumerate(_several_packings()):
+        with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+            if name == "flex":  # has no backward on CPU
+                with torch.no_grad():
+                    found = compiled(tokens, documents=documents)
+                    torch.testing.assert_close(
+                        found, eager(tokens, documents=documents), rtol=1e-9, atol=1e-9
+                    )
+                continue
+            losses = [model(tokens, documents=documents, labels=labels) for model in (compiled, eager)]
+            torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+            for model, loss in zip((compiled, eager), losses, strict=True):
+                model.zero_grad()
+                loss.backward()
+            for found, expected in zip(compiled.parameters(), eager.parameters(), strict=True):
+                torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,52 @@
+"""A slow kernel for torch's varlen_attn on the CPU, where torch has none, to run all of ours around it."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+
+
+@functools.cache
+def give_varlen_a_cpu_kernel() -> None:
+    """For the rest of the process."""
+    varlen._varlen_attn.register_kernel("cpu", _forward)
+    varlen._varlen_attn_backward.register_kernel("cpu", _backward)
+
+
+def _probabilities(q_THE: Tensor, k_TKE: Tensor, bounds: Tensor, window: list[int], longest: int) -> Tensor:
+    """Softmax (H, T, T) of the queries' scores with the keys of their document, as the window allows."""
+    assert bounds.dtype == torch.int32 and longest >= bounds.diff().max() and window[0] == -1
+    tokens = torch.arange(len(q_THE))
+    index = torch.searchsorted(bounds, tokens, right=True)
+    seen = index[:, None] == index
+    if window[1] != -1:
+        seen &= tokens[:, None] >= tokens - window[1]
+    k_THE = k_TKE.repeat_interleave(q_THE.shape[1] // k_TKE.shape[1], dim=1)
+    scores = torch.einsum("qhe,khe->hqk", q_THE, k_THE) / math.sqrt(q_THE.shape[-1])
+    return scores.masked_fill(~seen, -math.inf).softmax(-1)
+
+
+def _forward(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None,
+             window_size=None, *_):  # fmt: skip
+    assert is_causal == (window_size == [-1, 0]) and scale is None and cu_seq_q.equal(cu_seq_k)
+    p = _probabilities(query, key, cu_seq_q, window_size, max_q)
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    out = torch.einsum("hqk,khe->qhe", p, value).contiguous()
+    return out, torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+
+
+def _backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, rng_state,
+              scale=None, window_size=None):  # fmt: skip
+    """dS = P (dP - rowsum(dP P)), and the sums over the query heads that share a key head."""
+    group = query.shape[1] // key.shape[1]
+    p = _probabilities(query, key, cu_seq_q, window_size, max_q)
+    dp = torch.einsum("qhe,khe->hqk", grad_out, value.repeat_interleave(group, dim=1))
+    ds = p * (dp - (dp * p).sum(-1, keepdim=True)) / math.sqrt(query.shape[-1])
+    dq = torch.einsum("hqk,khe->qhe", ds, key.repeat_interleave(group, dim=1))
+    dk = torch.einsum("hqk,qhe->khe", ds, query).unflatten(1, (-1, group)).sum(2)
+    dv = torch.einsum("hqk,qhe->khe", p, grad_out).unflatten(1, (-1, group)).sum(2)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
