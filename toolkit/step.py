@@ -20,6 +20,7 @@ from toolkit.loss import IGNORED_LABEL
 from toolkit.models.llama.model import Llama
 from toolkit.names import clean_name
 from toolkit.optim.clip import clip_, global_norm, nonfinite_parameters
+from toolkit.optim.in_backward import StepInBackward
 from toolkit.parallel.fsdp import Sharding, begin_micro_batch
 from toolkit.wording import first_few
 
@@ -61,7 +62,10 @@ def count_valid(batches: Iterable[MicroBatch]) -> Tensor:
 
 
 class TrainStep:
-    """Callable on the micro-batches of this rank's part of one global batch."""
+    """Callable on the micro-batches of this rank's part of one global batch.
+
+    A :class:`StepInBackward` takes one micro-batch and ``max_norm`` infinity.
+    """
 
     def __init__(
         self,
@@ -77,6 +81,8 @@ class TrainStep:
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.device = device
+        self.early = optimizer if isinstance(optimizer, StepInBackward) else None
+        assert self.early is None or math.isinf(max_norm), "the preflight refuses to clip after the update"
 
     def __call__(
         self, batches: Sequence[MicroBatch], *, learning_rate: float, stop: bool = False
@@ -86,39 +92,55 @@ class TrainStep:
         ``stop`` is this rank's wish to end the run, which travels with the token count.
 
         Raises:
-            TrainingError: the loss or the gradient norm is not finite; parameters are left as they were.
+            TrainingError: the loss or the gradient norm is not finite; parameters are left as they were,
+                unless they were updated in backward.
         """
+        assert self.early is None or len(batches) == 1, "the preflight refuses to accumulate here"
         batches = [to_device(batch, self.device) for batch in batches]
         counts = torch.stack([count_valid(batches), torch.tensor(int(stop), device=self.device)])
         dist.all_reduce(counts)
         tokens, stops = counts.unbind()
         # A batch without a single valid label has loss 0 and gradient 0, not 0/0.
         scale = 1.0 / tokens.clamp(min=1).double()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        total = self._backward(batches, scale)
+        dist.all_reduce(total)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = (
+            self.early.gradient_norm(device=self.device)
+            if self.early
+            else global_norm(parameters, device=self.device)
+        )
+        # The only wait for the device in a step: an update with a broken gradient must not happen.
+        mean, grad_norm, count, stop_count = torch.stack(
+            [total * scale, norm, tokens.double(), stops.double()]
+        ).tolist()
+        self._check_finite(mean, grad_norm)
+        clip_(parameters, self.max_norm, grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return StepResult(mean, grad_norm, int(count), stop=stop_count > 0)
+
+    def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+        """Forward and backward of each micro-batch; returns this rank's summed loss, an fp64 scalar."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
             begin_micro_batch(self.model, self.sharding, last=index == len(batches) - 1)
             loss = loss_sum(self.model, batch)
             (loss * scale.to(loss.dtype)).backward()
             total += loss.detach()
-        dist.all_reduce(total)
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = global_norm(parameters)
-        # The only wait for the device in a step: an update with a broken gradient must not happen.
-        mean, grad_norm, count, stop_count = torch.stack(
-            [total * scale, norm, tokens.double(), stops.double()]
-        ).tolist()
-        self._check_finite(mean, grad_norm)
-        clip_(parameters, self.max_norm, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return StepResult(mean, grad_norm, int(count), stop=stop_count > 0)
+        return total
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return
-        names = [clean_name(name) for name in nonfinite_parameters(self.model.named_parameters())]
+        if self.early:
+            names = self.early.nonfinite()
+            updated = "were updated by this step already, in backward (optimizer.early_step_in_backward)"
+        else:
+            names = [clean_name(name) for name in nonfinite_parameters(self.model.named_parameters())]
+            updated = "were not updated by this step"
         gathered: list[list[str] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, names)
         where = [f"rank {rank}: {first_few(found, 3)}" for rank, found in enumerate(gathered) if found]
@@ -126,5 +148,5 @@ class TrainStep:
             f"the loss is {loss} and the gradient norm {grad_norm}: training cannot go on\n"
             f"  gradients that are not finite: {'; '.join(where) or 'none (the norm itself overflowed)'}\n"
             "  fix:  lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or resume from an earlier "
-            "checkpoint (checkpoint.load_step); the parameters were not updated by this step"
+            f"checkpoint (checkpoint.load_step); the parameters {updated}"
         )

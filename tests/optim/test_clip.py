@@ -30,9 +30,14 @@ def test_norm_leaves_out_parameters_without_gradient_and_empty_ones():
     assert global_norm(parameters).item() == 5.0
 
 
+def test_norm_is_on_the_device_asked_for_wherever_the_gradients_are():
+    norm = global_norm(_parameters(torch.ones(3)), device=torch.device("meta"))
+    assert norm.device.type == "meta" and norm.dtype == torch.float64
+
+
 def test_clipping_equals_torchs_own():
     ours, theirs = _parameters(_random(40, 7), _random(9)), _parameters(_random(40, 7), _random(9))
-    clip_(ours, 1.5, global_norm(ours))
+    clip_(ours, 1.5, global_norm(ours).item())
     torch.nn.utils.clip_grad_norm_(theirs, 1.5)
     for mine, other in zip(ours, theirs, strict=True):
         # torch takes the norm in fp32: one rounding of the factor, one of the product
@@ -43,13 +48,13 @@ def test_clipping_equals_torchs_own():
 @pytest.mark.parametrize("max_norm", [1e6, 0.0, -1.0, float("inf")])
 def test_gradients_are_untouched_when_small_enough_or_clipping_is_off(max_norm):
     parameters = _parameters(_random(5, 3))
-    clip_(parameters, max_norm, global_norm(parameters))
+    clip_(parameters, max_norm, global_norm(parameters).item())
     assert torch.equal(parameters[0].grad, _random(5, 3))
 
 
 def test_clips_each_dtype():
     parameters = _parameters(torch.full((4,), 3.0), torch.full((4,), 4.0, dtype=torch.bfloat16))
-    clip_(parameters, 5.0, global_norm(parameters))
+    clip_(parameters, 5.0, global_norm(parameters).item())
     assert [parameter.grad.dtype for parameter in parameters] == [torch.float32, torch.bfloat16]
     # from norm 10 to 5; bfloat16 keeps 8 bits
     assert parameters[0].grad.tolist() == pytest.approx([1.5] * 4, rel=1e-6)
@@ -82,7 +87,7 @@ def test_cuda_accumulates_in_fp64_and_does_not_wait():
     torch.cuda.set_sync_debug_mode("error")
     try:
         norm = global_norm(parameters)
-        clip_(parameters, 1.0, norm)
+        clip_(parameters, 1.0, 1e29)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     expected = float(torch.tensor(1e25)) * 2**12.5

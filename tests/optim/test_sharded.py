@@ -36,7 +36,7 @@ def _norms_over_meshes():
             parameter.grad = distribute_tensor(gradient, mesh, placements)
             parameters.append(parameter)
     norm = global_norm(parameters)
-    clip_(parameters, 1.0, norm)
+    clip_(parameters, 1.0, norm.item())
     clipped = global_norm(parameters)
 
     bad = parameters[3]

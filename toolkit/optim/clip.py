@@ -22,48 +22,71 @@ from torch.distributed.tensor import DTensor
 _EPSILON = 1e-6
 
 
-def global_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> Tensor:
+def global_norm(
+    parameters: Iterable[nn.Parameter],
+    *,
+    device: torch.device | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """The 2-norm of all gradients of ``parameters`` over the ranks of ``group`` (default: all ranks).
 
-    Parameters without a gradient are left out. Returns an fp64 scalar on the parameters' device, the
-    same on every rank. Every rank of ``group`` must call, each with the parameters it holds.
+    Parameters without a gradient are left out. Returns an fp64 scalar on ``device``, the same on every
+    rank. Every rank of ``group`` must call, each with the parameters it holds, and name the device if
+    it is not the gradients' own (they may be offloaded, or a rank may hold none).
 
     Raises:
         ValueError: a gradient is Partial, or a plain tensor in a group of several ranks, so that what
             it contributes is unknown.
     """
-    parameters = list(parameters)
-    distributed = dist.is_initialized() and dist.get_world_size(group) > 1
+    distributed = _distributed(group)
     by_replicas: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None and _local(parameter.grad).numel():
             by_replicas[_replicas(parameter.grad, distributed)].append(_local(parameter.grad))
-    device = _local(parameters[0]).device if parameters else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for replicas, gradients in by_replicas.items():
-        total += torch.stack(_norms(gradients)).square_().sum() / replicas
-    if distributed:
+    squares = [
+        torch.stack(_norms(gradients)).square_().sum() / replicas
+        for replicas, gradients in by_replicas.items()
+    ]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+    return norm_over_ranks(total, device=device, group=group)
+
+
+def local_square(gradient: Tensor) -> Tensor:
+    """This rank's share of a gradient's squared 2-norm, an fp64 scalar: those of all ranks add up to it."""
+    return _norms([_local(gradient)])[0].square_() / _replicas(gradient, _distributed(None))
+
+
+def norm_over_ranks(
+    square: Tensor, *, device: torch.device | None = None, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """The root of the sum over ranks of ``square``, an fp64 scalar, on ``device``."""
+    # Eight bytes from the CPU are staged before the call returns: nothing waits, nothing is overwritten.
+    total = square.to(device, non_blocking=True) if device else square
+    if _distributed(group):
         dist.all_reduce(total, group=group)
-    return total.sqrt_()
+    return total.sqrt()
 
 
 @torch.no_grad()
-def clip_(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+def clip_(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> None:
     """Scale the gradients in place so that their global norm, now ``norm``, is at most ``max_norm``.
 
     ``max_norm`` of 0 or less, or infinite, leaves them as they are (torchtitan would set every
-    gradient to zero at 0, which no one wants).
+    gradient to zero at 0, which no one wants). Who calls has looked at the norm, so that a gradient
+    that is small enough is not even read.
     """
     if max_norm <= 0 or math.isinf(max_norm):
         return
-    scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+    scale = max_norm / (norm + _EPSILON)
+    if scale >= 1.0:
+        return
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
             gradient = _local(parameter.grad)
             by_kind[gradient.device, gradient.dtype].append(gradient)
-    for (device, dtype), gradients in by_kind.items():
-        torch._foreach_mul_(gradients, scale.to(device, dtype))
+    for gradients in by_kind.values():
+        torch._foreach_mul_(gradients, scale)
 
 
 def nonfinite_parameters(
@@ -85,6 +108,10 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
         return list(torch._foreach_norm(tensors, 2, dtype=torch.float64))
     # The foreach form has no vectorised CPU kernel for another dtype: five times slower than this.
     return [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+
+
+def _distributed(group: dist.ProcessGroup | None) -> bool:
+    return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from toolkit.names import clean_name
 
@@ -19,15 +20,26 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "foreach": {"foreach": True, "fused": False},
     "fused": {"foreach": False, "fused": True},
 }
-OPTIMIZERS: dict[str, type[AdamW]] = {"AdamW": AdamW}
+# Adam adds the decay to the gradient, where the moments see it (L2); AdamW shrinks the weight itself.
+OPTIMIZERS: dict[str, type[Adam]] = {"AdamW": AdamW, "Adam": Adam}
 
 
-def parameter_groups(parameters: NamedParameters, *, weight_decay: float) -> list[dict]:
-    """torch's parameter groups for what is trainable: one group, all of it decayed, as in torchtitan."""
-    trainable = [(clean_name(name), parameter) for name, parameter in parameters if parameter.requires_grad]
-    if not trainable:
+def parameter_groups(
+    parameters: NamedParameters, *, weight_decay: float, no_decay: Sequence[str] = ()
+) -> list[dict]:
+    """torch's parameter groups for what is trainable: what is decayed, then what is not; none is empty.
+
+    ``no_decay`` are patterns of names as of a shell; without any, all is decayed, as in torchtitan.
+    """
+    groups: dict[float, list[tuple[str, nn.Parameter]]] = {weight_decay: [], 0.0: []}
+    for wrapped_name, parameter in parameters:
+        name = clean_name(wrapped_name)
+        if parameter.requires_grad:
+            spared = any(fnmatchcase(name, pattern) for pattern in no_decay)
+            groups[0.0 if spared else weight_decay].append((name, parameter))
+    if not any(groups.values()):
         raise ValueError("no parameter is trainable: all are frozen, or there are none")
-    return [{"params": trainable, "weight_decay": weight_decay}]
+    return [{"params": named, "weight_decay": decay} for decay, named in groups.items() if named]
 
 
 def build_optimizer(
@@ -46,14 +58,22 @@ def build_optimizer(
     """An optimizer over the trainable ones of ``parameters`` (plain or DTensor).
 
     ``implementation``: "for-loop" updates one tensor at a time, "foreach" a list of them in few
-    kernels, "fused" all of it in one; they differ in speed and rounding only.
+    kernels, "fused" all of it in one; they differ in speed and rounding only. ``no_decay`` are patterns
+    of names to leave without weight decay. With ``step_in_backward`` the update happens there, see
+    :class:`toolkit.optim.in_backward.StepInBackward`.
 
     Raises:
         KeyError: ``name`` or ``implementation`` is not one of those above.
         ValueError: nothing is trainable, or a number is out of its range (torch's own checks).
     """
-    groups = parameter_groups(parameters, weight_decay=weight_decay)
-    return OPTIMIZERS[name](groups, lr=lr, betas=(beta1, beta2), eps=eps, **IMPLEMENTATIONS[implementation])
+    groups = parameter_groups(parameters, weight_decay=weight_decay, no_decay=no_decay)
+    kernels = IMPLEMENTATIONS[implementation]
+    optimizer = OPTIMIZERS[name](groups, lr=lr, betas=(beta1, beta2), eps=eps, **kernels)
+    if not step_in_backward:
+        return optimizer
+    from toolkit.optim.in_backward import StepInBackward
+
+    return StepInBackward(optimizer)
 
 
 def optimizer_tensors(parameters: NamedParameters, optimizer: Optimizer) -> dict[str, Tensor]:

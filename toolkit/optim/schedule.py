@@ -1,12 +1,19 @@
 """Learning rate as a pure function of the step: nothing to save, nothing to restore. Imports no torch.
 
-The values are those of torchtitan 0.2: linear warm-up, a stable phase, then decay::
+Linear warm-up, a stable phase, then decay, with the values of torchtitan 0.2::
 
     lr ┤    ╭──────────╮
        │  ╱            ╰╲
        │╱                 ╲___ lr · min_lr_factor
        └────┴──────────┴──────▶ step
        warmup   stable   decay
+
+A decay ratio below 1 is WSD (warm-up, stable, decay). Two shapes have no end to decay towards:
+"constant" stays at the peak, and "step" multiplies by ``gamma`` every ``step_size`` steps, as torch's
+StepLR does, warm-up or not: its steps are counted from the start of the run, so that an epoch is an epoch.
+
+Hugging Face's schedules count the same steps but start their warm-up at 0: there the first update moves
+nothing. Ours, like torchtitan's, is one step ahead of theirs until the warm-up ends, and equal after it.
 """
 
 from __future__ import annotations
@@ -18,6 +25,17 @@ DECAYS = {
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
 }
+
+
+def warmup_length(*, total_steps: int, warmup_steps: int, warmup_ratio: float | None) -> int:
+    """Steps of warm-up; a ratio takes the place of ``warmup_steps`` and is rounded up, as in Hugging Face.
+
+    No more than ``total_steps``.
+    """
+    if warmup_ratio is not None:
+        # 100 · 0.07 is 7.000000000000001 in binary; who wrote it means 7.
+        warmup_steps = math.ceil(round(total_steps * warmup_ratio, 6))
+    return min(warmup_steps, total_steps)
 
 
 def learning_rate(
@@ -40,19 +58,39 @@ def learning_rate(
     schedule has one step more than the run, so that the last update still moves the weights; past
     ``total_steps`` the rate stays at ``lr * min_lr_factor``.
 
+    ``step_size`` need not be whole: an epoch of 12.5 steps ends within the thirteenth, and the rate
+    changes with the fourteenth.
+
     Raises:
-        KeyError: ``decay_type`` is none of ``DECAYS``.
+        KeyError: ``decay_type`` is "constant", "step" or one of ``DECAYS``, and this is none of them.
     """
-    warmup = min(warmup_steps, total_steps)
+    warmup = warmup_length(total_steps=total_steps, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
+    ramp = (step + 1) / warmup if step < warmup else 1.0
+    if decay_type == "constant":
+        return lr * ramp
+    if decay_type == "step":
+        # 9 steps of 9/7 steps an epoch are 7 epochs, and 6.999999999999999 in binary.
+        return lr * ramp * gamma ** math.floor(step / step_size + 1e-9)
     decay = total_steps - warmup
     if decay_ratio is not None:
         decay = min(round(total_steps * decay_ratio), decay)
     decay_start = total_steps + 1 - decay
-    if step < warmup:
-        factor = (step + 1) / warmup
-    elif step < decay_start:
-        factor = 1.0
-    else:
-        progress = min(1.0, (step + 1 - decay_start) / decay) if decay else 1.0
-        factor = min_lr_factor + (1.0 - min_lr_factor) * DECAYS[decay_type](progress)
-    return lr * factor
+    if step < decay_start:
+        return lr * ramp
+    progress = min(1.0, (step + 1 - decay_start) / decay) if decay else 1.0
+    return lr * (min_lr_factor + (1.0 - min_lr_factor) * DECAYS[decay_type](progress))
+
+
+def cut_to_fit(
+    *, total_steps: int, warmup_steps: int, warmup_ratio: float | None, decay_ratio: float | None
+) -> list[str]:
+    """Say which part of the schedule is longer than the run, and what is left of it."""
+    if warmup_ratio is None and warmup_steps > total_steps:
+        return [f"lr_scheduler.warmup_steps {warmup_steps} is cut to the {total_steps} steps of the run"]
+    warmup = warmup_length(total_steps=total_steps, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
+    decay, left = round(total_steps * (decay_ratio or 0)), total_steps - warmup
+    if decay > left:
+        return [
+            f"lr_scheduler.decay_ratio {decay_ratio} is {decay} steps, cut to the {left} after the warm-up"
+        ]
+    return []

@@ -1,0 +1,165 @@
+"""One training step: the optimizer's step in backward against the step after it, over meshes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.helpers import run_world
+from tests.training import small_config, small_trainer, weights_digest
+from toolkit.config import Config
+from toolkit.errors import TrainingError
+from toolkit.optim.in_backward import StepInBackward
+from toolkit.optim.optimizer import optimizer_tensors
+from toolkit.trainer import Trainer
+
+STEPS = 3
+TIED, UNTIED = {"name": "llama3.2"}, {"name": "llama3.1"}
+HSDP = {"data_parallel_replicate_degree": 2}
+
+
+def _config(folder: Path, *, early: bool, steps: int = STEPS, **tables: dict[str, Any]) -> Config:
+    """Without clipping and accumulation, on one or two ranks; the rate is another at each step."""
+    return small_config(
+        folder,
+        model=tables.get("model", UNTIED),
+        parallelism=tables.get("parallelism", {}),
+        training={"steps": steps, "max_norm": float("inf"), "local_batch_size": 16},
+        optimizer={"early_step_in_backward": early, "no_decay": ["*norm.weight"]},
+        lr_scheduler={"warmup_steps": 2, "total_steps": STEPS},
+        checkpoint=tables.get("checkpoint", {}),
+    )
+
+
+def _result(trainer: Trainer) -> dict[str, Any]:
+    trainer.run()
+    state = optimizer_tensors(trainer.model.named_parameters(), trainer.optimizer)
+    local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in state.items()}
+    return {
+        "losses": [record["loss"] for record in trainer.history],
+        "norms": [record["grad_norm"] for record in trainer.history],
+        "weights": weights_digest(trainer.model),
+        "state": {name: tensor.numpy().tobytes() for name, tensor in local.items()},
+        "updates": {tensor.item() for name, tensor in local.items() if name.endswith(".step")},
+        "left": sum(parameter.grad is not None for parameter in trainer.model.parameters()),
+    }
+
+
+def _pair(folder: Path, **tables: dict[str, Any]) -> dict[str, Any]:
+    runs = {early: _config(folder / str(early), early=early, **tables) for early in (True, False)}
+    return {("early" if early else "late"): _result(small_trainer(run)) for early, run in runs.items()}
+
+
+def _changed_over(folder: Path) -> dict[str, Any]:
+    """Two steps after backward, saved, then one in backward."""
+    saving = {"checkpoint": {"enable": True, "interval": 2}}
+    small_trainer(_config(folder, early=False, steps=2, **saving)).run()
+    return _result(small_trainer(_config(folder, early=True, **saving)))
+
+
+def _peak_bytes(folder: Path) -> dict[str, Any]:
+    """Bytes of this rank's sharded gradients that exist at once in a step in backward, and of each unit."""
+    trainer = small_trainer(_config(folder, early=True, steps=1))
+    alive: dict[StorageWeakRef, int] = {}
+    peak, update = 0, StepInBackward._update
+
+    def watch(self: StepInBackward, parameter: nn.Parameter) -> None:
+        nonlocal peak
+        storage = parameter.grad._local_tensor.untyped_storage()  # type: ignore[union-attr]
+        alive[StorageWeakRef(storage)] = storage.nbytes()
+        del storage
+        peak = max(peak, sum(size for reference, size in alive.items() if not reference.expired()))
+        update(self, parameter)
+
+    for parameter in trainer.model.parameters():
+        parameter._post_accumulate_grad_hooks.clear()
+        parameter.register_post_accumulate_grad_hook(watch.__get__(trainer.optimizer))
+    trainer.run()
+    sizes = {name: p.to_local().nbytes for name, p in trainer.model.named_parameters()}
+    head = sizes["norm.weight"] + sizes["output.weight"]
+    return {"peak": peak, "largest": max(head, sizes["tok_embeddings.weight"]), "all": sum(sizes.values())}
+
+
+def _break(folder: Path) -> str:
+    """Put an infinity where only the last rank's part of the gradient shows it."""
+    trainer = small_trainer(_config(folder, early=True))
+    parameter = trainer.model.get_parameter("layers.1.feed_forward.w2.weight")
+
+    def poison(parameter: nn.Parameter) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            parameter.grad._local_tensor[0, 0] = torch.inf  # type: ignore[union-attr]
+
+    parameter.register_post_accumulate_grad_hook(poison)
+    parameter._post_accumulate_grad_hooks.move_to_end(next(iter(parameter._post_accumulate_grad_hooks)))
+    with pytest.raises(TrainingError) as error:
+        trainer.run()
+    return str(error.value)
+
+
+def _one(folder: str) -> dict[str, Any]:
+    return {"tied": _pair(Path(folder, "tied"), model=TIED)}
+
+
+def _two(folder: str) -> dict[str, Any]:
+    return {
+        "sharded": _pair(Path(folder, "sharded")),
+        "tied": _pair(Path(folder, "tied"), model=TIED),
+        "replicated": _pair(Path(folder, "replicated"), model=TIED, parallelism=HSDP),
+        "changed": _changed_over(Path(folder, "changed")),
+        "peak": _peak_bytes(Path(folder, "peak")),
+        "broken": _break(Path(folder, "broken")),
+    }
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_world(_one, 1, str(tmp_path_factory.mktemp("one")))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_world(_two, 2, str(tmp_path_factory.mktemp("two")))
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"), [("one", "tied"), ("two", "sharded"), ("two", "tied"), ("two", "replicated")]
+)
+def test_a_step_in_backward_is_the_step_after_it(
+    world: str, layout: str, request: pytest.FixtureRequest
+) -> None:
+    for result in request.getfixturevalue(world):
+        early, late = result[layout]["early"], result[layout]["late"]
+        # Updates are of single elements, in whatever groups of tensors: the same bits.
+        assert early["losses"] == late["losses"] and early["weights"] == late["weights"]
+        assert early["state"] == late["state"]
+        # fp64 squares, added up parameter by parameter instead of all at once
+        assert early["norms"] == pytest.approx(late["norms"], rel=1e-14)
+        # Also a tied embedding, whose gradient has two sources, is updated once a step.
+        assert early["updates"] == {STEPS}
+        assert early["left"] == 0
+
+
+def test_a_checkpoint_is_the_same_with_either(two: list[dict[str, Any]]) -> None:
+    for result in two:
+        changed, straight = result["changed"], result["sharded"]["late"]
+        assert changed["losses"] == straight["losses"][2:]
+        assert changed["weights"] == straight["weights"] and changed["state"] == straight["state"]
+
+
+def test_gradients_of_one_unit_exist_at_a_time(two: list[dict[str, Any]]) -> None:
+    for result in two:
+        assert result["peak"]["peak"] == result["peak"]["largest"] < 0.6 * result["peak"]["all"]
+
+
+def test_a_broken_gradient_is_named_and_the_update_admitted(two: list[dict[str, Any]]) -> None:
+    for result in two:
+        assert "rank 1: layers.1.feed_forward.w2.weight" in result["broken"]
+        assert "the parameters were updated by this step already" in result["broken"]
+        assert "were not updated" not in result["broken"]
