@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toolkit.config import Config
+from toolkit.config.tables_training import Corpus, Training, Validation
 from toolkit.data.cache import TokenCache, tokenized
+from toolkit.data.mixture import Part
 from toolkit.data.sources import open_source
 from toolkit.data.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
 class Data:
-    """A tokenizer and the corpora that it made into tokens."""
+    """A tokenizer and the corpora that it made into tokens; ``train`` is one, or the parts of a mixture."""
 
     tokenizer: Tokenizer
-    train: TokenCache
+    train: TokenCache | tuple[Part, ...]
     validation: TokenCache | None
 
 
@@ -30,11 +32,17 @@ def open_data(config: Config, *, progress: bool) -> Data:
     """
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_assets_path)
 
-    def corpus(dataset: str, path: str | None) -> TokenCache:
-        source = open_source(dataset, path, config.data.text_column)
+    def corpus(options: Training | Validation | Corpus, column: str | None = None) -> TokenCache:
+        source = open_source(
+            options.dataset,
+            options.dataset_path,
+            config.data.text_column if column is None else column,
+            subset=options.dataset_subset,
+            split=options.dataset_split,
+        )
         return tokenized(source, tokenizer, cache_folder=config.data.cache_folder, progress=progress)
 
-    train = corpus(config.training.dataset, config.training.dataset_path)
-    held_out = config.validation
-    validation = corpus(held_out.dataset, held_out.dataset_path) if held_out.enable else None
-    return Data(tokenizer, train, validation)
+    mixture = sorted(config.data.mixture.items())
+    parts = tuple(Part(name, part.weight, corpus(part, part.text_column)) for name, part in mixture)
+    validation = corpus(config.validation) if config.validation.enable else None
+    return Data(tokenizer, parts or corpus(config.training), validation)

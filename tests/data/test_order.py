@@ -7,18 +7,20 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.data.order import corpus_indices, epoch_key, permute
 
 
+@settings(deadline=None)
 @given(n=st.integers(1, 3000), key=st.binary(max_size=40))
 def test_every_index_is_hit_exactly_once(n: int, key: bytes) -> None:
     order = permute(np.arange(n), n, key)
     assert np.array_equal(np.sort(order), np.arange(n))
 
 
+@settings(deadline=None)
 @given(n=st.integers(1, 1 << 62), data=st.data())
 def test_a_number_and_an_array_agree_and_stay_in_range(n: int, data: st.DataObject) -> None:
     indices = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=8, unique=True))
@@ -80,6 +82,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
             assert (orders[first] == orders[second]).sum() <= 6
 
 
+@settings(deadline=None)
 @given(n=st.integers(1, 50), start=st.integers(0, 100), count=st.integers(1, 50), shuffle=st.booleans())
 def test_an_epoch_gives_each_sample_once_wherever_one_starts(
     n: int, start: int, count: int, shuffle: bool

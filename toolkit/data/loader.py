@@ -3,14 +3,16 @@
 Global batch g after a start at sample s is samples [s + g·G, s + (g+1)·G) of the run. Data-parallel rank r
 of R takes the r-th R-th of them, ``local_batch_size`` at a time. No worker, prefetch depth or number of
 ranks changes which samples those are, so the loader's state is one counter (and what it counts, to
-refuse another corpus).
+refuse another corpus or mixture).
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -19,35 +21,41 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from toolkit.data.cache import TokenCache
+from toolkit.data.mixture import MixtureOrder, Part, percent
 from toolkit.data.order import corpus_indices
-from toolkit.data.packing import PADDING, Rows, corpus_rows
+from toolkit.data.packing import PADDING, Rows, Sample, corpus_rows
 from toolkit.errors import DataError
 
 Batch = dict[str, torch.Tensor | None]
 FIELDS = ("tokens", "labels", "positions", "documents")
 ORDERED_AT_ONCE = 4096  # samples whose place is computed in one vectorised step
+ORDERED_SPAN = 1 << 19  # of the run, in which these lie: a mixture computes all the blocks between
+
+Order = Callable[[np.ndarray], np.ndarray]
+"""From the numbers of samples in the run to their indices in the corpora, both int64."""
 
 
 class _MicroBatches(Sampler[list[int]]):
-    """Corpus indices of this rank's micro-batches from ``start`` on; PADDING for rows past a finite end."""
+    """Indices of this rank's micro-batches from ``start`` on; PADDING for rows past a finite end."""
 
     def __init__(
-        self, n: int, *, global_batch_size: int, local_batch_size: int, dp_rank: int, dp_size: int, seed: int,
-        shuffle: bool, infinite: bool,
+        self, n: int, order: Order, *, global_batch_size: int, local_batch_size: int, dp_rank: int,
+        dp_size: int, infinite: bool,
     ):  # fmt: skip
         self.n, self.global_batch_size, self.local_batch_size = (n, global_batch_size, local_batch_size)
-        self.seed, self.shuffle, self.infinite = seed, shuffle, infinite
+        self.order, self.infinite = order, infinite
         rows = global_batch_size // dp_size
         self.offsets = dp_rank * rows + np.arange(rows)
         self.start = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        at_once = max(1, min(ORDERED_AT_ONCE // len(self.offsets), self.n // self.global_batch_size))
+        span = min(self.n, ORDERED_SPAN)
+        at_once = max(1, min(ORDERED_AT_ONCE // len(self.offsets), span // self.global_batch_size))
         steps = np.arange(at_once)[:, None] * self.global_batch_size
         start = self.start
         while self.infinite or start < self.n:
             samples = (start + steps + self.offsets).ravel()
-            indices = corpus_indices(samples, self.n, seed=self.seed, shuffle=self.shuffle)
+            indices = self.order(samples)
             if not self.infinite:
                 begun = (start + steps < self.n).sum() * len(self.offsets)
                 indices = np.where(samples < self.n, indices, PADDING)[:begun]
@@ -56,24 +64,44 @@ class _MicroBatches(Sampler[list[int]]):
 
 
 class _MicroBatchDataset(Dataset[Batch]):
-    """Rows, put together a micro-batch at a time (torch's own collation would copy each row once more)."""
+    """Rows, put together a micro-batch at a time (torch's own collation would copy each row once more).
 
-    def __init__(self, corpus: TokenCache, **options: Any):
-        self.corpus, self.options = corpus, options
-        self.rows: Rows = corpus_rows(corpus.tokens, corpus.offsets, **options)
+    The rows of several corpora lie end to end, in the order of ``corpora``, which are by their names.
+    """
+
+    def __init__(self, corpora: Mapping[str, TokenCache], **options: Any):
+        self.corpora, self.options = dict(corpora), options
+        self.rows = [_rows(name, corpus, **options) for name, corpus in corpora.items()]
+        self.starts = [0, *accumulate(map(len, self.rows))]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
 
     def __reduce__(self) -> tuple:
-        # To a worker that is not forked goes the name of the cache folder, never the tokens.
-        return functools.partial(_MicroBatchDataset, **self.options), (self.corpus,)
+        # To a worker that is not forked go the names of the cache folders, never the tokens.
+        return functools.partial(_MicroBatchDataset, **self.options), (self.corpora,)
 
     def __getitem__(self, indices: list[int]) -> Batch:
-        samples = [self.rows.blank() if index == PADDING else self.rows.sample(index) for index in indices]
+        samples = [self._sample(index) for index in indices]
         return {
             name: torch.from_numpy(np.stack([sample[name] for sample in samples]))
             if name in samples[0]
             else None
             for name in FIELDS
         }
+
+    def _sample(self, index: int) -> Sample:
+        if index == PADDING:
+            return self.rows[0].blank()
+        part = bisect_right(self.starts, index) - 1
+        return self.rows[part].sample(index - self.starts[part])
+
+
+def _rows(name: str, corpus: TokenCache, **options: Any) -> Rows:
+    try:
+        return corpus_rows(corpus.tokens, corpus.offsets, **options)
+    except DataError as error:
+        raise DataError(f"data.mixture.{name}: {error}" if name else str(error)) from None
 
 
 def _as_it_is(batch: Batch) -> Batch:
@@ -88,15 +116,19 @@ class Loader:
     batch filled up by rows without labels, so that all ranks have equally many micro-batches.
     """
 
+    mixture: MixtureOrder | None
+    """The shares of the parts, where there are several."""
+
     def __init__(self, data: StatefulDataLoader, sampler: _MicroBatches, identity: dict[str, Any]):
         self._data, self._sampler, self._identity = data, sampler, identity
+        self.mixture = sampler.order if isinstance(sampler.order, MixtureOrder) else None
         self._micro_batches = len(sampler.offsets) // sampler.local_batch_size  # a global batch, of this rank
         self._start = 0
         self._taken = 0
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of one pass over the corpus."""
+        """Samples of one pass over the corpus; of a mixture, as many as its parts have together."""
         return self._sampler.n
 
     @property
@@ -149,28 +181,35 @@ class _Counted:
 
 
 def build_loader(
-    corpus: TokenCache, *, seq_len: int, global_batch_size: int, local_batch_size: int, dp_rank: int,
-    dp_size: int, seed: int, packing: bool, document_mask: bool, shuffle: bool, pad_id: int | None,
-    num_workers: int = 0, persistent_workers: bool = False, pin_memory: bool = False,
+    corpus: TokenCache | Sequence[Part], *, seq_len: int, global_batch_size: int, local_batch_size: int,
+    dp_rank: int, dp_size: int, seed: int, packing: bool, document_mask: bool, shuffle: bool,
+    pad_id: int | None, num_workers: int = 0, persistent_workers: bool = False, pin_memory: bool = False,
     prefetch_factor: int | None = None, infinite: bool = True,
 ) -> Loader:  # fmt: skip
-    """A loader of rank ``dp_rank`` of ``dp_size``.
+    """A loader of rank ``dp_rank`` of ``dp_size`` over one corpus or the parts of a mixture.
 
     ``pad_id`` None pads with 0 (a padding token is neither attended to nor predicted).
     ``persistent_workers`` and ``prefetch_factor`` mean nothing without workers, as in torchtitan's files.
 
     Raises:
-        DataError: the corpus is shorter than one sample.
-        ValueError: global_batch_size is not a multiple of local_batch_size times dp_size.
+        DataError: a corpus is shorter than one sample.
+        ValueError: global_batch_size is not a multiple of local_batch_size times dp_size; a finite mixture,
+            which would end with parts of it drawn more than once and others not.
     """
     if global_batch_size % (local_batch_size * dp_size):
         raise ValueError(f"{global_batch_size=} is not a multiple of {local_batch_size=} times {dp_size=}")
+    parts = [Part("", 1.0, corpus)] if isinstance(corpus, TokenCache) else list(corpus)
+    parts.sort(key=lambda part: part.name)
     dataset = _MicroBatchDataset(
-        corpus, seq_len=seq_len, packing=packing, document_mask=document_mask, pad_id=pad_id or 0
-    )
+        {part.name: part.corpus for part in parts},
+        seq_len=seq_len, packing=packing, document_mask=document_mask, pad_id=pad_id or 0,
+    )  # fmt: skip
+    order, identity = _order(parts, [len(rows) for rows in dataset.rows], seed=seed, shuffle=shuffle)
+    if isinstance(order, MixtureOrder) and not infinite:
+        raise ValueError("a mixture has no end")
     sampler = _MicroBatches(
-        len(dataset.rows), global_batch_size=global_batch_size, local_batch_size=local_batch_size,
-        dp_rank=dp_rank, dp_size=dp_size, seed=seed, shuffle=shuffle, infinite=infinite,
+        len(dataset), order, global_batch_size=global_batch_size, local_batch_size=local_batch_size,
+        dp_rank=dp_rank, dp_size=dp_size, infinite=infinite,
     )  # fmt: skip
     with warnings.catch_warnings():
         # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates.
@@ -180,8 +219,20 @@ def build_loader(
             collate_fn=_as_it_is, persistent_workers=persistent_workers and num_workers > 0,
             prefetch_factor=prefetch_factor if num_workers > 0 else None,
         )  # fmt: skip
-    identity = {
-        "corpus": corpus.fingerprint, "seq_len": seq_len, "packing": packing, "shuffle": shuffle,
-        "seed": seed,
-    }  # fmt: skip
+    identity |= {"seq_len": seq_len, "packing": packing, "shuffle": shuffle, "seed": seed}
     return Loader(data, sampler, identity)
+
+
+def _order(
+    parts: Sequence[Part], lengths: Sequence[int], *, seed: int, shuffle: bool
+) -> tuple[Order, dict[str, Any]]:
+    """The order of the samples, and what identifies the text that it is an order of."""
+    if parts[0].name == "":
+        order = functools.partial(corpus_indices, n=lengths[0], seed=seed, shuffle=shuffle)
+        return order, {"corpus": parts[0].corpus.fingerprint}
+    mixture = MixtureOrder({part.name: part.weight for part in parts}, lengths, seed=seed, shuffle=shuffle)
+    identity = {"corpus": f"mixture of {', '.join(mixture.quotas)}"}
+    for part in parts:
+        identity[f"{part.name}.share"] = percent(mixture.quotas[part.name])
+        identity[f"{part.name}.corpus"] = part.corpus.fingerprint
+    return mixture, identity

@@ -45,12 +45,12 @@ def _coin(z: np.ndarray) -> np.ndarray:
     return (z >> np.uint64(63)).astype(bool)
 
 
-def epoch_key(seed: int, epoch: int) -> bytes:
-    """The key of one epoch's order."""
-    return f"llama-toolkit sample order 1, seed {seed}, epoch {epoch}".encode()
+def epoch_key(seed: int, epoch: int, part: str = "") -> bytes:
+    """The key of one epoch's order; each ``part`` of a mixture has its own."""
+    return f"llama-toolkit sample order 1, seed {seed}, epoch {epoch}{part and f', part {part}'}".encode()
 
 
-def corpus_indices(samples: np.ndarray, n: int, *, seed: int, shuffle: bool) -> np.ndarray:
+def corpus_indices(samples: np.ndarray, n: int, *, seed: int, shuffle: bool, part: str = "") -> np.ndarray:
     """Which of the corpus's ``n`` samples the run's samples are (both int64, same shape).
 
     Epoch e is the run's samples [e·n, (e+1)·n): each of the corpus once, in an order of its own.
@@ -59,5 +59,5 @@ def corpus_indices(samples: np.ndarray, n: int, *, seed: int, shuffle: bool) -> 
     if shuffle:
         for epoch in np.unique(epochs):
             of_epoch = epochs == epoch
-            indices[of_epoch] = permute(indices[of_epoch], n, epoch_key(seed, int(epoch)))
+            indices[of_epoch] = permute(indices[of_epoch], n, epoch_key(seed, int(epoch), part))
     return indices
