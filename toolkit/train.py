@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from toolkit import preflight
 from toolkit.config import Config, load_config
@@ -30,7 +31,7 @@ def _check(config: Config, rank: int) -> None:
 
 
 def _train(config: Config) -> int:
-    from toolkit.distributed import process_group
+    from toolkit.distributed import flight_recorder, process_group
     from toolkit.metrics.phases import Phases
     from toolkit.trainer import Trainer
 
@@ -39,12 +40,28 @@ def _train(config: Config) -> int:
     with phases("tokenizer and tokens"):
         data = open_data(config, progress=chief)
     device = process_group.local_device()
+    flight_recorder.enable(config.comm.trace_buf_size, _collectives(config))
     with phases("process group"):
         process_group.start(device, timeout_seconds=config.comm.init_timeout_seconds)
     code = Trainer(config, data, device, phases).run()
     # Only here: after an error, leaving the group would wait for peers that wait for us.
     process_group.stop()
     return code
+
+
+def _collectives(config: Config) -> Path:
+    """What the names of the files that tell of failed collectives begin with."""
+    folder = Path(config.job.dump_folder).expanduser() / config.comm.save_traces_folder
+    return folder / config.comm.save_traces_file_prefix
+
+
+def _tell_collectives(config: Config, rank: int) -> None:
+    """A rank that died or hung is seen by the others as a collective that fails."""
+    from toolkit.distributed import flight_recorder
+
+    told = flight_recorder.write(_collectives(config), rank)
+    if told:
+        print(told, file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,7 +80,10 @@ def main(argv: Sequence[str]) -> int:
         # What a rank reads, it may be alone in failing to read; the other errors are agreed upon.
         return report(error, show=rank == 0 or isinstance(error, DataError), debug=debug)
     except Exception as error:
-        return report(error, show=True)
+        code = report(error, show=True)
+        if isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            _tell_collectives(config, rank)
+        return code
 
 
 if __name__ == "__main__":
