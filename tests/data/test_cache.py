@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from tests.data.byte_tokenizer import ByteTokenizer, ModuleProbe
-from toolkit.data import cache as cache_module
-from toolkit.data import sources
+from toolkit.data import content, sources, text_files
 from toolkit.data.cache import TokenCache, open_cache, tokenized
 from toolkit.data.sources import Source
 from toolkit.data.tokenizer import load_tokenizer
@@ -57,7 +56,7 @@ def _same(first: TokenCache, second: TokenCache) -> bool:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_documents_are_framed_and_in_order(tmp_path: Path, source: Source, processes: int) -> None:
-    with mock.patch.object(sources, "PIECE_BYTES", 200):
+    with mock.patch.object(text_files, "PIECE_BYTES", 200):
         cache = _build(source, ByteTokenizer(), tmp_path / "cache", processes=processes)
     assert _documents(cache) == _expected([*TEXTS, "line\n" * 500])
     assert (cache.n_documents, cache.n_tokens) == (61, len(cache.tokens))
@@ -90,7 +89,7 @@ def test_a_mistake_in_the_text_is_the_first_one(tmp_path: Path, source: Source, 
     with open(tmp_path / "a.jsonl", "a") as file:
         file.write('{"text": 1}\n' + json.dumps({"text": "fine"}) * 9 + "\n{}\n")
     with (
-        mock.patch.object(sources, "PIECE_BYTES", 60),
+        mock.patch.object(text_files, "PIECE_BYTES", 60),
         pytest.raises(DataError, match=r"a.jsonl, line 61: column 'text' holds a JSON number"),
     ):
         _build(source, ByteTokenizer(), tmp_path / "cache", processes=processes)
@@ -101,7 +100,7 @@ def test_a_text_file_in_pieces_has_the_ids_of_the_whole(tmp_path: Path) -> None:
     text = next(sources.open_source("embedded", None).pieces()).texts("text")[0]
     (tmp_path / "a.txt").write_text(text + "\n\n  Verse\n   and verse\n\n\nProse.\n" * 100)
     source = Source("text", (tmp_path / "a.txt",), "text")
-    with mock.patch.object(sources, "PIECE_BYTES", 500):
+    with mock.patch.object(text_files, "PIECE_BYTES", 500):
         assert len(list(source.pieces())) > 10
         cache = _build(source, tokenizer, tmp_path / "cache")
     assert cache.tokens.tolist() == tokenizer.encode((tmp_path / "a.txt").read_text(), bos=True, eos=True)
@@ -141,9 +140,9 @@ def test_the_key_is_content_tokenizer_and_column(tmp_path: Path, source: Source)
 def test_a_second_start_reads_no_text_and_a_change_is_seen(tmp_path: Path, source: Source) -> None:
     folder = tmp_path / "cache"
     old = (1e9, 1e9)
-    with mock.patch.object(cache_module, "SETTLED_SECONDS", -1e9):  # let new files count as settled
+    with mock.patch.object(content, "SETTLED_SECONDS", -1e9):  # let new files count as settled
         first = _build(source, ByteTokenizer(), folder)
-        with mock.patch.object(cache_module, "_file_hash", side_effect=AssertionError):
+        with mock.patch.object(content, "_file_hash", side_effect=AssertionError):
             assert _build(source, ByteTokenizer(), folder).fingerprint == first.fingerprint
         # Same size and time of modification, other content: the status change time gives it away.
         os.utime(source.files[1], old)
@@ -154,9 +153,9 @@ def test_a_second_start_reads_no_text_and_a_change_is_seen(tmp_path: Path, sourc
 
 
 def test_a_file_written_just_now_is_hashed_again(tmp_path: Path, source: Source) -> None:
-    with mock.patch.object(cache_module, "SETTLED_SECONDS", 1e9):
+    with mock.patch.object(content, "SETTLED_SECONDS", 1e9):
         _build(source, ByteTokenizer(), tmp_path / "cache")
-    with mock.patch.object(cache_module, "_file_hash", return_value="seen") as file_hash:
+    with mock.patch.object(content, "_file_hash", return_value="seen") as file_hash:
         _build(source, ByteTokenizer(), tmp_path / "cache")
     assert file_hash.call_count == 2
 
@@ -207,7 +206,7 @@ def test_a_built_cache_needs_no_writing(tmp_path: Path, source: Source) -> None:
     _build(source, ByteTokenizer(), tmp_path / "cache")
     with (
         mock.patch.object(Path, "mkdir", side_effect=PermissionError),
-        mock.patch.object(cache_module, "_remember", side_effect=PermissionError),
+        mock.patch.object(content, "remember", side_effect=PermissionError),
     ):
         assert _build(source, ByteTokenizer(), tmp_path / "cache").n_documents == 61
 
@@ -217,11 +216,11 @@ def test_a_built_cache_needs_no_writing(tmp_path: Path, source: Source) -> None:
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from toolkit.data import sources
+from toolkit.data import sources, text_files
 from toolkit.data.cache import tokenized
 from tests.data.byte_tokenizer import ByteTokenizer
 files, tokenizer, folder, processes = json.loads(sys.argv[1])
-sources.PIECE_BYTES = 200
+text_files.PIECE_BYTES = 200
 source = sources.Source("corpus", tuple(map(Path, files)), "text")
 cache = tokenized(source, ByteTokenizer(**tokenizer), cache_folder=folder, processes=processes)
 assert "torch" not in sys.modules
@@ -258,10 +257,10 @@ def test_many_processes_on_a_cold_cache_build_it_once(tmp_path: Path, source: So
         for job in jobs:
             job.kill()
     assert sum(line.startswith("tokenising corpus") for line in first_lines) == 1
-    assert sum(line.startswith("waiting for ") for line in first_lines) == 9
+    assert sum(line.startswith("waiting for ") for line in first_lines) == 9, first_lines
     assert [job.returncode for job in jobs] == [0] * 10
     assert len(set(outputs)) == 1
-    with mock.patch.object(sources, "PIECE_BYTES", 200):
+    with mock.patch.object(text_files, "PIECE_BYTES", 200):
         assert log.stat().st_size == sum(
             len(piece.texts("text")) for piece in source.pieces()
         )  # every text was encoded once

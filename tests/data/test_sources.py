@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.data import sources
+from toolkit.data import text_files
 from toolkit.data.sources import EMBEDDED, Source, check_source, open_source
 from toolkit.errors import DataError
 
@@ -80,8 +80,8 @@ def test_what_cannot_be_a_corpus_is_refused_in_milliseconds(tmp_path: Path) -> N
     _write(tmp_path / "corpus" / "a.jsonl", _rows("text"))
     _write(tmp_path / "notes" / "a.md", "text")
     cases = {
-        ("c4", None, "text"): ("dataset", "is not built yet", "dataset_path"),
-        ("allenai/c4", None, "text"): ("dataset", "is not built yet", "dataset_path"),
+        ("c5", None, "text"): ("dataset", "no dataset of this name", "such as Salesforce/wikitext"),
+        ("a/b/c", None, "text"): ("dataset", "is named owner/name", "correct it"),
         ("c4_tset", None, "text"): ("dataset", "no dataset of this name", "did you mean c4_test?"),
         ("x", f"{tmp_path}/corpsu", "text"): ("dataset_path", "no such file", "did you mean"),
         ("x", f"{tmp_path}/a/b/c", "text"): ("dataset_path", "no such file", f"exists up to {tmp_path}"),
@@ -110,7 +110,7 @@ def test_lines_of_json_are_documents(tmp_path: Path, suffix: str) -> None:
     texts = ["one", "zwei\nLinien \u2028 und \x85 keine", "", "三😀\r\n", " "]
     content = "\ufeff" + _rows(*texts).replace("\n", "\r\n") + "\n  \n" + _rows("last").rstrip("\n")
     source = open_source("x", str(_write(tmp_path / f"a{suffix}", content)))
-    with mock.patch.object(sources, "PIECE_BYTES", 30):
+    with mock.patch.object(text_files, "PIECE_BYTES", 30):
         assert _documents(source) == [text for text in texts if text] + ["last"]
         assert len(list(source.pieces())) > 2
 
@@ -119,8 +119,8 @@ def test_lines_of_json_are_documents(tmp_path: Path, suffix: str) -> None:
 def test_a_text_file_is_one_document_whatever_it_is_cut_into(text: str, size: int, compressed: bool) -> None:
     data = text.encode()
     raw = io.BufferedReader(io.BytesIO(gzip.compress(data) if compressed else data))  # type: ignore[arg-type]
-    with mock.patch.object(sources, "PIECE_BYTES", size):
-        pieces = list(sources._file_pieces(Path("a.txt.gz" if compressed else "a.txt"), raw))
+    with mock.patch.object(text_files, "PIECE_BYTES", size):
+        pieces = list(text_files._file_pieces(Path("a.txt.gz" if compressed else "a.txt"), raw))
     assert b"".join(piece.data for piece in pieces) == data
     assert [piece.opens for piece in pieces] == [number == 0 for number in range(len(pieces))]
     assert [piece.closes for piece in pieces] == [number == len(pieces) - 1 for number in range(len(pieces))]
@@ -134,13 +134,13 @@ def test_a_text_file_is_one_document_whatever_it_is_cut_into(text: str, size: in
 def test_a_text_file_is_cut_where_a_line_begins_with_a_letter(tmp_path: Path) -> None:
     text = "title\n\n  indented\nplain\n\n\nplain\n"
     source = open_source("x", str(_write(tmp_path / "a.txt", text)))
-    with mock.patch.object(sources, "PIECE_BYTES", 12):
+    with mock.patch.object(text_files, "PIECE_BYTES", 12):
         assert [p.data.decode() for p in source.pieces()] == ["title\n\n  indented\n", "plain\n\n\nplain\n"]
 
 
 def test_text_without_line_ends_is_cut_before_a_space(tmp_path: Path) -> None:
     source = open_source("x", str(_write(tmp_path / "a.txt", "some words in a long line")))
-    with mock.patch.object(sources, "PIECE_BYTES", 6):
+    with mock.patch.object(text_files, "PIECE_BYTES", 6):
         assert [piece.data.decode() for piece in source.pieces()] == ["some words", " in a long", " line"]
 
 
@@ -163,7 +163,7 @@ GOOD = _rows("good") * 40
         ("a.jsonl", GOOD.encode() + b'{"text": "\xc3("}\n', r"a.jsonl, line 41 .*byte 0xc3 is not UTF-8"),
         ("a.jsonl", GOOD + '{"text": "open}\n', r"line 41: not valid JSON \(Unterminated string"),
         ("a.jsonl", GOOD + '["text"]\n', r"line 41: a JSON array"),
-        ("a.jsonl", GOOD + '{"text": null}\n', r"line 41: column 'text' holds a JSON null"),
+        ("a.jsonl", GOOD + '{"text": 1.5}\n', r"line 41: column 'text' holds a JSON number"),
         ("a.jsonl", GOOD + '{"text": {"a": 1}}\n', r"line 41: column 'text' holds a JSON object"),
         (
             "a.jsonl",
@@ -178,7 +178,7 @@ def test_a_mistake_in_the_text_is_reported_with_file_and_line(
     tmp_path: Path, name: str, content: str | bytes, message: str
 ) -> None:
     source = open_source("x", str(_write(tmp_path / name, content)))
-    with mock.patch.object(sources, "PIECE_BYTES", 100), pytest.raises(DataError, match=message):
+    with mock.patch.object(text_files, "PIECE_BYTES", 100), pytest.raises(DataError, match=message):
         _documents(source)
 
 

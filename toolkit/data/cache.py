@@ -6,11 +6,13 @@
     <cache folder>/tokens/<key>.building/     a build in progress, or what a killed one left
     <cache folder>/tokens/<key>.lock          held (flock) by the process that builds
     <cache folder>/hashes/                    content hashes, so that a second start reads no text
+    <cache folder>/hub/                       what a dataset of the Hugging Face hub was when it was fetched
 
-The key is the SHA-256 of the files' contents in order, the tokenizer's fingerprint, the column and
-``FORMAT``. A folder under its final name is complete: it gets there by one atomic rename after fsync. The
-kernel releases the lock of a process that dies, however it dies; whoever takes the lock next owns the
-``.building`` folder and removes it; a build also removes those of other corpora that nobody builds.
+The key is the SHA-256 of the files' contents in order (for a dataset of the hub, of what names its
+revision), the tokenizer's fingerprint, the text column and ``FORMAT``. A folder under its final name is
+complete: it gets there by one atomic rename after fsync. The kernel releases the lock of a process that
+dies, however it dies; whoever takes the lock next owns the ``.building`` folder and removes it; a build
+also removes those of other corpora that nobody builds.
 """
 
 from __future__ import annotations
@@ -19,20 +21,19 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
-import socket
-import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from toolkit.data.content import content_hashes, locked, say, stamps, too_large, unread
 from toolkit.data.progress import Progress
-from toolkit.data.sources import PIECE_BYTES, Source, is_json
+from toolkit.data.sources import Source, kind
+from toolkit.data.text_files import PIECE_BYTES
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.workers import Encoded, encode_all
 from toolkit.durable import sync_file, sync_folder
@@ -41,7 +42,6 @@ from toolkit.hardware import cores
 
 FORMAT = 1  # raise it when pieces are cut, or documents are framed, in another way
 ALONE_BYTES = 16 << 20  # of text: up to here helpers would hardly be under way before one process is done
-SETTLED_SECONDS = 2.0  # a younger file could change again within its time stamp's resolution
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +70,7 @@ def tokenized(
     cache_folder: str | Path,
     progress: bool = True,
     processes: int = 0,
+    max_inline_gb: float = math.inf,
 ) -> TokenCache:
     """The tokenised ``source``: opened where it has been built before, else built now.
 
@@ -77,20 +78,31 @@ def tokenized(
     stderr what is going on. ``processes`` 0 is one a core, or none but this one for a small corpus.
 
     Raises:
-        DataError: unreadable, undecodable or empty corpus; a cache folder that cannot be written.
+        DataError: unreadable, undecodable or empty corpus; one of more than ``max_inline_gb`` gigabytes of
+            text that is not built yet; a cache folder that cannot be written.
     """
     root = Path(cache_folder).expanduser().absolute()
-    key = _key(source, tokenizer, root, progress)
-    folder = root / "tokens" / key[:32]
+    max_bytes = max_inline_gb * 1e9
+    for again in (False, True):
+        with _cache_errors(root):
+            found = source.fetched(root, progress=progress, max_bytes=max_bytes, again=again)
+        if not found.identity and unread(found, root):
+            _refuse_large(found, max_bytes)  # before all of it is read for its hash
+        key = _key(found, tokenizer, root, progress)
+        folder = root / "tokens" / key[:32]
+        with _cache_errors(root):
+            if (cache := _open_if_sound(folder, progress)) is not None:
+                return cache
+        if all(path.exists() for path in found.files):
+            break
+    _refuse_large(found, max_bytes)
     with _cache_errors(root):
-        if (cache := _open_if_sound(folder, progress)) is not None:
-            return cache
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder.with_suffix(".lock"), progress):
+        with locked(folder.with_suffix(".lock"), progress, "tokenising this corpus"):
             if (cache := _open_if_sound(folder, progress)) is not None:
                 return cache
             _remove_leftovers(folder.parent)
-            _build(source, tokenizer, key, folder, progress, processes or _process_count(source))
+            _build(found, tokenizer, key, folder, progress, processes or _process_count(found))
     return open_cache(folder)
 
 
@@ -115,15 +127,10 @@ def _open_if_sound(folder: Path, progress: bool) -> TokenCache | None:
         return open_cache(folder)
     except FileNotFoundError:
         if folder.exists():
-            _say(progress, f"{folder} lacks a file; tokenising again")
+            say(progress, f"{folder} lacks a file; tokenising again")
     except (DataError, ValueError, KeyError, TypeError) as error:
-        _say(progress, f"{error}; tokenising again")
+        say(progress, f"{error}; tokenising again")
     return None
-
-
-def _say(progress: bool, message: str) -> None:
-    if progress:
-        print(message, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -137,23 +144,6 @@ def _cache_errors(root: Path) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def _lock(path: Path, progress: bool) -> Iterator[None]:
-    """Hold an exclusive flock. The file stays: removing it would let two holders in."""
-    with open(path, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            _say(progress, f"waiting for {holder} to finish tokenising this corpus ({path.with_suffix('')})")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
-
-
 def _remove_leftovers(tokens: Path) -> None:
     """Remove what killed builds of other corpora left: theirs is a lock that nobody holds."""
     for leftover in tokens.glob("*.building"):
@@ -162,69 +152,25 @@ def _remove_leftovers(tokens: Path) -> None:
             shutil.rmtree(leftover)
 
 
+def _refuse_large(source: Source, max_bytes: float) -> None:
+    if max_bytes == math.inf:
+        return
+    if problem := too_large(source.n_text_bytes, max_bytes):
+        raise DataError(f"{source.name}: {problem}")
+
+
 def _key(source: Source, tokenizer: Tokenizer, root: Path, progress: bool) -> str:
-    kinds = ["json" if is_json(path) else "text" for path in source.files]
-    column = source.text_column if "json" in kinds else None
-    parts = [FORMAT, list(zip(kinds, _content_hashes(source, root, progress), strict=True)), column]
-    return hashlib.sha256(json.dumps([*parts, tokenizer.fingerprint]).encode()).hexdigest()
-
-
-def _stamps(source: Source) -> list[tuple[int, ...]]:
-    """What changes when a file is written: size, and times of modification and of status change."""
-    try:
-        stats = [path.stat() for path in source.files]
-    except OSError as error:
-        raise DataError(f"the corpus cannot be read: {error}") from error
-    return [(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats]
-
-
-def _content_hashes(source: Source, root: Path, progress: bool) -> list[str]:
-    """SHA-256 of each file, remembered under the list of their paths while their stamps stay the same."""
-    paths = [str(path) for path in source.files]
-    record = root / "hashes" / f"{hashlib.sha256(json.dumps(paths).encode()).hexdigest()[:32]}.json"
-    stamps = [list(stamp) for stamp in _stamps(source)]
-    known: dict[str, list] = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(record.read_text())
-    new = [path for path, stamp in zip(paths, stamps, strict=True) if known.get(path, [None])[0] != stamp]
-    if new:
-        size = sum(stamp[0] for path, stamp in zip(paths, stamps, strict=True) if path in set(new))
-        if size > 1 << 30:
-            _say(
-                progress,
-                f"hashing {len(new):,} files, {size / 1e9:.1f} GB, to see whether they are tokenised",
-            )
-        settled = (time.time() - SETTLED_SECONDS) * 1e9
-        with ThreadPoolExecutor(min(8, cores())) as threads:
-            found = dict(zip(new, threads.map(_file_hash, new), strict=True))
-        known = {
-            path: [stamp, found.get(path) or known[path][1]]
-            for path, stamp in zip(paths, stamps, strict=True)
-        }
-        # A read-only cache folder is no reason to stop: it may hold the tokens already.
-        with contextlib.suppress(OSError):
-            _remember(record, {path: entry for path, entry in known.items() if max(entry[0][1:]) < settled})
-    return [known[path][1] for path in paths]
-
-
-def _remember(record: Path, entries: dict[str, list]) -> None:
-    record.parent.mkdir(parents=True, exist_ok=True)
-    temporary = record.with_name(f"{record.name}.{socket.gethostname()}.{os.getpid()}")
-    temporary.write_text(json.dumps(entries))
-    os.replace(temporary, record)
-
-
-def _file_hash(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+    column = source.text_column if any(kind(path) != "text" for path in source.files) else None
+    contents: list | str = source.identity
+    if not contents:
+        kinds = map(kind, source.files)
+        contents = list(zip(kinds, content_hashes(source, root, progress), strict=True))
+    parts = [FORMAT, contents, column, tokenizer.fingerprint]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _process_count(source: Source) -> int:
-    # Compressed text is about three times as long as its file.
-    n_bytes = sum(path.stat().st_size * (3 if path.suffix == ".gz" else 1) for path in source.files)
+    n_bytes = source.n_text_bytes
     return 1 if n_bytes <= ALONE_BYTES else max(1, min(cores(), n_bytes // PIECE_BYTES))
 
 
@@ -237,7 +183,7 @@ def _build(
         if leftover.exists():
             shutil.rmtree(leftover)
     building.mkdir()
-    stamps = _stamps(source)
+    before = stamps(source)
     dtype = "uint16" if tokenizer.n_words <= 1 << 16 else "uint32"
     try:
         with Progress(source.name, source.n_bytes, processes, shown=progress) as bar:
@@ -250,7 +196,7 @@ def _build(
                 f"the corpus {source.name} holds no text in its {files}\n"
                 "  fix:  name files that have some in training.dataset_path (validation.dataset_path)"
             )
-        if _stamps(source) != stamps:
+        if stamps(source) != before:
             raise DataError(f"the corpus {source.name} changed while it was tokenised\n  fix:  start again")
         meta = {
             "format": FORMAT,

@@ -1,32 +1,26 @@
-"""Where text comes from: files found by name, folder or glob, and read as a stream of bounded pieces.
+"""Where text comes from: files found by name, folder or glob, or a dataset of the Hugging Face hub.
 
-A ``.txt`` file is one document. A ``.jsonl`` (or ``.json``) file has one JSON object a line, a document
-in one of its columns. Either may be gzipped (``.txt.gz``, ``.jsonl.gz``). The corpus is the files in
-sorted order, the documents of each in file order.
-
-A piece is about 1 MiB of a file: whole lines of JSON, or a segment of a text file. Where a text file is
-cut depends on its bytes alone, never on how many processes read it: after at least 1 MiB, before the
-first line that does not begin with white space (there a byte-pair tokenizer gives the ids that it would
-give for the uncut text), or, where no such line follows within a further 1 MiB, before a space.
+Text, JSON lines, Parquet (:mod:`toolkit.data.text_files`, :mod:`toolkit.data.parquet`), and folders that
+``datasets.save_to_disk`` wrote. The corpus is the files in sorted order, the documents of each in file
+order. A dataset of the hub is only named here, and is fetched when its tokens are first needed
+(:mod:`toolkit.data.hub`).
 """
 
 from __future__ import annotations
 
 import glob
-import gzip
-import io
-import json
+import importlib.util
 import os
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
+from toolkit.data import text_files
+from toolkit.data.columns import SourceError
+from toolkit.data.text_files import Piece, is_json
 from toolkit.errors import DataError, Problem
 from toolkit.wording import closest, did_you_mean
 
-PIECE_BYTES = 1 << 20
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
 EMBEDDED = {
     "embedded": "train.jsonl.gz",
@@ -34,87 +28,54 @@ EMBEDDED = {
     "embedded_validation": "validation.jsonl.gz",
     "c4_validation": "validation.jsonl.gz",
 }
-HUB_DATASETS = ("c4",)
-SUFFIXES = (".txt", ".jsonl", ".json", ".txt.gz", ".jsonl.gz", ".json.gz")
-_BOM = "\ufeff"
-_REPLACE = "\n  fix:  repair the file, or name another"
-
-
-class SourceError(DataError):
-    """A corpus cannot be used; ``problem.key`` is dataset, dataset_path or text_column."""
-
-    def __init__(self, problem: Problem):
-        self.problem = problem
-        super().__init__(str(problem))
-
-
-@dataclass(frozen=True)
-class Piece:
-    """About 1 MiB of one file, cut where a line ends.
-
-    ``offset`` and ``line`` (from 1) say where in the (decompressed) file it begins. ``opens`` and
-    ``closes`` say whether its first and its last text begin and end a document. ``n_file_bytes`` is how
-    many bytes of the file on disk it covers.
-    """
-
-    path: Path
-    is_json: bool
-    data: bytes
-    offset: int
-    line: int
-    opens: bool
-    closes: bool
-    n_file_bytes: int
-
-    def texts(self, text_column: str) -> list[str]:
-        """The texts of this piece, empty ones left out. Raises DataError with file and line."""
-        try:
-            text = self.data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            line = self.line + self.data.count(b"\n", 0, error.start)
-            raise DataError(
-                f"{self.path}, line {line} (byte {self.offset + error.start}): byte "
-                f"0x{self.data[error.start]:02x} is not UTF-8 ({error.reason})\n"
-                f"  fix:  convert the file, for example with `iconv -t UTF-8`"
-            ) from None
-        if self.offset == 0:
-            text = text.removeprefix(_BOM)
-        if not self.is_json:
-            # An empty middle of a document cannot be: only an empty file gives an empty text.
-            return [text] if text else []
-        rows = enumerate(text.split("\n"), start=self.line)
-        found = (
-            _column(row, text_column, self.path, line) for line, row in rows if row and not row.isspace()
-        )
-        return [text for text in found if text]
+TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".txt.gz", ".jsonl.gz", ".json.gz")
+SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
+COMPRESSION = 3  # compressed text is about three times as long as its file
 
 
 @dataclass(frozen=True)
 class Source:
-    """An ordered list of text files. ``name`` is what the user called it."""
+    """An ordered list of files. ``name`` is what the user called it.
+
+    ``identity`` names the contents where they are known without reading the files.
+    """
 
     name: str
     files: tuple[Path, ...]
     text_column: str
+    identity: str = ""
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the files on disk, compressed as they are."""
         return sum(path.stat().st_size for path in self.files)
 
+    @property
+    def n_text_bytes(self) -> int:
+        """About how many bytes of text there are."""
+        rows = [path for path in self.files if kind(path) == "rows"]
+        others = [path for path in self.files if kind(path) != "rows"]
+        size = sum(path.stat().st_size * (COMPRESSION if path.suffix == ".gz" else 1) for path in others)
+        return size + (_parquet().text_bytes(rows, self.text_column) if rows else 0)
+
     def pieces(self) -> Iterator[Piece]:
         """Every file, in order, as pieces. Raises DataError for a file that cannot be read."""
         for path in self.files:
-            try:
-                with open(path, "rb") as raw:
-                    yield from _file_pieces(path, raw)
-            except (OSError, EOFError, zlib.error) as error:
-                raise DataError(f"{path}: cannot be read: {error}{_REPLACE}") from error
+            if kind(path) == "rows":
+                yield from _parquet().read_pieces(path, self.text_column)
+            else:
+                yield from text_files.read_pieces(path)
+
+    def fetched(self, cache_folder: Path, *, progress: bool, max_bytes: float, again: bool) -> Source:
+        """The source with its files at hand, which these are."""
+        return self
 
 
-def is_json(path: Path) -> bool:
-    """Whether the file has JSON lines (else it is plain text), by its name."""
-    return path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
+def kind(path: Path) -> str:
+    """What the file holds, by its name: "text", "json", or "rows" of columns."""
+    if path.suffix in (".parquet", ".arrow"):
+        return "rows"
+    return "json" if is_json(path) else "text"
 
 
 def open_source(
@@ -125,19 +86,23 @@ def open_source(
     subset: str | None = None,
     split: str = "train",
 ) -> Source:
-    """Find a corpus: the files at ``path`` where it is given, else the embedded corpus called ``name``.
+    """Find a corpus: the files at ``path`` where it is given, else what is called ``name``.
 
-    ``path`` is a file, a folder (searched with its subfolders), a glob, or several of these with commas
-    between. Costs a few milliseconds; the first line of the first JSON file is read to see its columns.
+    ``path`` is a file, a folder (searched with its subfolders, or written by ``save_to_disk``), a glob, or
+    several of these with commas between. ``name`` is an embedded corpus or, with its owner, a dataset of
+    the Hugging Face hub; ``subset`` and ``split`` choose from the latter. Costs milliseconds and no
+    network; the columns are looked up in the first line or the schema of the first file that has any.
 
     Raises:
-        SourceError: unknown name, no such path, no text files there, missing column.
+        SourceError: unknown name, no such path, no text files there, missing column or package.
     """
     if path is not None:
-        source = Source(path, _find(path), text_column)
+        source = Source(path, _find(path, split), text_column)
+    elif name in EMBEDDED:
+        source = Source(name, (EMBEDDED_FOLDER / EMBEDDED[name],), "text")
     else:
-        source = Source(name, (EMBEDDED_FOLDER / _embedded(name),), "text")
-    _check_first_line(source)
+        return _hub_source(name, text_column, subset, split)
+    _check_columns(source)
     return source
 
 
@@ -160,25 +125,49 @@ def check_source(
     return None
 
 
-def _embedded(name: str) -> str:
-    if name in EMBEDDED:
-        return EMBEDDED[name]
-    if name in HUB_DATASETS or "/" in name:
-        rule = f"reading {name!r} from the Hugging Face hub is not built yet"
-        fix = "set dataset_path to a local copy (.jsonl or .json.gz files), or use 'c4_test'"
-    else:
-        rule = "there is no dataset of this name"
-        there = f"the names are {', '.join(EMBEDDED)}; for files of your own set dataset_path"
-        fix = did_you_mean(name, EMBEDDED, there)
-    raise SourceError(Problem(rule, fix, "dataset", name))
+def choices_read(name: str, path: str | None) -> set[str]:
+    """Which of "subset" and "split" mean something for a corpus."""
+    if path is not None:
+        return {"split"} if Path(os.path.expanduser(path), "dataset_dict.json").is_file() else set()
+    return set() if name in EMBEDDED else {"subset", "split"}
 
 
-def _find(path: str) -> tuple[Path, ...]:
+def _hub_source(name: str, text_column: str, subset: str | None, split: str) -> Source:
+    from toolkit.data import hub
+
+    if name not in hub.KNOWN and "/" not in name:
+        names = ", ".join([*EMBEDDED, *hub.KNOWN])
+        there = (
+            f"the names are {names}; a dataset of the Hugging Face hub is named with its owner, such as "
+            f"Salesforce/wikitext; for files of your own set dataset_path"
+        )
+        fix = did_you_mean(name, [*EMBEDDED, *hub.KNOWN], there)
+        raise SourceError(Problem("there is no dataset of this name", fix, "dataset", name))
+    if os.path.exists(os.path.expanduser(name)):
+        rule = "this is a file or folder here, where dataset names a corpus"
+        raise SourceError(Problem(rule, f"set dataset_path = {name!r}", "dataset", name))
+    _require("datasets", "a dataset of the Hugging Face hub", "dataset", name)
+    return hub.named(name, text_column, subset, split)
+
+
+def _require(package: str, what: str, key: str, value: str | None) -> None:
+    if importlib.util.find_spec(package) is None:
+        rule = f"{what} needs the package {package}, which is not installed"
+        raise SourceError(Problem(rule, "pip install 'llama-toolkit[hf]'", key, value))
+
+
+def _parquet():  # type: ignore[no-untyped-def]  # the module, which costs some tenths of a second to import
+    from toolkit.data import parquet
+
+    return parquet
+
+
+def _find(path: str, split: str) -> tuple[Path, ...]:
     # A path that exists is taken whole, so that a comma or a bracket in a name does no harm.
     items = [path] if os.path.exists(os.path.expanduser(path)) else [item.strip() for item in path.split(",")]
     files: dict[Path, None] = {}
     for item in filter(None, items):
-        files.update(dict.fromkeys(_find_item(item)))
+        files.update(dict.fromkeys(_find_item(item, split)))
     for file in files:
         if not os.access(file, os.R_OK):
             raise _path_error(path, f"{file} cannot be read", "give this user permission to read it")
@@ -187,8 +176,12 @@ def _find(path: str) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def _find_item(item: str) -> list[Path]:
+def _find_item(item: str, split: str) -> list[Path]:
     place = Path(os.path.expanduser(item))
+    if _is_saved_dataset(place):
+        from toolkit.data import hub
+
+        return hub.saved_files(place.absolute(), split)
     if place.is_dir():
         found = sorted(file for file in _walk(place) if file.name.endswith(SUFFIXES))
         if not found:
@@ -210,6 +203,12 @@ def _find_item(item: str) -> list[Path]:
     return [Path(os.path.abspath(file)) for file in found]
 
 
+def _is_saved_dataset(place: Path) -> bool:
+    """Whether ``save_to_disk`` wrote this folder."""
+    one = (place / "state.json").is_file() and (place / "dataset_info.json").is_file()
+    return one or (place / "dataset_dict.json").is_file()
+
+
 def _walk(folder: Path) -> Iterator[Path]:
     for here, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -229,100 +228,11 @@ def _path_error(path: str, rule: str, fix: str) -> SourceError:
     return SourceError(Problem(rule, fix, "dataset_path", path))
 
 
-def _check_first_line(source: Source) -> None:
-    """See a missing column before anything is started; a line longer than a piece waits for the reading."""
-    path = next(filter(is_json, source.files), None)
-    if path is None:
-        return
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
-            line = stream.readline(PIECE_BYTES)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {error}{_REPLACE}") from error
-    if line.endswith(b"\n"):
-        Piece(path, True, line, 0, 1, True, True, 0).texts(source.text_column)
-
-
-def _column(row: str, column: str, path: Path, line: int) -> str:
-    try:
-        value = json.loads(row)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}, line {line}: not valid JSON ({error})\n  fix:  each line must be one JSON object"
-        ) from None
-    if not isinstance(value, dict):
-        raise DataError(
-            f"{path}, line {line}: a JSON {_json_type(value)}\n  fix:  each line must be one JSON object"
-        )
-    if column not in value:
-        there = ", ".join(map(repr, value)) or "none"
-        rule = f"{path}, line {line} has no such column; it has {there}"
-        raise SourceError(
-            Problem(rule, "set data.text_column to the one that holds the text", "text_column", column)
-        )
-    text = value[column]
-    if not isinstance(text, str):
-        raise DataError(
-            f"{path}, line {line}: column {column!r} holds a JSON {_json_type(text)}\n"
-            f"  fix:  the text column must hold a string on every line"
-        )
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{path}, line {line}: column {column!r} has half a surrogate pair, "
-            f"\\u{ord(text[error.start]):04x}, at character {error.start}\n  fix:  repair the line"
-        ) from None
-    return text
-
-
-def _json_type(value: object) -> str:
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(value), "null")
-
-
-def _file_pieces(path: Path, raw: io.BufferedReader) -> Iterator[Piece]:
-    stream: BinaryIO = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # type: ignore[assignment]
-    json_lines = is_json(path)
-    blocks = _line_blocks(stream) if json_lines else _text_segments(stream)
-    offset, line, file_offset = 0, 1, 0
-    for data, last in blocks:
-        n_file_bytes = raw.tell() - file_offset
-        yield Piece(path, json_lines, data, offset, line, json_lines or offset == 0, last, n_file_bytes)
-        offset, line, file_offset = (offset + len(data), line + data.count(b"\n"), file_offset + n_file_bytes)
-
-
-def _line_blocks(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    while data := stream.read(PIECE_BYTES) + stream.readline():
-        yield data, True
-
-
-def _text_segments(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """(segment, whether it is the last one) of a text file."""
-    carry = b""
-    while data := carry + stream.read(PIECE_BYTES - len(carry)):
-        parts, budget = [data], PIECE_BYTES
-        while budget > 0 and not (parts[-1].endswith(b"\n") and not stream.peek(1)[:1].isspace()):  # type: ignore[attr-defined]
-            if not (rest := stream.readline(budget)):
-                break
-            parts.append(rest)
-            budget -= len(rest)
-        data, carry = b"".join(parts), b""
-        last = not stream.peek(1)  # type: ignore[attr-defined]
-        if not last and not data.endswith(b"\n"):
-            cut = _cut(data)
-            data, carry = data[:cut], data[cut:]
-        yield data, last
-        if last:  # also where the file has grown in the meantime
-            return
-
-
-def _cut(data: bytes) -> int:
-    """Where to cut inside a line: before a space near the segment's end, else between two characters."""
-    space = data.rfind(b" ", len(data) - PIECE_BYTES // 2)
-    if space > 0:
-        return space
-    cut = len(data) - 1
-    while cut > len(data) - 4 and data[cut] & 0xC0 == 0x80:
-        cut -= 1
-    return cut
+def _check_columns(source: Source) -> None:
+    """See a missing column before anything is started, by the first file of each kind."""
+    first = {kind(path): path for path in reversed(source.files)}
+    if "json" in first:
+        text_files.check_first_line(first["json"], source.text_column)
+    if "rows" in first:
+        _require("pyarrow", f"reading {first['rows'].name}", "dataset_path", source.name)
+        _parquet().check_schema(first["rows"], source.text_column)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from toolkit.data.sources import Piece
+from toolkit.data.text_files import Piece
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import DataError
 

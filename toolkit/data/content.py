@@ -1,0 +1,139 @@
+"""What the files of a corpus hold: their sizes, and hashes that are remembered so that nothing is read twice.
+
+    <cache folder>/hashes/    for each list of files, the hash of each and the stamps it had then
+
+A file is read again when its size, its time of modification or its time of status change is another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from toolkit.data.sources import Source
+from toolkit.errors import DataError, Problem
+from toolkit.hardware import cores
+
+SETTLED_SECONDS = 2.0  # a younger file could change again within its time stamp's resolution
+CORE_BYTES_PER_SECOND = 12e6  # benchmarks/results/tokenize_corpus.md, with the tokenizer of Llama 3
+
+
+def too_large(n_bytes: float, max_bytes: float, flags: str = "--job.config_file FILE …") -> Problem | None:
+    """What is wrong with so much text where a run tokenises ``max_bytes`` itself, or None."""
+    if n_bytes <= max_bytes:
+        return None
+    minutes = n_bytes / CORE_BYTES_PER_SECOND / cores() / 60
+    about = f"{minutes / 60:,.1f} hours" if minutes >= 100 else f"{max(1, round(minutes))} minutes"
+    rule = (
+        f"the corpus has about {n_bytes / 1e9:,.3g} GB of text that is not tokenised yet, and a run "
+        f"tokenises at most {max_bytes / 1e9:g} GB itself"
+    )
+    fix = (
+        f"run `python -m tools.prepare_data {flags}` first, which takes about {about} on the {cores()} "
+        f"cores of this machine; or raise data.max_inline_gb"
+    )
+    return Problem(rule, fix, "max_inline_gb")
+
+
+def stamps(source: Source) -> list[tuple[int, ...]]:
+    """What changes when a file is written: size, and times of modification and of status change."""
+    try:
+        stats = [path.stat() for path in source.files]
+    except OSError as error:
+        raise DataError(f"the corpus cannot be read: {error}") from error
+    return [(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats]
+
+
+def unread(source: Source, root: Path) -> list[Path]:
+    """The files whose contents are not known from before, as far as their stamps tell."""
+    known = _known(_record(source, root))
+    return [
+        path
+        for path, stamp in zip(source.files, stamps(source), strict=True)
+        if known.get(str(path), [None])[0] != list(stamp)
+    ]
+
+
+def content_hashes(source: Source, root: Path, progress: bool) -> list[str]:
+    """SHA-256 of each file, remembered under the list of their paths while their stamps stay the same."""
+    record, found = _record(source, root), [list(stamp) for stamp in stamps(source)]
+    known, new = _known(record), unread(source, root)
+    if new:
+        size = sum(path.stat().st_size for path in new)
+        if size > 1 << 30:
+            files = f"{len(new):,} files, {size / 1e9:.1f} GB"
+            say(progress, f"hashing {files}, to see whether they are tokenised")
+        settled = (time.time() - SETTLED_SECONDS) * 1e9
+        with ThreadPoolExecutor(min(8, cores())) as threads:
+            hashes = dict(zip(new, threads.map(_file_hash, new), strict=True))
+        known = {
+            str(path): [stamp, hashes.get(path) or known[str(path)][1]]
+            for path, stamp in zip(source.files, found, strict=True)
+        }
+        # A read-only cache folder is no reason to stop: it may hold the tokens already.
+        with contextlib.suppress(OSError):
+            remember(record, {path: entry for path, entry in known.items() if max(entry[0][1:]) < settled})
+    return [known[str(path)][1] for path in source.files]
+
+
+def remember(record: Path, entries: Mapping[str, Any]) -> None:
+    """Write ``record`` as JSON, whole or not at all."""
+    record.parent.mkdir(parents=True, exist_ok=True)
+    temporary = record.with_name(f"{record.name}.{socket.gethostname()}.{os.getpid()}")
+    temporary.write_text(json.dumps(entries))
+    os.replace(temporary, record)
+
+
+def _record(source: Source, root: Path) -> Path:
+    paths = json.dumps([str(path) for path in source.files])
+    return root / "hashes" / f"{hashlib.sha256(paths.encode()).hexdigest()[:32]}.json"
+
+
+def _known(record: Path) -> dict[str, list]:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(record.read_text())
+    return {}
+
+
+def _file_hash(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def say(progress: bool, message: str) -> None:
+    """Tell the user on stderr, where ``progress``."""
+    if progress:
+        print(message, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path, progress: bool, doing: str) -> Iterator[None]:
+    """Hold an exclusive flock, once it is free; say what whoever has it is ``doing``.
+
+    The file stays: removing it would let two holders in.
+    """
+    with open(path, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            say(progress, f"waiting for {holder} to finish {doing} ({path.with_suffix('')})")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield

@@ -1,0 +1,157 @@
+"""Datasets of Hugging Face: what ``save_to_disk`` wrote, and datasets of the hub. Needs the extra ``hf``.
+
+Either is a list of Arrow files in the end. A folder of ``save_to_disk`` is read without the package
+``datasets``. A dataset of the hub is downloaded by that package into its own cache, once, by one process:
+
+    <cache folder>/hub/<request>.json    the files it became, and the fingerprint of that revision
+
+From then on this record stands for the dataset: later starts need neither the network nor the package, and
+where the tokens are built not even the files. To ask the hub again, remove the record. No code of a dataset
+is ever run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.data.columns import SourceError
+from toolkit.data.content import locked, remember, say, too_large
+from toolkit.data.sources import Source
+from toolkit.errors import DataError, Problem
+
+KNOWN = {"c4": ("allenai/c4", "en")}
+_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def saved_files(folder: Path, split: str) -> list[Path]:
+    """The Arrow files of a folder that ``save_to_disk`` wrote; ``split`` counts where it wrote several."""
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+            if split not in splits:
+                raise _no_split(split, splits)
+            folder = folder / split
+        state = json.loads((folder / "state.json").read_text())
+        files = [folder / entry["filename"] for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        rule = f"{folder} is not a whole dataset of save_to_disk: {error}"
+        raise SourceError(Problem(rule, "save it again", "dataset_path", str(folder))) from error
+    for file in files:
+        if not file.is_file():
+            rule = f"{file} is missing, which save_to_disk wrote"
+            raise SourceError(Problem(rule, "copy the folder again", "dataset_path", str(folder)))
+    return files
+
+
+def named(name: str, text_column: str, subset: str | None, split: str) -> HubSource:
+    """A dataset of the hub, or one of :data:`KNOWN`, of which nothing is known but the name.
+
+    Raises:
+        SourceError: the name cannot be that of a dataset.
+    """
+    owner_and_name, known_subset = KNOWN.get(name, (name, None))
+    if not _ID.fullmatch(owner_and_name):
+        rule = "a dataset of the Hugging Face hub is named owner/name"
+        raise SourceError(Problem(rule, "correct it; own files go in dataset_path", "dataset", name))
+    return HubSource(owner_and_name, (), text_column, subset=subset or known_subset, split=split)
+
+
+@dataclass(frozen=True)
+class HubSource(Source):
+    """A dataset of the hub. It has no files before it is :meth:`fetched`."""
+
+    subset: str | None = None
+    split: str = "train"
+
+    def fetched(self, cache_folder: Path, *, progress: bool, max_bytes: float, again: bool) -> Source:
+        """The source with its Arrow files, downloaded where no record says what they are, or ``again``.
+
+        Raises:
+            DataError: the dataset, its subset or its split does not exist; no network; no package; more
+                than ``max_bytes``, as far as the hub says how large it is.
+        """
+        request = json.dumps([self.name, self.subset, self.split])
+        record = cache_folder / "hub" / f"{hashlib.sha256(request.encode()).hexdigest()[:32]}.json"
+        entry = _read(record)
+        if entry is None or again:
+            record.parent.mkdir(parents=True, exist_ok=True)
+            with locked(record.with_suffix(".lock"), progress, f"downloading {self.name}"):
+                entry = _read(record)
+                if entry is None or not all(map(os.path.exists, entry["files"])):
+                    entry = _download(self, record.with_suffix(""), progress, max_bytes)
+                    remember(record, entry)
+        files = tuple(map(Path, entry["files"]))
+        return Source(self.name, files, self.text_column, identity=f"{request} {entry['fingerprint']}")
+
+
+def _read(record: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(record.read_text())
+    return None
+
+
+def _download(source: HubSource, folder: Path, progress: bool, max_bytes: float) -> dict[str, Any]:
+    """The record of a dataset. Its files lie in the cache of ``datasets``, those of a part in ``folder``."""
+    try:
+        import datasets
+    except ImportError as error:
+        rule = f"fetching {_title(source)} needs the package datasets, which is not installed"
+        raise DataError(f"{rule}\n  fix:  pip install 'llama-toolkit[hf]'") from error
+
+    # Versions before 4 would run a script that a dataset brings along, if the environment allowed it.
+    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
+    if not progress:
+        datasets.disable_progress_bars()
+    say(progress, f"fetching {_title(source)} from the Hugging Face hub")
+    try:
+        builder = datasets.load_dataset_builder(source.name, source.subset)
+        announced = (builder.info.splits or {}).get(source.split)
+        _refuse_large(source, announced.num_bytes if announced else 0, max_bytes)
+        builder.download_and_prepare()
+        dataset = builder.as_dataset(split=source.split)
+    except DataError:
+        raise
+    except Exception as error:  # of the package, of its HTTP client, of the file system: any
+        raise _cannot_fetch(source, error) from error
+    files = [entry["filename"] for entry in dataset.cache_files]
+    if not files or source.split not in builder.info.splits:  # a part such as train[:1%] is not whole files
+        dataset.save_to_disk(folder)
+        files = [str(path) for path in saved_files(folder, source.split)]
+    return {"dataset": _title(source), "fingerprint": dataset._fingerprint, "files": files}
+
+
+def _refuse_large(source: HubSource, n_bytes: int, max_bytes: float) -> None:
+    if problem := too_large(n_bytes, max_bytes):
+        raise DataError(f"{_title(source)}: {problem}")
+
+
+def _title(source: HubSource) -> str:
+    return " ".join(part for part in (source.name, source.subset, f"({source.split})") if part)
+
+
+def _cannot_fetch(source: HubSource, error: Exception) -> DataError:
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, ConnectionError | TimeoutError) or "connect" in said.lower():
+        fix = (
+            "run `python -m tools.prepare_data` where there is a network and the same data.cache_folder, or "
+            "set dataset_path to a local copy"
+        )
+    elif isinstance(error, FileNotFoundError):
+        fix = "correct dataset (owner/name); for a private one log in first with `hf auth login`"
+    elif isinstance(error, ValueError):
+        fix = "correct dataset_subset or dataset_split"
+    else:
+        fix = "set dataset_path to a local copy: .jsonl or .parquet files, or a folder of save_to_disk"
+    return DataError(f"{_title(source)} cannot be fetched from the Hugging Face hub: {said}\n  fix:  {fix}")
+
+
+def _no_split(split: str, splits: list[str]) -> SourceError:
+    fix = f"it has {', '.join(splits)}; set dataset_split to one of them"
+    return SourceError(Problem("the dataset has no such split", fix, "dataset_split", split))

@@ -1,0 +1,175 @@
+"""Parquet files, and the Arrow files of Hugging Face datasets, as a stream of bounded pieces.
+
+Only the columns that the text is made of are read. A Parquet file is decoded some thousand rows at a
+time, fewer where its documents are long, an Arrow file in the batches it was written in; either is handed
+on as pieces of about 1 MiB. Needs the extra ``hf``, and is imported only for such files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from toolkit.data import text_files
+from toolkit.data.columns import Template, template_for
+from toolkit.data.text_files import REPLACE
+from toolkit.errors import DataError
+
+BATCH_ROWS = 4096  # at most, where statistics make documents look shorter than they are
+SAMPLED_FILES = 16  # footers read to estimate the text of a corpus
+
+
+@dataclass(frozen=True)
+class RowPiece:
+    """A piece (:class:`toolkit.data.text_files.Piece`) of whole rows, from ``row`` (from 0) of the file on.
+
+    ``data`` is an Arrow stream of one record batch, which has only the columns of the text.
+    """
+
+    path: Path
+    data: bytes
+    row: int
+    n_file_bytes: int
+    opens: ClassVar[bool] = True
+    closes: ClassVar[bool] = True
+
+    def texts(self, text_column: str) -> list[str]:
+        with pa.ipc.open_stream(self.data) as stream:
+            batch = stream.read_next_batch()
+        template = template_for(text_column, batch.schema.names, str(self.path))
+        try:
+            columns = [batch.column(name).to_pylist() for name in template.columns]
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.path}, in rows {self.row:,} to {self.row + batch.num_rows - 1:,}: a text is not "
+                f"UTF-8 ({error.reason}){REPLACE}"
+            ) from None
+        return [text for text in map(template.fill, zip(*columns, strict=True)) if text]
+
+
+def read_pieces(path: Path, text_column: str) -> Iterator[RowPiece]:
+    """The pieces of a Parquet or Arrow file, in order. Raises DataError for a file that cannot be read."""
+    with _errors(path):
+        template = _template(path, _schema(path), text_column)
+        batches = _parquet_batches if path.suffix == ".parquet" else _arrow_batches
+        row = position = 0
+        for batch, end in batches(path, template):
+            strings = [_as_strings(batch.column(name)) for name in template.columns]
+            rows = pa.RecordBatch.from_arrays(strings, names=list(template.columns))
+            for start, stop in itertools.pairwise(_cuts(rows)):
+                last = stop == rows.num_rows
+                yield RowPiece(path, _stream(rows[start:stop]), row + start, (end - position) * last)
+            row, position = row + rows.num_rows, end
+
+
+def check_schema(path: Path, text_column: str) -> None:
+    """Raises DataError where a column is missing or holds no strings, by the file's schema alone."""
+    with _errors(path):
+        _template(path, _schema(path), text_column)
+
+
+def text_bytes(paths: list[Path], text_column: str) -> int:
+    """About how much text there is: that of some files by their metadata, of others by their size."""
+    sampled = paths[:: -(-len(paths) // SAMPLED_FILES)] if paths else []
+    on_disk = sum(path.stat().st_size for path in sampled)
+    text = sum(_file_text_bytes(path, text_column) for path in sampled)
+    return round(sum(path.stat().st_size for path in paths) * text / max(1, on_disk))
+
+
+def _file_text_bytes(path: Path, text_column: str) -> int:
+    if path.suffix != ".parquet":
+        return path.stat().st_size
+    with _errors(path), pq.ParquetFile(path) as file:
+        columns = _template(path, file.schema_arrow, text_column).columns
+        groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+        return sum(_column_bytes(group, columns) for group in groups)
+
+
+def _column_bytes(group: Any, columns: tuple[str, ...]) -> int:
+    chunks = map(group.column, range(group.num_columns))
+    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema in columns)
+
+
+@contextlib.contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read: {error}{REPLACE}") from error
+
+
+def _schema(path: Path) -> pa.Schema:
+    if path.suffix == ".parquet":
+        return pq.read_schema(path)
+    with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
+        return stream.schema
+
+
+def _template(path: Path, schema: pa.Schema, text_column: str) -> Template:
+    template = template_for(text_column, schema.names, str(path))
+    for column in template.columns:
+        kind = schema.field(column).type
+        if not _holds_strings(kind):
+            raise DataError(
+                f"{path}: column {column!r} holds {kind}\n  fix:  the text column must hold strings"
+            )
+    return template
+
+
+def _holds_strings(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _holds_strings(kind.value_type)
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+    return any(test(kind) for test in tests)
+
+
+def _parquet_batches(path: Path, template: Template) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """(rows, bytes of the file so far), a row group decoded bit by bit."""
+    size, columns = path.stat().st_size, list(template.columns)
+    with pq.ParquetFile(path, buffer_size=text_files.PIECE_BYTES) as file:
+        total, done = file.metadata.num_rows, 0
+        for number in range(file.metadata.num_row_groups):
+            group = file.metadata.row_group(number)
+            mean = _column_bytes(group, template.columns) // max(1, group.num_rows)
+            n_rows = min(BATCH_ROWS, max(1, text_files.PIECE_BYTES // max(1, mean)))
+            for batch in file.iter_batches(n_rows, row_groups=[number], columns=columns):
+                done += batch.num_rows
+                yield batch, size * done // total
+
+
+def _arrow_batches(path: Path, template: Template) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """(rows, bytes of the file so far), without copying what is mapped into memory."""
+    with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
+        for batch in stream:
+            yield batch, source.tell()
+
+
+def _as_strings(column: pa.Array) -> pa.Array:
+    """As one of the two types whose values can be measured: dictionaries and views are written out."""
+    return column if pa.types.is_string(column.type) else column.cast(pa.large_string())
+
+
+def _cuts(rows: pa.RecordBatch) -> list[int]:
+    """Where to cut rows into pieces of about ``PIECE_BYTES``: 0, …, the number of rows."""
+    lengths = np.zeros(rows.num_rows, np.int64)
+    for column in rows.columns:
+        lengths += pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False)
+    number = (np.cumsum(lengths) - lengths) // text_files.PIECE_BYTES
+    starts = np.flatnonzero(np.diff(number)) + 1
+    return [0, *starts.tolist(), rows.num_rows] if rows.num_rows else [0]
+
+
+def _stream(rows: pa.RecordBatch) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema) as stream:
+        stream.write_batch(rows)  # writes the rows alone, where pickle would take along all they are cut from
+    return sink.getvalue().to_pybytes()

@@ -1,0 +1,194 @@
+"""Text and JSON-lines files as a stream of bounded pieces.
+
+A ``.txt`` file is one document. A ``.jsonl`` (or ``.json``) file has one JSON object a line, a document
+in its columns. Either may be gzipped (``.txt.gz``, ``.jsonl.gz``).
+
+A piece is about 1 MiB of a file: whole lines of JSON, or a segment of a text file. Where a text file is
+cut depends on its bytes alone, never on how many processes read it: after at least 1 MiB, before the
+first line that does not begin with white space (there a byte-pair tokenizer gives the ids that it would
+give for the uncut text), or, where no such line follows within a further 1 MiB, before a space.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from toolkit.data.columns import template_for
+from toolkit.errors import DataError
+
+PIECE_BYTES = 1 << 20
+REPLACE = "\n  fix:  repair the file, or name another"
+_BOM = "\ufeff"
+
+
+class Piece(Protocol):
+    """About 1 MiB of a file, which a process can turn into texts by itself.
+
+    ``opens`` and ``closes`` say whether its first and its last text begin and end a document.
+    ``n_file_bytes`` is how many bytes of the file on disk it covers.
+    """
+
+    @property
+    def opens(self) -> bool: ...
+    @property
+    def closes(self) -> bool: ...
+    @property
+    def n_file_bytes(self) -> int: ...
+    def texts(self, text_column: str) -> list[str]:
+        """The texts of this piece, empty ones left out. Raises DataError with file and place."""
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """A :class:`Piece` cut where a line ends.
+
+    ``offset`` and ``line`` (from 1) say where in the (decompressed) file it begins.
+    """
+
+    path: Path
+    is_json: bool
+    data: bytes
+    offset: int
+    line: int
+    opens: bool
+    closes: bool
+    n_file_bytes: int
+
+    def texts(self, text_column: str) -> list[str]:
+        try:
+            text = self.data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            line = self.line + self.data.count(b"\n", 0, error.start)
+            raise DataError(
+                f"{self.path}, line {line} (byte {self.offset + error.start}): byte "
+                f"0x{self.data[error.start]:02x} is not UTF-8 ({error.reason})\n"
+                f"  fix:  convert the file, for example with `iconv -t UTF-8`"
+            ) from None
+        if self.offset == 0:
+            text = text.removeprefix(_BOM)
+        if not self.is_json:
+            # An empty middle of a document cannot be: only an empty file gives an empty text.
+            return [text] if text else []
+        rows = enumerate(text.split("\n"), start=self.line)
+        found = (
+            _row_text(row, text_column, self.path, line) for line, row in rows if row and not row.isspace()
+        )
+        return [text for text in found if text]
+
+
+def is_json(path: Path) -> bool:
+    """Whether the file has JSON lines (else it is plain text), by its name."""
+    return path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
+
+
+def read_pieces(path: Path) -> Iterator[TextPiece]:
+    """The pieces of a file, in order. Raises DataError for a file that cannot be read."""
+    try:
+        with open(path, "rb") as raw:
+            yield from _file_pieces(path, raw)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {error}{REPLACE}") from error
+
+
+def check_first_line(path: Path, text_column: str) -> None:
+    """See a missing column before anything is started; a line longer than a piece waits for the reading."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
+            line = stream.readline(PIECE_BYTES)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {error}{REPLACE}") from error
+    if line.endswith(b"\n"):
+        TextPiece(path, True, line, 0, 1, True, True, 0).texts(text_column)
+
+
+def _row_text(row: str, text_column: str, path: Path, line: int) -> str:
+    try:
+        values = json.loads(row)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}, line {line}: not valid JSON ({error})\n  fix:  each line must be one JSON object"
+        ) from None
+    if not isinstance(values, dict):
+        raise DataError(
+            f"{path}, line {line}: a JSON {_json_type(values)}\n  fix:  each line must be one JSON object"
+        )
+    template = template_for(text_column, values, f"{path}, line {line}")
+    for column in template.columns:
+        _check_value(values[column], f"{path}, line {line}: column {column!r}")
+    return template.fill([values[column] for column in template.columns])
+
+
+def _check_value(value: object, where: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where} holds a JSON {_json_type(value)}\n"
+            f"  fix:  the text column must hold a string, or null for no text, on every line"
+        )
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} has half a surrogate pair, \\u{ord(value[error.start]):04x}, at character "
+            f"{error.start}\n  fix:  repair the line"
+        ) from None
+
+
+def _json_type(value: object) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null")
+
+
+def _file_pieces(path: Path, raw: io.BufferedReader) -> Iterator[TextPiece]:
+    stream: BinaryIO = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # type: ignore[assignment]
+    json_lines = is_json(path)
+    blocks = _line_blocks(stream) if json_lines else _text_segments(stream)
+    offset, line, file_offset = 0, 1, 0
+    for data, last in blocks:
+        n_file_bytes = raw.tell() - file_offset
+        yield TextPiece(path, json_lines, data, offset, line, json_lines or offset == 0, last, n_file_bytes)
+        offset, line, file_offset = (offset + len(data), line + data.count(b"\n"), file_offset + n_file_bytes)
+
+
+def _line_blocks(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    while data := stream.read(PIECE_BYTES) + stream.readline():
+        yield data, True
+
+
+def _text_segments(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """(segment, whether it is the last one) of a text file."""
+    carry = b""
+    while data := carry + stream.read(PIECE_BYTES - len(carry)):
+        parts, budget = [data], PIECE_BYTES
+        while budget > 0 and not (parts[-1].endswith(b"\n") and not stream.peek(1)[:1].isspace()):  # type: ignore[attr-defined]
+            if not (rest := stream.readline(budget)):
+                break
+            parts.append(rest)
+            budget -= len(rest)
+        data, carry = b"".join(parts), b""
+        last = not stream.peek(1)  # type: ignore[attr-defined]
+        if not last and not data.endswith(b"\n"):
+            cut = _cut(data)
+            data, carry = data[:cut], data[cut:]
+        yield data, last
+        if last:  # also where the file has grown in the meantime
+            return
+
+
+def _cut(data: bytes) -> int:
+    """Where to cut inside a line: before a space near the segment's end, else between two characters."""
+    space = data.rfind(b" ", len(data) - PIECE_BYTES // 2)
+    if space > 0:
+        return space
+    cut = len(data) - 1
+    while cut > len(data) - 4 and data[cut] & 0xC0 == 0x80:
+        cut -= 1
+    return cut
