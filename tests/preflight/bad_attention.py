@@ -2,6 +2,53 @@
 
 from __future__ import annotations
 
-from tests.preflight.bad_runs import Bad
+from tests.preflight.bad_runs import V100, Bad, bad
+from toolkit.hardware import Hardware
 
-CASES: list[Bad] = []
+H100 = Hardware("cuda", "NVIDIA H100", 8, native_bf16=True, float8=True)
+
+CASES: list[Bad] = [
+    bad("attention_runs_on_device", "model.attention=flex", "no backward on CPU", '"sdpa"'),
+    bad("attention_runs_on_device", "model.attention=varlen", "CUDA", '"auto"'),
+    bad("attention_runs_on_device", "model.attention=flash data.document_mask=false", "CUDA device"),
+    bad(
+        "attention_keeps_documents_apart",
+        "model.attention=flash",
+        "takes no mask",
+        'set it to "varlen"',
+        hardware=H100,
+    ),
+    bad(
+        "attention_takes_precision",
+        "model.attention=flash data.document_mask=false training.mixed_precision_param=float32",
+        "flash computes in bfloat16",
+        'mixed_precision_param = "bfloat16", or model.attention',
+        hardware=H100,
+    ),
+    bad(
+        "attention_takes_precision",
+        "model.flavor=debugmodel_varlen_attn",  # float32 by itself on such a device
+        "varlen computes in bfloat16",
+        'set model.attention = "flex"',
+        hardware=V100,
+    ),
+    bad(
+        "attention_takes_head_dim",
+        "model.attention=auto model.head_dim=8",
+        "flex needs heads of at least 16",
+        'model.attention = "sdpa"',
+        hardware=H100,
+    ),
+    bad(
+        "attention_takes_head_dim",
+        "model.attention=varlen model.head_dim=36",
+        "a multiple of 8",
+        hardware=H100,
+    ),
+    bad(
+        "attention_takes_head_dim",
+        "model.attention=flash model.head_dim=320 data.document_mask=false",
+        "at most 256",
+        hardware=H100,
+    ),
+]

@@ -74,7 +74,7 @@ def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
     """Say what is allowed but may surprise."""
     facts = Run(config, world_size, hardware)
     training = config.training
-    said = _schedule_notes(config)
+    said = [*_schedule_notes(config), *rules_attention.attention_notes(facts)]
     if facts.mesh and facts.batch:
         total, local, per_rank = facts.batch.total, facts.batch.local, facts.batch.total // facts.mesh.dp
         if training.global_batch_size == -1:

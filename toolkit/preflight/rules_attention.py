@@ -1,1 +1,99 @@
-"""Rules about attention."""
+"""Rules about attention: which back end can do what is asked of it, and what else may surprise."""
+
+from __future__ import annotations
+
+from toolkit.errors import Problem
+from toolkit.models.llama.presets import attention_choice, flavor_attention
+from toolkit.preflight.facts import Run, rule
+
+_FLASH_KERNEL = ("flash", "varlen")
+_NOT_ON_CPU = {
+    "flex": "FlexAttention has no backward on CPU",
+    "varlen": "varlen needs the flash kernel of a CUDA device",
+    "flash": "flash needs a CUDA device",
+}
+
+
+def _choice(run: Run) -> str:
+    """The back end that the run will take."""
+    model, documents = run.config.model, run.config.data.document_mask
+    return attention_choice(model.attention, model.flavor, device=run.hardware.device, documents=documents)
+
+
+def _chooser(run: Run) -> str:
+    """The key that chose it."""
+    named = run.config.model.attention == "auto" and flavor_attention(run.config.model.flavor)
+    return "model.flavor" if named else "model.attention"
+
+
+@rule()
+def attention_runs_on_device(run: Run) -> list[Problem]:
+    """Only SDPA trains on a CPU."""
+    asked = run.config.model.attention
+    if run.hardware.device != "cpu" or asked not in _NOT_ON_CPU:
+        return []
+    fix = 'set it to "auto", which is what suits the device, or to "sdpa"'
+    return [run.problem("model.attention", _NOT_ON_CPU[asked], fix)]
+
+
+@rule()
+def attention_keeps_documents_apart(run: Run) -> list[Problem]:
+    """The flash kernel takes no mask; varlen is the same kernel, told where documents begin."""
+    if run.hardware.device == "cpu" or _choice(run) != "flash" or not run.config.data.document_mask:
+        return []
+    return [
+        run.problem(
+            "model.attention",
+            "the flash kernel takes no mask: with data.document_mask documents would see one another",
+            'set it to "varlen", or data.document_mask = false',
+        )
+    ]
+
+
+@rule()
+def attention_takes_precision(run: Run) -> list[Problem]:
+    """The flash kernel multiplies in 16 bits only."""
+    precision = run.config.training.mixed_precision_param
+    if precision == "auto":
+        precision = "bfloat16" if run.hardware.native_bf16 else "float32"
+    choice = _choice(run)
+    if run.hardware.device == "cpu" or choice not in _FLASH_KERNEL or precision == "bfloat16":
+        return []
+    fix = 'set model.attention = "flex" or "sdpa"'
+    if run.hardware.native_bf16:
+        fix = f'set training.mixed_precision_param = "bfloat16", or {fix[4:]}'
+    return [run.problem(_chooser(run), f"{choice} computes in bfloat16, this run in float32", fix)]
+
+
+@rule()
+def attention_takes_head_dim(run: Run) -> list[Problem]:
+    """Kernels are made for some sizes of a head."""
+    if run.model is None or run.hardware.device == "cpu":
+        return []
+    head_dim, choice = run.model.head_dim, _choice(run)
+    # SDPA pads to a multiple of 8 before it calls the flash kernel; varlen does not.
+    limit = {
+        "flex": "at least 16" if head_dim < 16 else "",
+        "flash": "at most 256" if head_dim > 256 else "",
+        "varlen": "a multiple of 8, at most 256" if head_dim > 256 or head_dim % 8 else "",
+    }.get(choice)
+    if not limit:
+        return []
+    rule = f"{choice} needs heads of {limit} dimensions, these have {head_dim}"
+    return [run.problem(_chooser(run), rule, 'set model.attention = "sdpa", or change model.head_dim')]
+
+
+def attention_notes(run: Run) -> list[str]:
+    """What becomes of a choice that was made otherwise than here, and of one that is dear."""
+    model, named = run.config.model, flavor_attention(run.config.model.flavor)
+    choice = _choice(run)
+    said = []
+    if named and choice != named:
+        why = _NOT_ON_CPU[named] if model.attention == "auto" else "model.attention goes before it"
+        said.append(f"model.flavor {model.flavor} names {named} attention, this run takes {choice}: {why}")
+    if run.hardware.device != "cpu" and choice == "sdpa" and run.config.data.document_mask:
+        said.append(
+            "model.attention sdpa keeps a dense mask of seq_len² bytes a sample for the documents, "
+            "and has no flash kernel for it; flex and varlen need neither"
+        )
+    return said

@@ -1,0 +1,59 @@
+"""Which attention a run takes, and what its notes say of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.preflight.bad_attention import H100
+from tests.preflight.bad_runs import CPU, configure
+from toolkit.models.llama.presets import attention_choice
+from toolkit.preflight import check, notes
+
+
+@pytest.mark.parametrize(
+    ("flavor", "documents", "cpu", "cuda"),
+    [
+        ("8B", False, "sdpa", "sdpa"),
+        ("8B", True, "sdpa", "flex"),
+        ("8B_flex", False, "sdpa", "flex"),
+        ("debugmodel_flex_attn", True, "sdpa", "flex"),
+        ("8B_varlen", True, "sdpa", "varlen"),
+        ("debugmodel_varlen_attn", False, "sdpa", "varlen"),
+    ],
+)
+def test_auto_takes_what_the_flavor_names_and_the_device_can_train(
+    flavor: str, documents: bool, cpu: str, cuda: str
+) -> None:
+    assert attention_choice("auto", flavor, device="cpu", documents=documents) == cpu
+    assert attention_choice("auto", flavor, device="cuda", documents=documents) == cuda
+    for asked in ("sdpa", "flex", "varlen", "flash"):
+        assert attention_choice(asked, flavor, device="cuda", documents=documents) == asked
+
+
+@pytest.mark.parametrize(
+    ("flags", "hardware", "note"),
+    [
+        (["--model.flavor=debugmodel_flex_attn"], CPU, "this run takes sdpa: FlexAttention has no backward"),
+        (
+            ["--model.flavor=debugmodel_varlen_attn"],
+            CPU,
+            "this run takes sdpa: varlen needs the flash kernel",
+        ),
+        (
+            ["--model.flavor=debugmodel_flex_attn", "--model.attention=varlen"],
+            H100,
+            "this run takes varlen: model.attention goes before it",
+        ),
+        (["--model.attention=sdpa"], H100, "dense mask of seq_len² bytes"),
+    ],
+)
+def test_note(flags, hardware, note) -> None:
+    config = configure(flags)
+    said = notes(config, world_size=1, hardware=hardware)
+    assert len([line for line in said if note in line]) == 1
+    assert check(config, world_size=1, hardware=hardware) == []
+
+
+@pytest.mark.parametrize("flags", [[], ["--model.attention=sdpa", "--data.document_mask=false"]])
+def test_a_clean_run_on_a_gpu_has_no_notes(flags) -> None:
+    assert notes(configure(flags), world_size=1, hardware=H100) == []
