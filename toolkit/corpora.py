@@ -21,14 +21,17 @@ class Data:
     validation: TokenCache | None
 
 
-def open_data(config: Config, *, progress: bool) -> Data:
+def open_data(config: Config, *, progress: bool, limit_gb: float | None = None) -> Data:
     """Load the tokenizer and open the token caches, building them where they are missing.
+
+    No more than ``limit_gb`` gigabytes of text of a corpus are tokenised; None is data.max_inline_gb.
 
     The launcher calls this before it starts the ranks, where a progress bar has the terminal to itself;
     a rank calls it before it meets the others, so that a slow tokenisation is no collective's time-out.
 
     Raises:
-        DataError: a corpus or the tokenizer is missing, empty or unreadable.
+        DataError: a corpus or the tokenizer is missing, empty or unreadable; a corpus that is not tokenised
+            yet is larger than the limit.
     """
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_assets_path)
 
@@ -40,7 +43,13 @@ def open_data(config: Config, *, progress: bool) -> Data:
             subset=options.dataset_subset,
             split=options.dataset_split,
         )
-        return tokenized(source, tokenizer, cache_folder=config.data.cache_folder, progress=progress)
+        return tokenized(
+            source,
+            tokenizer,
+            cache_folder=config.data.cache_folder,
+            progress=progress,
+            max_inline_gb=config.data.max_inline_gb if limit_gb is None else limit_gb,
+        )
 
     mixture = sorted(config.data.mixture.items())
     parts = tuple(Part(name, part.weight, corpus(part, part.text_column)) for name, part in mixture)

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.preflight import bad_attention, bad_corpora, bad_memory, bad_observing, bad_optim, bad_sharding
+from tests.preflight import (
+    bad_attention,
+    bad_corpora,
+    bad_memory,
+    bad_mixture,
+    bad_observing,
+    bad_optim,
+    bad_sharding,
+)
 from tests.preflight.bad_runs import (
     CP,
     CPU,
@@ -267,7 +275,7 @@ CHECKPOINT = [
     ),
 ]
 
-PARTS = (bad_sharding, bad_memory, bad_optim, bad_corpora, bad_observing, bad_attention)
+PARTS = (bad_sharding, bad_memory, bad_optim, bad_corpora, bad_mixture, bad_observing, bad_attention)
 BAD = [*OPTIONS, *MODEL, *MESH, *FILES, *CHECKPOINT, *(case for part in PARTS for case in part.CASES)]
 
 

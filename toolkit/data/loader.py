@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from toolkit.data.cache import TokenCache
-from toolkit.data.mixture import MixtureOrder, Part, percent
+from toolkit.data.mixture import MixtureOrder, Part, identity
 from toolkit.data.order import corpus_indices
 from toolkit.data.packing import PADDING, Rows, Sample, corpus_rows
 from toolkit.errors import DataError
@@ -119,8 +119,8 @@ class Loader:
     mixture: MixtureOrder | None
     """The shares of the parts, where there are several."""
 
-    def __init__(self, data: StatefulDataLoader, sampler: _MicroBatches, identity: dict[str, Any]):
-        self._data, self._sampler, self._identity = data, sampler, identity
+    def __init__(self, data: StatefulDataLoader, sampler: _MicroBatches, counted: dict[str, Any]):
+        self._data, self._sampler, self._counted = data, sampler, counted
         self.mixture = sampler.order if isinstance(sampler.order, MixtureOrder) else None
         self._micro_batches = len(sampler.offsets) // sampler.local_batch_size  # a global batch, of this rank
         self._start = 0
@@ -144,7 +144,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, int | str | bool]:
         """Samples consumed (not prefetched) and what they were samples of."""
-        return {"samples": self.samples, **self._identity}
+        return {"samples": self.samples, **self._counted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the samples that ``state`` counts, at any number of ranks, workers or batch size.
@@ -153,7 +153,7 @@ class Loader:
         """
         changed = [
             f"{name} was {state.get(name)!r} and is {value!r}"
-            for name, value in self._identity.items()
+            for name, value in self._counted.items()
             if state.get(name) != value
         ]
         if changed:
@@ -204,7 +204,7 @@ def build_loader(
         {part.name: part.corpus for part in parts},
         seq_len=seq_len, packing=packing, document_mask=document_mask, pad_id=pad_id or 0,
     )  # fmt: skip
-    order, identity = _order(parts, [len(rows) for rows in dataset.rows], seed=seed, shuffle=shuffle)
+    order, counted = _order(parts, [len(rows) for rows in dataset.rows], seed=seed, shuffle=shuffle)
     if isinstance(order, MixtureOrder) and not infinite:
         raise ValueError("a mixture has no end")
     sampler = _MicroBatches(
@@ -219,8 +219,8 @@ def build_loader(
             collate_fn=_as_it_is, persistent_workers=persistent_workers and num_workers > 0,
             prefetch_factor=prefetch_factor if num_workers > 0 else None,
         )  # fmt: skip
-    identity |= {"seq_len": seq_len, "packing": packing, "shuffle": shuffle, "seed": seed}
-    return Loader(data, sampler, identity)
+    counted |= {"seq_len": seq_len, "packing": packing, "shuffle": shuffle, "seed": seed}
+    return Loader(data, sampler, counted)
 
 
 def _order(
@@ -231,8 +231,5 @@ def _order(
         order = functools.partial(corpus_indices, n=lengths[0], seed=seed, shuffle=shuffle)
         return order, {"corpus": parts[0].corpus.fingerprint}
     mixture = MixtureOrder({part.name: part.weight for part in parts}, lengths, seed=seed, shuffle=shuffle)
-    identity = {"corpus": f"mixture of {', '.join(mixture.quotas)}"}
-    for part in parts:
-        identity[f"{part.name}.share"] = percent(mixture.quotas[part.name])
-        identity[f"{part.name}.corpus"] = part.corpus.fingerprint
-    return mixture, identity
+    corpora = {f"{part.name}.corpus": part.corpus.fingerprint for part in parts}
+    return mixture, identity(mixture.quotas) | corpora

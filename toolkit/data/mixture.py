@@ -106,7 +106,14 @@ class MixtureOrder:
 
 
 def percent(quota: int) -> str:
+    """A quota as a share of the samples."""
     return f"{quota * 100 / BLOCK:g}%"
+
+
+def identity(found: Mapping[str, int]) -> dict[str, str]:
+    """What the order of a mixture with these quotas depends on, but for the corpora, to be compared."""
+    about = {f"{name}.share": percent(found[name]) for name in sorted(found)}
+    return {"corpus": f"mixture of {', '.join(sorted(found))}"} | about
 
 
 @functools.lru_cache(maxsize=4)

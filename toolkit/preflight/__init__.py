@@ -18,6 +18,7 @@ from toolkit.preflight import (
     rules_files,
     rules_memory,
     rules_mesh,
+    rules_mixture,
     rules_model,
     rules_observing,
     rules_optim,
@@ -40,6 +41,7 @@ _ORDER = (
     rules_sharding,
     rules_files,
     rules_corpora,
+    rules_mixture,
     rules_checkpoint,
 )
 
