@@ -2,6 +2,71 @@
 
 from __future__ import annotations
 
-from tests.preflight.bad_runs import Bad
+from tests.preflight.bad_runs import V100, Bad, bad
 
-CASES: list[Bad] = []
+EARLY = "optimizer.early_step_in_backward"
+CASES: list[Bad] = [
+    bad(
+        "one_length",
+        "training.epochs=2 training.steps=500",
+        "training.steps = 500 (--training.steps) gives the length of the run, too",
+    ),
+    bad(
+        "one_warmup",
+        "lr_scheduler.warmup_ratio=0.03 lr_scheduler.warmup_steps=10",
+        "warmup_steps = 10 (--lr_scheduler.warmup_steps) gives the warm-up, too",
+    ),
+    bad("decay_options_act", "lr_scheduler.gamma=0.9", 'with decay_type = "linear"', 'decay_type = "step"'),
+    bad("decay_options_act", "lr_scheduler.step_size=9 lr_scheduler.decay_type=constant", '"constant"'),
+    bad(
+        "decay_options_act",
+        "lr_scheduler.decay_ratio=0.2 lr_scheduler.decay_type=step",
+        "does nothing",
+        "linear, sqrt or cosine",
+    ),
+    bad(
+        "decay_options_act", "lr_scheduler.min_lr_factor=0.1 lr_scheduler.decay_type=constant", "does nothing"
+    ),
+    bad(
+        "decay_options_act",
+        "lr_scheduler.total_steps=99 lr_scheduler.decay_type=constant",
+        "does nothing",
+        "warmup_ratio, or a shape",
+    ),
+    bad("learning_rate_above_zero", "lr_scheduler.total_steps=500", "training.steps is 10000"),
+    bad(
+        "learning_rate_above_zero",
+        "lr_scheduler.total_steps=20000 training.epochs=2",
+        "the run is 2 epochs long",
+        "leave total_steps out",
+    ),
+    bad(
+        "no_decay_matches",
+        "optimizer.no_decay=*norm.weight,*.bias,tok_embedding.weight",
+        '"*.bias" matches no parameter',
+        '"tok_embedding.weight" matches no parameter',
+        "such as tok_embeddings.weight;",
+    ),
+    bad("no_decay_matches", "optimizer.no_decay=norm", "layers.0.attention_norm.weight, layers.0.ffn_norm"),
+    bad(
+        "early_step_alone",
+        f"training.max_norm=1 {EARLY}",
+        "it cannot clip",
+        "set training.max_norm = inf",
+        world=2,
+    ),
+    bad(
+        "early_step_alone",
+        f"training.global_batch_size=32 training.max_norm=inf {EARLY}",
+        "32 samples = 2 data-parallel × 8 local × 2 accumulated",
+        "set it to 16, raise training.local_batch_size to 16",
+        world=2,
+    ),
+    bad(
+        "early_step_alone",
+        f"training.enable_cpu_offload training.max_norm=inf {EARLY}",
+        "would free none on the device",
+        world=2,
+        hardware=V100,
+    ),
+]

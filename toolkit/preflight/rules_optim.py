@@ -1,1 +1,179 @@
-"""Rules about optim."""
+"""Rules about the optimizer, its schedule, and how long a run is.
+
+A key counts as set when its value is not the default: the config that a run saves names every key.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from toolkit.config.schema import fields_by_key
+from toolkit.errors import Problem
+from toolkit.models.llama.presets import parameter_names
+from toolkit.optim.schedule import cut_to_fit
+from toolkit.preflight.facts import Run, rule
+from toolkit.wording import closest, first_few
+
+_ENDLESS = ("constant", "step")
+_EARLY = "optimizer.early_step_in_backward"
+_SHOWN = 8
+
+
+def _is_set(run: Run, key: str) -> bool:
+    return run.config.value(key) != fields_by_key()[key].default
+
+
+def _nearness(run: Run, key: str) -> int:
+    """How near to the user a key was set: a flag is nearer than the config file, and that than its bases."""
+    origin = run.config.origin(key)
+    if origin.startswith("--"):
+        return 2
+    return 1 if origin.rpartition(":")[0] == run.config.job.config_file else 0
+
+
+def _both_set(run: Run, key: str, other: str, what: str) -> list[Problem]:
+    """``key`` takes the place of ``other`` where it was set nearer, as epochs do of a preset's steps."""
+    if not (_is_set(run, key) and _is_set(run, other)) or _nearness(run, key) > _nearness(run, other):
+        return []
+    value, where = run.config.value(other), run.config.origin(other)
+    return [run.problem(key, f"{other} = {value} ({where}) gives {what}, too", "leave one of the two out")]
+
+
+@rule()
+def one_length(run: Run) -> list[Problem]:
+    """A run is as long as its steps or as its epochs."""
+    return _both_set(run, "training.epochs", "training.steps", "the length of the run")
+
+
+@rule()
+def one_warmup(run: Run) -> list[Problem]:
+    """A warm-up is given in steps or as a part of the schedule."""
+    return _both_set(run, "lr_scheduler.warmup_ratio", "lr_scheduler.warmup_steps", "the warm-up")
+
+
+@rule()
+def decay_options_act(run: Run) -> list[Problem]:
+    """Options of a decay that the chosen shape does not read would be ignored in silence."""
+    kind = run.config.lr_scheduler.decay_type
+    keys = ["decay_ratio", "min_lr_factor"] if kind in _ENDLESS else []
+    keys += ["gamma", "step_size"] if kind != "step" else []
+    if kind in _ENDLESS and run.config.lr_scheduler.warmup_ratio is None:
+        keys.append("total_steps")
+    shapes = {
+        "gamma": 'decay_type = "step"',
+        "step_size": 'decay_type = "step"',
+        "total_steps": "warmup_ratio, or a shape that decays to an end: linear, sqrt or cosine",
+    }
+    return [
+        run.problem(
+            f"lr_scheduler.{name}",
+            f'does nothing with decay_type = "{kind}"',
+            f"leave it out, or set {shapes.get(name, 'decay_type to linear, sqrt or cosine')}",
+        )
+        for name in keys
+        if _is_set(run, f"lr_scheduler.{name}")
+    ]
+
+
+@rule()
+def learning_rate_above_zero(run: Run) -> list[Problem]:
+    """Past the end of its schedule the rate stays where it ended; at zero nothing is learnt."""
+    schedule, training = run.config.lr_scheduler, run.config.training
+    if schedule.total_steps is None or schedule.decay_type in _ENDLESS or schedule.min_lr_factor > 0:
+        return []
+    if training.epochs:
+        length = f"the run is {training.epochs} epochs long, however many steps these are"
+        fix = "leave total_steps out: the schedule is then as long as the run"
+    elif schedule.total_steps < training.steps:
+        length, fix = f"training.steps is {training.steps}", f"set total_steps to at least {training.steps}"
+    else:
+        return []
+    return [
+        run.problem(
+            "lr_scheduler.total_steps",
+            f"the schedule ends at a learning rate of 0, but {length}",
+            f"{fix}, or set lr_scheduler.min_lr_factor above 0",
+        )
+    ]
+
+
+@rule()
+def no_decay_matches(run: Run) -> list[Problem]:
+    """A pattern that matches no parameter would leave decayed what its author meant to spare."""
+    patterns, model = run.config.optimizer.no_decay, run.model
+    if model is None:
+        return []
+    names = parameter_names(model)
+    # Blocks are alike: the first stands for all.
+    kinds = [name for name in names if not name.startswith("layers.") or name.startswith("layers.0.")]
+    return [
+        run.problem(
+            "optimizer.no_decay",
+            f'"{pattern}" matches no parameter',
+            _similar(pattern, kinds),
+        )
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
+
+
+def _similar(pattern: str, kinds: list[str]) -> str:
+    """The names that hold the pattern's words, else the nearest one, else some."""
+    words = pattern.replace("*", " ").split()
+    near = [name for name in kinds if words and all(word.strip(".").lower() in name for word in words)]
+    bare = closest(pattern.replace("*", ""), kinds)
+    shown = near or ([bare] if bare else kinds)
+    return f"name parameters such as {first_few(shown, _SHOWN)}; * stands for any characters"
+
+
+@rule()
+def early_step_alone(run: Run) -> list[Problem]:
+    """A parameter that is updated in backward has neither all micro-batches nor the norm of all gradients."""
+    training = run.config.training
+    if not run.config.optimizer.early_step_in_backward:
+        return []
+    without = f"or leave {_EARLY} out"
+    problems = []
+    if training.max_norm != float("inf"):
+        rule = f"{_EARLY} updates each parameter before the norm of all gradients is known: it cannot clip"
+        problems.append(run.problem("training.max_norm", rule, f"set training.max_norm = inf, {without}"))
+    if run.batch and run.mesh and run.batch.accumulation > 1:
+        total, local, count, dp = run.batch.total, run.batch.local, run.batch.accumulation, run.mesh.dp
+        rule = (
+            f"{total} samples = {dp} data-parallel × {local} local × {count} accumulated, but {_EARLY} "
+            "updates in every backward: a step is one micro-batch"
+        )
+        fix = f"set it to {local * dp}, raise training.local_batch_size to {local * count}, {without}"
+        problems.append(run.problem("training.global_batch_size", rule, fix))
+    if training.enable_cpu_offload:
+        rule = (
+            f"gradients of an offloaded model are in CPU memory anyway; {_EARLY} would free none on the "
+            "device, and would make backward wait for each update"
+        )
+        problems.append(run.problem("training.enable_cpu_offload", rule, "leave one of the two out"))
+    return problems
+
+
+def optim_notes(run: Run) -> list[str]:
+    """What is allowed but may surprise."""
+    schedule, training, optimizer = run.config.lr_scheduler, run.config.training, run.config.optimizer
+    said = []
+    if training.epochs and _is_set(run, "training.steps"):
+        where = run.config.origin("training.steps")
+        said.append(f"training.epochs {training.epochs} replaces training.steps {training.steps} ({where})")
+    steps = schedule.total_steps or (None if training.epochs else training.steps)
+    if steps:  # those of an epoch are known once the corpus is open
+        said += cut_to_fit(
+            total_steps=steps,
+            warmup_steps=schedule.warmup_steps,
+            warmup_ratio=schedule.warmup_ratio,
+            decay_ratio=schedule.decay_ratio,
+        )
+    if optimizer.no_decay and optimizer.weight_decay == 0:
+        said.append("optimizer.no_decay does nothing: weight_decay is 0")
+    if optimizer.early_step_in_backward and run.mesh and run.mesh.dp_replicate > 1:
+        said.append(
+            f"{_EARLY} saves no memory with {run.mesh.dp_replicate} replicas: torch keeps the gradients that "
+            "it has reduced over them until backward ends"
+        )
+    return said

@@ -78,18 +78,3 @@ def loader_workers(run: Run) -> list[Problem]:
                 fix = f"set {table}.num_workers to at least 1, or leave {name} out"
                 problems.append(run.problem(f"{table}.{name}", "needs workers, and num_workers is 0", fix))
     return problems
-
-
-@rule()
-def learning_rate_above_zero(run: Run) -> list[Problem]:
-    """Past the end of its schedule the rate stays where it ended; at zero nothing is learnt."""
-    schedule, steps = run.config.lr_scheduler, run.config.training.steps
-    if schedule.total_steps is None or schedule.total_steps >= steps or schedule.min_lr_factor > 0:
-        return []
-    return [
-        run.problem(
-            "lr_scheduler.total_steps",
-            f"the schedule ends at a learning rate of 0, but training.steps is {steps}",
-            f"set total_steps to at least {steps}, or lr_scheduler.min_lr_factor above 0",
-        )
-    ]
