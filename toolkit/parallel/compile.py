@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import torch
+from torch._dynamo import callback
 
 from toolkit.models.llama.model import Llama
 
@@ -18,17 +24,44 @@ class Compiling:
 
 
 def use_cache(folder: Path) -> None:
-    """Keep compiled code in ``folder``; call before anything is compiled."""
+    """Keep compiled code in ``folder``, unless TORCHINDUCTOR_CACHE_DIR names another.
+
+    Call before anything is compiled. Entries are keyed by what they were compiled from and written by
+    rename, so that ranks and runs may share a folder.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def apply_compile(model: Llama, options: Compiling) -> None:
-    """Compile in place."""
-    raise NotImplementedError
+    """Compile in place, each block by itself, and the function that the head calls for a chunk of loss.
+
+    Shapes are static: automatically dynamic ones could change kernels between a run and its resume.
+    """
+    compiled = partial(torch.compile, backend=options.backend, fullgraph=options.fullgraph, dynamic=False)
+    if "model" in options.components:
+        for name, block in list(model.layers.items()):
+            model.layers[name] = compiled(block)
+    if "loss" in options.components and model.output is not None:
+        model.output.loss = compiled(model.output.loss)
 
 
 class CompileClock:
-    """How long this process spent on compiling."""
+    """How long this process spends on compiling, from now on: backward graphs, which are compiled when
+    first needed, and the reading of cached ones included."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._started = 0.0
+        callback.on_compile_start(self._start)
+        callback.on_compile_end(self._end)
+
+    def _start(self, *_: object) -> None:
+        self._started = time.perf_counter()
+
+    def _end(self, *_: object) -> None:
+        self._seconds += time.perf_counter() - self._started
 
     def take(self) -> float:
         """Seconds since the last call."""
-        return 0.0
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
