@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
-from tests.preflight.bad_runs import Bad
+from tests.preflight.bad_runs import Bad, bad
 
-CASES: list[Bad] = []
+CASES: list[Bad] = [
+    bad(
+        "profiler_fits",
+        "profiling.profile_freq=4 profiling.profiler_active=2 profiling.enable_profiling",
+        "profiler_warmup + profiler_active = 5 steps",
+        "at least 5",
+    ),
+    bad("memory_snapshot_on_cuda", "profiling.enable_memory_snapshot", "on CUDA only", "memory_gib"),
+    bad("wandb_ready", "metrics.enable_wandb", "metrics.enable_wandb = True"),
+]

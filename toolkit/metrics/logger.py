@@ -1,14 +1,17 @@
-"""Everything that a run reports of its steps, through one object: console, ``metrics.jsonl``, TensorBoard."""
+"""What a run reports of its steps, through one object: console, ``metrics.jsonl``, TensorBoard, W&B."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.metrics.console import Console
 from toolkit.metrics.jsonl import JsonLines
 from toolkit.metrics.tensorboard import TensorBoard
+
+if TYPE_CHECKING:
+    from toolkit.metrics.wandb import WandB
 
 
 class MetricLogger:
@@ -17,7 +20,8 @@ class MetricLogger:
     Rank 0 prints and writes ``metrics.jsonl`` and ``<tensorboard_folder>/``; other ranks do nothing,
     or with ``all_ranks`` write ``metrics.rank-N.jsonl`` and ``<tensorboard_folder>/rank-N/`` of what they
     log. ``resume_step`` is the step of the checkpoint that the run goes on from, 0 for a new run: what
-    the files hold beyond it is dropped. ``config_text`` becomes TensorBoard text.
+    the files hold beyond it is dropped. ``config_text`` becomes TensorBoard text, and ``config`` that of
+    the run at Weights & Biases, to which rank 0 sends its metrics with ``wandb``.
 
     A file that cannot be written is told once and does not stop the training.
     """
@@ -43,6 +47,7 @@ class MetricLogger:
         self._console = Console(total_steps, resume_step=resume_step, color=color) if chief else None
         self._lines: JsonLines | None = None
         self._tensorboard: TensorBoard | None = None
+        self._wandb: WandB | None = None
         if not (chief or all_ranks):
             return
         name = "metrics.jsonl" if chief else f"metrics.rank-{rank}.jsonl"
@@ -54,6 +59,10 @@ class MetricLogger:
                 resume_step=resume_step,
                 config_text=config_text if chief else "",
             )
+        if wandb and chief:
+            from toolkit.metrics.wandb import WandB
+
+            self._wandb = WandB(folder, resume_step=resume_step, config=config or {}, say=self.say)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Report ``values`` (numbers or None) of ``step``, in the keys of ``metrics.jsonl``."""
@@ -64,6 +73,8 @@ class MetricLogger:
             self._attempt(lambda: lines.write({"step": step, **values}))
         if tensorboard is not None:
             self._attempt(lambda: tensorboard.write(step, values))
+        if self._wandb is not None:
+            self._wandb.write(step, values)
 
     def say(self, text: str) -> None:
         """Print ``text`` from rank 0, above the progress bar."""
@@ -77,7 +88,7 @@ class MetricLogger:
 
     def close(self) -> None:
         """Flush and close everything; the bar disappears."""
-        for part in (self._console, self._lines, self._tensorboard):
+        for part in (self._console, self._lines, self._tensorboard, self._wandb):
             if part is not None:
                 self._attempt(part.close)
 

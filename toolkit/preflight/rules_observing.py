@@ -1,1 +1,77 @@
-"""Rules about observing."""
+"""Rules about observing: profiler, memory snapshots, Weights & Biases."""
+
+from __future__ import annotations
+
+import netrc
+import os
+from importlib.util import find_spec
+from urllib.parse import urlsplit
+
+from toolkit.errors import Problem
+from toolkit.preflight.facts import Run, rule
+
+
+@rule()
+def profiler_fits(run: Run) -> list[Problem]:
+    """A trace and the warm-up before it happen within one period."""
+    options = run.config.profiling
+    needed = options.profiler_warmup + options.profiler_active
+    if not options.enable_profiling or options.profile_freq >= needed:
+        return []
+    return [
+        run.problem(
+            "profiling.profile_freq",
+            f"a trace takes profiler_warmup + profiler_active = {needed} steps",
+            f"set profile_freq to at least {needed}, or lower profiler_warmup or profiler_active",
+        )
+    ]
+
+
+@rule()
+def memory_snapshot_on_cuda(run: Run) -> list[Problem]:
+    """Only the CUDA allocator records its history."""
+    if not run.config.profiling.enable_memory_snapshot or run.hardware.device == "cuda":
+        return []
+    return [
+        run.problem(
+            "profiling.enable_memory_snapshot",
+            "torch records who allocates memory on CUDA only, and this run is on the CPU",
+            "leave it out: metrics.jsonl has the memory of each step, memory_gib",
+        )
+    ]
+
+
+@rule()
+def wandb_ready(run: Run) -> list[Problem]:
+    """Without its package nothing is sent; without a key wandb would ask on a terminal that ranks lack."""
+    key = "metrics.enable_wandb"
+    if not run.config.metrics.enable_wandb:
+        return []
+    if find_spec("wandb") is None:
+        return [run.problem(key, "the package wandb is not installed", 'pip install "llama-toolkit[wandb]"')]
+    if _may_send():
+        return []
+    return [
+        run.problem(
+            key,
+            f"there is no API key for {_wandb_host()}, neither in WANDB_API_KEY nor in netrc",
+            'run "wandb login" first, or set WANDB_MODE=offline and "wandb sync" the run later',
+        )
+    ]
+
+
+def _may_send() -> bool:
+    variables = os.environ
+    if variables.get("WANDB_MODE", "").lower() in ("offline", "disabled", "dryrun"):
+        return True
+    if variables.get("WANDB_API_KEY") or variables.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    try:
+        hosts = netrc.netrc(os.path.expanduser(variables.get("NETRC", "~/.netrc"))).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return _wandb_host() in hosts
+
+
+def _wandb_host() -> str:
+    return urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc

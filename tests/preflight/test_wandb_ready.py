@@ -1,0 +1,37 @@
+"""What must be there for a run to be sent to Weights & Biases, with and without its package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.preflight.bad_runs import CPU, configure
+from toolkit.preflight import rules_observing
+from toolkit.preflight.facts import Run
+
+
+def problems(monkeypatch: pytest.MonkeyPatch, *, installed: bool) -> str:
+    monkeypatch.setattr(rules_observing, "find_spec", lambda name: object() if installed else None)
+    run = Run(configure(["--metrics.enable_wandb"]), 1, CPU)
+    return "\n".join(map(str, rules_observing.wandb_ready(run)))
+
+
+def test_the_package_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 'pip install "llama-toolkit[wandb]"' in problems(monkeypatch, installed=False)
+
+
+def test_without_a_key_wandb_would_ask_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = problems(monkeypatch, installed=True)
+    assert "no API key for api.wandb.ai" in said
+    assert "wandb login" in said and "WANDB_MODE=offline" in said
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0\n")
+    assert problems(monkeypatch, installed=True) == ""
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com")
+    assert "wandb.example.com" in problems(monkeypatch, installed=True)
+
+
+@pytest.mark.parametrize(("name", "value"), [("WANDB_API_KEY", "0"), ("WANDB_MODE", "offline")])
+def test_a_key_or_no_sending_at_all_will_do(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert problems(monkeypatch, installed=True) == ""
