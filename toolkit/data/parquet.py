@@ -135,7 +135,8 @@ def _holds_strings(kind: pa.DataType) -> bool:
 def _parquet_batches(path: Path, template: Template) -> Iterator[tuple[pa.RecordBatch, int]]:
     """(rows, bytes of the file so far), a row group decoded bit by bit."""
     size, columns = path.stat().st_size, list(template.columns)
-    with pq.ParquetFile(path, buffer_size=text_files.PIECE_BYTES) as file:
+    options = {"buffer_size": text_files.PIECE_BYTES, "page_checksum_verification": True}
+    with pq.ParquetFile(path, **options) as file:
         total, done = file.metadata.num_rows, 0
         for number in range(file.metadata.num_row_groups):
             group = file.metadata.row_group(number)

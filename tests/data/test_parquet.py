@@ -1,0 +1,250 @@
+"""Parquet files: the same tokens as the same rows in JSON lines, in bounded memory, with plain errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.byte_tokenizer import ByteTokenizer
+from toolkit.data import parquet, text_files
+from toolkit.data.cache import TokenCache, tokenized
+from toolkit.data.sources import check_source, open_source
+from toolkit.errors import DataError
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [
+    "one", "", None, "zwei\nLinien \u2028 und \x85 keine", "\ufeffmark", "三😀\r\n", " ", "\x00",
+    "{question}", "long " * 3000, *(f"document {number} " * (number % 9) for number in range(300)), "",
+]  # fmt: skip
+ROWS = [
+    {"id": number, "text": text, "question": f"q{number}" if number % 3 else None, "answer": text}
+    for number, text in enumerate(TEXTS)
+]
+TEMPLATE = "{{Q}}: {question}\n{answer}"
+
+
+def write(
+    path: Path, rows: Sequence[dict[str, Any]], kind: pa.DataType | None = None, **options: Any
+) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        arrays = [pa.array(column, kind if name == "text" else None) for name, column in columns.items()]
+        pq.write_table(pa.table(arrays, names=list(columns)), path, **options)
+    else:
+        path.write_text("".join(json.dumps(row, ensure_ascii=row["id"] % 2 == 0) + "\n" for row in rows))
+    return path
+
+
+def build(path: Path, column: str, cache: Path, processes: int = 1) -> TokenCache:
+    source = open_source("x", str(path), column)
+    return tokenized(source, ByteTokenizer(), cache_folder=cache, progress=False, processes=processes)
+
+
+def files_of(cache: TokenCache) -> tuple[bytes, bytes]:
+    return (cache.folder / "tokens.bin").read_bytes(), (cache.folder / "offsets.bin").read_bytes()
+
+
+def texts_of(path: Path, column: str = "text") -> list[str]:
+    source = open_source("x", str(path), column)
+    return [text for piece in source.pieces() for text in piece.texts(column)]
+
+
+@pytest.mark.parametrize("column", ["text", TEMPLATE])
+def test_parquet_and_json_lines_give_the_same_token_files(tmp_path: Path, column: str) -> None:
+    parts = [ROWS[:5], ROWS[5:100], ROWS[100:]]
+    for number, rows in enumerate(parts):
+        write(tmp_path / "json" / f"{number}.jsonl", rows)
+        write(tmp_path / "rows" / f"sub{number}" / "a.parquet", rows, row_group_size=40)
+    expected = build(tmp_path / "json", column, tmp_path / "cache")
+    with mock.patch.object(text_files, "PIECE_BYTES", 700):
+        found = build(tmp_path / "rows", column, tmp_path / "cache", processes=2)
+    assert found.folder != expected.folder
+    assert files_of(found) == files_of(expected)
+    if column == "text":
+        assert found.n_documents == sum(bool(text) for text in TEXTS)
+
+
+def test_a_template_is_filled_and_its_nulls_are_empty(tmp_path: Path) -> None:
+    rows = [
+        {"id": 0, "question": "q", "answer": "{a}"},
+        {"id": 1, "question": None, "answer": "a"},
+        {"id": 2, "question": None, "answer": ""},
+        {"id": 3, "question": "q", "answer": None},
+    ]
+    for name in ("a.parquet", "a.jsonl"):
+        path = write(tmp_path / name, rows)
+        assert texts_of(path, TEMPLATE) == ["{Q}: q\n{a}", "{Q}: \na", "{Q}: q\n"]
+        assert texts_of(path, "{answer}") == ["{a}", "a"]
+
+
+def test_the_name_of_a_column_wins_over_a_template(tmp_path: Path) -> None:
+    rows = [{"id": 0, "{answer}": "literal", "answer": "filled", "a{b": "open"}]
+    for name in ("a.parquet", "a.jsonl"):
+        path = write(tmp_path / name, rows)
+        assert texts_of(path, "{answer}") == ["literal"]
+        assert texts_of(path, "a{b") == ["open"]
+        assert texts_of(path, "{answer}!") == ["filled!"]
+
+
+@pytest.mark.parametrize("column", ["content", "{question}\n{anwser}", "{question", "{}"])
+def test_a_missing_column_is_seen_before_the_start(tmp_path: Path, column: str) -> None:
+    for name in ("a.parquet", "a.jsonl"):
+        path = write(tmp_path / name, ROWS[:3])
+        start = time.perf_counter()
+        problem = check_source("x", str(path), column)
+        # Milliseconds (pyarrow is imported above); the bound is for a machine that is busy.
+        assert time.perf_counter() - start < 0.5
+        assert problem is not None and problem.key == "text_column" and problem.value == column
+        assert "it has 'id', 'text', 'question', 'answer'" in problem.rule
+        assert ("'anwser'" in problem.rule) == ("anwser" in column)
+
+
+def test_the_template_is_part_of_the_key(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", ROWS[:5])
+    folders = {
+        build(path, column, tmp_path / "cache").folder for column in ("text", "{text}", "{text}!", "text")
+    }
+    assert len(folders) == 3
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str
+)
+def test_every_type_of_string_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+    path = write(tmp_path / "a.parquet", ROWS[:20], kind=kind)
+    assert texts_of(path) == [text for text in TEXTS[:20] if text]
+
+
+def test_a_column_of_nulls_and_an_empty_file_hold_no_document(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", [{"id": 0, "text": None}], kind=pa.null())
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "b.parquet")
+    assert texts_of(tmp_path) == []
+    with pytest.raises(DataError, match="holds no text in its 2 files"):
+        build(tmp_path, "text", tmp_path / "cache")
+
+
+def test_a_column_that_holds_no_text_is_named_with_its_type(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", ROWS[:3])
+    problem = check_source("x", str(path), "{id}: {text}")
+    assert problem is not None and "a.parquet: column 'id' holds int64" in problem.rule
+    path = write(tmp_path / "b.parquet", [{"text": b"bytes"}])
+    problem = check_source("x", str(path))
+    assert problem is not None and "column 'text' holds binary" in problem.rule and "strings" in problem.fix
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_text("not parquet")
+    problem = check_source("x", str(tmp_path / "a.parquet"))
+    assert problem is not None and "a.parquet: cannot be read" in problem.rule and "repair" in problem.fix
+    # A later file is looked at when it is its turn.
+    write(tmp_path / "a.parquet", ROWS[:3])
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    rows = [{"text": "some text"}]
+    path = write(tmp_path / "b.parquet", rows, write_page_checksum=True, **options)
+    sound = path.read_bytes()
+    for damaged in (
+        sound[:-9],
+        sound.replace(b"some text", b"same text", 1),
+        sound[:4] + bytes(40) + sound[44:],
+    ):
+        path.write_bytes(damaged)
+        assert check_source("x", str(tmp_path)) is None
+        with pytest.raises(DataError, match=r"(?s)b.parquet: cannot be read.*\n  fix:"):
+            texts_of(tmp_path)
+
+
+def test_text_that_is_not_utf_8_is_found_with_its_rows(tmp_path: Path) -> None:
+    odd = pa.array([b"fine", b"caf\xe9", b"fine"]).view(pa.string())
+    pq.write_table(pa.table({"text": odd}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="a.parquet, in rows 0 to 2: a text is not UTF-8"):
+        texts_of(tmp_path / "a.parquet")
+
+
+def test_pieces_are_bounded_and_cover_the_file(tmp_path: Path) -> None:
+    """Short documents first and long ones last, in one row group: means alone would not bound a piece."""
+    texts = ["x"] * 9000 + ["y" * 2000] * 900
+    path = write(tmp_path / "a.parquet", [{"text": text, "other": "z" * 500} for text in texts])
+    with mock.patch.object(text_files, "PIECE_BYTES", 100_000):
+        pieces = list(open_source("x", str(path)).pieces())
+    assert [text for piece in pieces for text in piece.texts("text")] == texts
+    assert sum(piece.n_file_bytes for piece in pieces) == path.stat().st_size
+    # Text and its offsets (4 bytes and, aligned, a bit a row), and no column that is not asked for.
+    assert max(len(piece.data) for piece in pieces) < 100_000 + 2000 + 5 * parquet.BATCH_ROWS + 1000
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    def peak(n_groups: int) -> int:
+        path = tmp_path / f"{n_groups}.parquet"
+        group = pa.table({"text": [str(number) + "word " * 1000 for number in range(2000)]})  # 10 MB
+        with pq.ParquetWriter(path, group.schema, use_dictionary=False) as writer:
+            for _ in range(n_groups):
+                writer.write_table(group)
+        program = (
+            "import resource, sys; from toolkit.data.sources import open_source\n"
+            "pieces = open_source('x', sys.argv[1]).pieces()\n"
+            "n = sum(len(text) for piece in pieces for text in piece.texts('text'))\n"
+            "print(n, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        )
+        words = [sys.executable, "-c", program, str(path)]
+        n, kib = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+        assert int(n) > n_groups * 10_000_000
+        return int(kib) * 1024
+
+    # 120 MB more of text; decoded row groups are 10 MB, of which the allocator may keep a few.
+    assert peak(14) - peak(2) < 50_000_000
+
+
+def test_the_text_of_files_is_estimated_by_their_metadata(tmp_path: Path) -> None:
+    rows = [{"text": f"{number} " * 500, "other": "z" * 5000} for number in range(400)]
+    size = sum(len(row["text"]) for row in rows)
+    for number in range(parquet.SAMPLED_FILES + 3):
+        write(tmp_path / f"{number:02}.parquet", rows, compression="zstd")
+    source = open_source("x", str(tmp_path))
+    assert source.n_bytes < size
+    # Lengths and page headers come on top of the text.
+    assert source.n_text_bytes == pytest.approx(size * (parquet.SAMPLED_FILES + 3), rel=0.02)
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.parquet", ROWS[:3])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    problem = check_source("x", str(path))
+    assert problem is not None and problem.key == "dataset_path"
+    assert "pyarrow" in problem.rule and problem.fix == "pip install 'llama-toolkit[hf]'"
+
+
+def test_pyarrow_is_imported_for_parquet_alone(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", ROWS[:3])
+    write(tmp_path / "b.jsonl", ROWS[:3])
+    program = (
+        "import sys; from toolkit.data.sources import open_source\n"
+        "open_source('x', 'b.jsonl'); assert 'pyarrow' not in sys.modules\n"
+        "open_source('x', 'a.parquet'); assert not {'torch', 'datasets', 'pandas'} & set(sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r}); {program}"],
+        cwd=tmp_path,
+        check=True,
+    )
+
+
+def test_a_folder_may_hold_every_kind_of_file(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", ROWS[:2])
+    write(tmp_path / "b.parquet", ROWS[3:5])
+    (tmp_path / "c.txt").write_text("plain")
+    assert texts_of(tmp_path) == [TEXTS[0], TEXTS[3], TEXTS[4], "plain"]
+    cache = build(tmp_path, "text", tmp_path / "cache")
+    assert cache.n_documents == 4 and np.all(cache.tokens[cache.offsets[:-1]] == 256)
