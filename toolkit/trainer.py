@@ -35,7 +35,7 @@ from toolkit.metrics.summary import summary
 from toolkit.names import clean_name
 from toolkit.observers import observers
 from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
-from toolkit.optim.schedule import learning_rate
+from toolkit.optim.schedule import cut_to_fit, learning_rate
 from toolkit.parallel.mesh import build_mesh
 from toolkit.run_folder import claim
 from toolkit.step import StepResult, TrainStep
@@ -322,8 +322,24 @@ class Trainer:
             config=config.model_dump(),
         )
         self.checkpoints.say = self.log.say
+        if config.training.epochs:
+            self._tell_length()
         if self.step:
             self.log.say(f"resumed after step {self.step}, {self.tokens:,} tokens")
+
+    def _tell_length(self) -> None:
+        """What the preflight cannot know of a run that is counted in epochs."""
+        epochs, options = self.config.training.epochs, self.config.lr_scheduler
+        self.log.say(
+            f"{self.total_steps} steps: training.epochs {epochs}, {self.loader.epoch_samples:,} samples each"
+        )
+        for said in cut_to_fit(
+            total_steps=options.total_steps or self.total_steps,
+            warmup_steps=options.warmup_steps,
+            warmup_ratio=options.warmup_ratio,
+            decay_ratio=options.decay_ratio,
+        ):
+            self.log.say(said)
 
     def _speed_meter(self) -> SpeedMeter:
         args, world = self.args, dist.get_world_size()
@@ -375,9 +391,10 @@ class Trainer:
         )
         self.log.say(text)
         if saved and not self.config.checkpoint.last_save_model_only:
+            epochs = self.config.training.epochs
+            longer = f"--training.epochs {2 * epochs}" if epochs else f"--training.steps {2 * self.step}"
             self.log.say(
-                f"to go on: the same command with --training.steps {2 * self.step}; "
-                "to start anew: another --job.dump_folder"
+                f"to go on: the same command with {longer}; to start anew: another --job.dump_folder"
             )
         return EXIT_FINISHED
 

@@ -1,0 +1,93 @@
+"""A run that is counted in epochs: its length, its schedule, and going on."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import run_world
+from tests.training import small_config, small_trainer, weights_digest
+from toolkit.trainer import Trainer
+
+BATCH, SAMPLES, EPOCHS, STEPS = 4, 17, 3, 13
+"""An epoch is 4.25 steps, and three are 12.75."""
+
+
+def _trainer(folder: Path, epochs: int) -> Trainer:
+    corpus = folder.parent / "corpus.txt"
+    corpus.write_text("".join(f"{line} {line * line}\n" for line in range(200)))
+    config = small_config(
+        folder,
+        model={"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 32},
+        training={
+            "dataset_path": str(corpus),
+            "seq_len": 100,
+            "global_batch_size": BATCH,
+            "local_batch_size": 2,
+            "epochs": epochs,
+        },
+        lr_scheduler={"warmup_steps": 2, "decay_type": "step", "gamma": 0.5},
+        checkpoint={"enable": True},
+    )
+    return small_trainer(config)
+
+
+def _run(folder: Path, epochs: int) -> dict[str, Any]:
+    trainer = _trainer(folder, epochs)
+    step, rows = trainer.train_step, Counter[bytes]()
+
+    def counted(batches: Any, **options: Any) -> Any:
+        rows.update(row.numpy().tobytes() for batch in batches for row in batch["tokens"])
+        return step(batches, **options)
+
+    trainer.train_step = counted  # type: ignore[assignment]
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
+        trainer.run()
+    return {
+        "said": said.getvalue(),
+        "samples": trainer.loader.epoch_samples,
+        "steps": trainer.step,
+        "rows": rows,
+        "rates": {record["step"]: record["lr"] for record in trainer.history},
+        "losses": {record["step"]: record["loss"] for record in trainer.history},
+        "weights": weights_digest(trainer.model),
+    }
+
+
+def _runs(folder: str) -> dict[str, Any]:
+    whole = _run(Path(folder, "whole"), EPOCHS)
+    first = _run(Path(folder, "parts"), 1)
+    return {"whole": whole, "first": first, "second": _run(Path(folder, "parts"), EPOCHS)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_world(_runs, 1, str(tmp_path_factory.mktemp("epochs")))[0]
+
+
+def test_every_sample_is_seen_once_an_epoch(runs: dict[str, Any]) -> None:
+    whole = runs["whole"]
+    assert (whole["samples"], whole["steps"]) == (SAMPLES, STEPS)
+    assert whole["rows"].total() == STEPS * BATCH
+    # The last step is filled up with the first sample of the next epoch.
+    assert sorted(whole["rows"].values()) == [EPOCHS] * (SAMPLES - 1) + [EPOCHS + 1]
+
+
+def test_the_rate_falls_with_the_first_step_after_each_epoch(runs: dict[str, Any]) -> None:
+    # 4.25 and 8.5 steps are over after the fifth and the ninth.
+    factors = [0.5, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]
+    assert [rate / 3e-3 for rate in runs["whole"]["rates"].values()] == pytest.approx(factors)
+
+
+def test_a_finished_run_goes_on_for_more_epochs(runs: dict[str, Any]) -> None:
+    whole, first, second = runs["whole"], runs["first"], runs["second"]
+    assert first["steps"] == 5 and list(second["losses"]) == list(range(6, STEPS + 1))
+    assert first["losses"] | second["losses"] == whole["losses"]
+    assert second["weights"] == whole["weights"]
+    assert "to go on: the same command with --training.epochs 2;" in first["said"]
+    assert f"{STEPS} steps: training.epochs {EPOCHS}, {SAMPLES} samples each" in second["said"]
