@@ -56,7 +56,6 @@ OPTIONS = [
     bad("selective_checkpointing", f"{SELECTIVE}=0", "whole number of at least 1"),
     bad("loader_workers", "training.dataloader.prefetch_factor=2", "num_workers is 0"),
     bad("loader_workers", "validation.dataloader.persistent_workers", "num_workers is 0"),
-    bad("learning_rate_above_zero", "lr_scheduler.total_steps=5", "training.steps is 10000"),
 ]
 
 MODEL = [
@@ -388,6 +387,8 @@ def test_what_cannot_be_used_ends_in_3(flag: str, error: type[Exception], folder
         (["--training.mixed_precision_param=bfloat16"], 1, OLD_CPU, "float32 is faster"),
         (["--training.steps=10"], 1, CPU, "warmup_steps 200 is cut to the 10 steps"),
         (["--training.steps=400", "--lr_scheduler.decay_ratio=0.8"], 1, CPU, "cut to the 200 after"),
+        (["--parallelism.fsdp_wrap_policy=size"], 2, CPU, "a block has 852,480"),
+        (["--parallelism.fsdp_sync_each_batch=false"], 2, CPU, "a step is one micro-batch"),
     ],
 )
 def test_note(flags: list[str], world: int, hardware: Hardware, note: str, folder: Path) -> None:

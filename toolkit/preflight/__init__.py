@@ -76,7 +76,11 @@ def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
     """Say what is allowed but may surprise."""
     facts = Run(config, world_size, hardware)
     training = config.training
-    said = [*_schedule_notes(config), *rules_attention.attention_notes(facts)]
+    said = [
+        *rules_optim.optim_notes(facts),
+        *rules_attention.attention_notes(facts),
+        *rules_sharding.sharding_notes(facts),
+    ]
     if facts.mesh and facts.batch:
         total, local, per_rank = facts.batch.total, facts.batch.local, facts.batch.total // facts.mesh.dp
         if training.global_batch_size == -1:
@@ -93,19 +97,6 @@ def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
     if asks_bf16 and hardware.device == "cpu" and not hardware.native_bf16:
         said.append("this CPU does not multiply bfloat16 natively: float32 is faster here")
     return said
-
-
-def _schedule_notes(config: Config) -> list[str]:
-    """The schedule is cut to fit, as in torchtitan."""
-    schedule = config.lr_scheduler
-    steps, warmup = schedule.total_steps or config.training.steps, schedule.warmup_steps
-    if warmup > steps:
-        return [f"lr_scheduler.warmup_steps {warmup} is cut to the {steps} steps of the run"]
-    decay = round(steps * (schedule.decay_ratio or 0))
-    if warmup + decay > steps:
-        ratio, left = schedule.decay_ratio, steps - warmup
-        return [f"lr_scheduler.decay_ratio {ratio} is {decay} steps, cut to the {left} after the warm-up"]
-    return []
 
 
 def summary(config: Config, *, world_size: int, hardware: Hardware) -> str:
