@@ -1,0 +1,215 @@
+"""Draw the curves of one or several runs, over one another, into a PNG.
+
+    python -m tools.plot outputs
+    python -m tools.plot outputs/a outputs/b -o compare.png --x tokens
+
+A panel each for training loss (light: as logged, dark: smoothed), validation loss, memory and speed, if
+any of the runs has it; a run is named by its folder. Needs matplotlib (extra `plot`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ConfigError, DataError, Problem, ToolkitError
+
+Record = dict[str, Any]
+Points = tuple[list[float], list[float]]
+
+# Okabe and Ito's colours, told apart by colour-blind readers too; the yellow is too light for lines.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_SMOOTHED_OVER = 30
+"""A curve is averaged over this part of its length."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    key: str
+    title: str
+    unit: str
+    smooth: bool = False
+    from_zero: bool = False
+
+
+PANELS = (
+    Panel("loss", "Training loss", "nats a token", smooth=True),
+    Panel("validation_loss", "Validation loss", "nats a token"),
+    Panel("memory_gib", "Memory of rank 0", "GiB", from_zero=True),
+    Panel("tokens_per_second", "Speed of all ranks", "tokens/s", from_zero=True),
+)
+X_LABELS = {"step": "step", "tokens": "tokens", "hours": "hours of training, without saves and validation"}
+
+
+def read_run(folder: Path) -> list[Record]:
+    """The lines of ``metrics.jsonl`` in ``folder``.
+
+    Raises:
+        DataError: there is none, or it holds nothing.
+    """
+    path = folder / "metrics.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(
+            f"{folder} is not the folder of a run: {path} cannot be read ({error.strerror})\n"
+            "  fix:  name what job.dump_folder was (outputs by default)"
+        ) from None
+    records = list(_records(lines))
+    if not records:
+        raise DataError(f"{path} holds no step yet\n  fix:  wait for the first line of the run")
+    return records
+
+
+def _records(lines: Sequence[str]) -> Iterator[Record]:
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except ValueError:  # the last line of a run that was killed
+            continue
+
+
+def axis(records: Sequence[Record], x: str) -> list[float]:
+    """Where each record lies on the axis ``x``: at its step, or at the tokens or hours up to it."""
+    if x == "step":
+        return [record["step"] for record in records]
+    values, tokens, seconds, before = [], 0.0, 0.0, 0
+    for record in records:
+        tokens = record.get("tokens", tokens)
+        if record.get("step_seconds") is not None:
+            seconds += record["step_seconds"] * (record["step"] - before)
+            before = record["step"]
+        values.append(tokens if x == "tokens" else seconds / 3600)
+    return values
+
+
+def curve(records: Sequence[Record], key: str, x: str) -> Points:
+    """The points of ``key``, without the records that lack it."""
+    points = [
+        (place, record[key])
+        for place, record in zip(axis(records, x), records, strict=True)
+        if record.get(key) is not None
+    ]
+    return [place for place, _ in points], [value for _, value in points]
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Means over a window around each value, narrower towards the ends, which are not pulled in."""
+    reach = len(values) // _SMOOTHED_OVER // 2
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    result = []
+    for index in range(len(values)):
+        near = min(reach, index, len(values) - 1 - index)
+        result.append((sums[index + near + 1] - sums[index - near]) / (2 * near + 1))
+    return result
+
+
+def names(folders: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as many as tell them apart."""
+    paths = [folder.absolute().parts for folder in folders]
+    for count in range(1, max(map(len, paths)) + 1):
+        found = [os.path.join(*parts[-count:]) for parts in paths]
+        if len(set(found)) == len(found):
+            return found
+    return [str(folder) for folder in folders]
+
+
+def draw(runs: dict[str, list[Record]], output: Path, *, x: str) -> None:
+    """Draw ``runs``, records by name, into the PNG ``output``."""
+    plt = _matplotlib()
+    panels = [
+        panel
+        for panel in PANELS
+        if any(record.get(panel.key) is not None for records in runs.values() for record in records)
+    ]
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(6 * columns, 3.6 * rows), squeeze=False)
+    cells = list(grid.flat)
+    for panel, cell in zip(panels, cells, strict=False):
+        for number, records in enumerate(runs.values()):
+            _draw_curve(cell, panel, *curve(records, panel.key, x), _COLORS[number % len(_COLORS)])
+        _dress(cell, panel, x)
+    for cell in cells[len(panels) :]:
+        cell.remove()
+    handles = [
+        plt.Line2D([], [], color=_COLORS[number % len(_COLORS)], linewidth=2) for number in range(len(runs))
+    ]
+    figure.legend(handles, list(runs), loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
+    figure.savefig(output, dpi=130, format="png")
+    plt.close(figure)
+
+
+def _draw_curve(cell: Any, panel: Panel, places: list[float], values: list[float], color: str) -> None:
+    marker = "o" if len(values) < 20 else None
+    if panel.smooth and len(values) >= 2 * _SMOOTHED_OVER:
+        cell.plot(places, values, color=color, alpha=0.25, linewidth=0.8)
+        values = smoothed(values)
+    cell.plot(places, values, color=color, linewidth=1.6, marker=marker, markersize=3.5)
+
+
+def _dress(cell: Any, panel: Panel, x: str) -> None:
+    from matplotlib.ticker import EngFormatter, StrMethodFormatter
+
+    cell.set_title(panel.title, fontsize=11, loc="left")
+    cell.set_xlabel(X_LABELS[x])
+    cell.set_ylabel(panel.unit)
+    cell.grid(True, color="0.9", linewidth=0.8)
+    cell.set_axisbelow(True)
+    cell.spines[["top", "right"]].set_visible(False)
+    cell.margins(x=0.02)
+    if panel.from_zero:
+        cell.set_ylim(bottom=0)
+    if x == "tokens":
+        cell.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if panel.key == "tokens_per_second":
+        cell.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        fix = 'pip install "llama-toolkit[plot]"'
+        raise ConfigError(Problem("drawing needs matplotlib, which is not installed", fix)) from None
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot
+
+    pyplot.rcParams["figure.constrained_layout.use"] = True
+    return pyplot
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="PNG to write (default: curves.png in the first run)"
+    )
+    parser.add_argument("--x", choices=list(X_LABELS), default="step")
+    options = parser.parse_args(argv)
+    output = options.output or options.runs[0] / "curves.png"
+    try:
+        runs = dict(zip(names(options.runs), map(read_run, options.runs), strict=True))
+        draw(runs, output, x=options.x)
+    except ToolkitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {output} cannot be written: {error}", file=sys.stderr)
+        return 1
+    print(output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
