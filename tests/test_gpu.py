@@ -1,4 +1,4 @@
-"""A run on a GPU, beside the same run on the CPU."""
+"""What only a GPU can show: a run beside the same run on the CPU, and the kernels of attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from tests.models.attention_cases import LENGTH, PACKED, PACKINGS, ROWS, inputs, with_gradients
+from tests.models.small_llama import build, small, tokens_and_labels
+from toolkit.parallel.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpoint
+from toolkit.parallel.compile import Compiling, apply_compile
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -23,8 +33,6 @@ def _losses(folder: Path, cache: Path, precision: str, **environment: str) -> li
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("precision", "relative"), [("float32", 1e-4), ("bfloat16", 2e-2)])
 def test_cuda_gives_the_curve_of_the_cpu(tmp_path: Path, precision: str, relative: float) -> None:
     # fp32: other kernels round otherwise, and 20 updates multiply 1e-6 by some tens. bf16 against fp32: its
@@ -32,3 +40,69 @@ def test_cuda_gives_the_curve_of_the_cpu(tmp_path: Path, precision: str, relativ
     cpu = _losses(tmp_path / "cpu", tmp_path / "cache", "float32", CUDA_VISIBLE_DEVICES="")
     gpu = _losses(tmp_path / "gpu", tmp_path / "cache", precision)
     assert gpu == pytest.approx(cpu, rel=relative)
+
+
+def _relative(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+KERNELS = [
+    ("sdpa", torch.bfloat16, PACKED),
+    ("flex", torch.bfloat16, PACKED),
+    ("flex", torch.bfloat16, None),
+    ("flex", torch.float32, PACKED),
+    ("varlen", torch.bfloat16, PACKED),
+    ("varlen", torch.bfloat16, None),
+    ("flash", torch.bfloat16, None),
+]
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+@pytest.mark.parametrize(("name", "dtype", "documents"), KERNELS)
+def test_attention_is_exact_to_rounding(
+    name: str, dtype: torch.dtype, documents: Tensor | None, kv_heads: int
+) -> None:
+    # Beside fp64 on the CPU from the same rounded inputs. bf16 rounds results and, within the kernel,
+    # probabilities to 2^-9: 2e-3, several times over in backward. One token too many or too few in a softmax
+    # over at most 200 changes its row by 7e-2. Of fp32 only sums differ; TF32 would be 5e-4.
+    qkv = inputs(8, kv_heads, dtype, head_dim=64)
+    exact = with_gradients("sdpa", [x.double() for x in qkv], documents)
+    on_device = None if documents is None else documents.cuda()
+    found = with_gradients(name, [x.cuda() for x in qkv], on_device)
+    for part, truth in zip(found, exact, strict=True):
+        assert part.dtype == dtype
+        assert _relative(part.cpu(), truth) < (1e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+def _steps(
+    name: str, dtype: torch.dtype, *, compiled: bool = False, mode: str = "none"
+) -> list[list[Tensor]]:
+    """Gradients for each of the packings of a model on the GPU, which compiles for the first alone."""
+    model = build(small(n_layers=2), dtype, attention=name).cuda()
+    apply_activation_checkpoint(model.layers, ActivationCheckpointing(mode=mode))
+    if compiled:
+        apply_compile(model, Compiling(components=("model",)))
+    tokens, labels = (x.cuda() for x in tokens_and_labels(ROWS, LENGTH))
+    gradients = []
+    for step, documents in enumerate(PACKINGS):
+        with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+            model.zero_grad()
+            model(tokens, documents=documents.cuda(), labels=labels).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    return gradients
+
+
+@pytest.mark.parametrize(("compiled", "mode"), [(False, "none"), (False, "op"), (True, "none"), (True, "op")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("flex", torch.float32), ("flex", torch.bfloat16), ("varlen", torch.bfloat16)]
+)
+def test_models_train_alike_with_every_attention(
+    name: str, dtype: torch.dtype, compiled: bool, mode: str
+) -> None:
+    exact = _steps("sdpa", torch.float32)
+    # fp32: sums in another order, through two layers. bf16: SDPA is as far from fp32 by its own roundings,
+    # which are not the same ones; what is off by a mask or a head is off by more than half.
+    rounding = exact if dtype == torch.float32 else _steps("sdpa", dtype)
+    for step in zip(_steps(name, dtype, compiled=compiled, mode=mode), rounding, exact, strict=True):
+        for found, rounded, truth in zip(*step, strict=True):
+            assert _relative(found, truth) <= 1e-4 + 2 * _relative(rounded, truth)

@@ -9,40 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from tests.models.attention_cases import LENGTH, PACKED, PACKINGS, ROWS, attend, inputs, with_gradients
 from tests.models.small_llama import build, small, tokens_and_labels
 from tests.models.varlen_on_cpu import give_varlen_a_cpu_kernel
-from toolkit.models.llama.attention import attention_backend, attention_mask
+from toolkit.models.llama.attention import attention_mask
 from toolkit.models.llama.attention_varlen import document_bounds
-
-ROWS, LENGTH = 2, 200  # more than one of flex's blocks, and no multiple of them
-
-
-def runs(*rows: list[tuple[int, int]]) -> Tensor:
-    """Documents (B, S) from (id, length) pairs."""
-    return torch.tensor([[i for i, length in row for _ in range(length)] for row in rows], dtype=torch.int32)
-
-
-# Documents within and across blocks, one of a single token, padding (-1), and an id that ends one row and
-# begins the next.
-PACKED = runs([(0, 130), (1, 1), (2, 49), (7, 20)], [(7, 60), (3, 90), (-1, 50)])
-
-
-def inputs(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(heads + kv_heads)
-    shapes = [(ROWS, LENGTH, n, 16) for n in (heads, kv_heads, kv_heads)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-
-
-def attend(name: str, qkv: list[Tensor], documents: Tensor | None) -> Tensor:
-    backend = attention_backend(name)
-    return backend(*qkv, backend.mask(documents, qkv[0].flatten(-2)))
-
-
-def with_gradients(name: str, qkv: list[Tensor], documents: Tensor | None) -> list[Tensor]:
-    leaves = [x.clone().requires_grad_() for x in qkv]
-    out = attend(name, leaves, documents)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
-    return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -104,14 +75,6 @@ def test_document_bounds_mean_the_dense_mask(documents: Tensor) -> None:
     assert torch.equal(blocks, torch.block_diag(*dense[:, 0].int()).bool())
 
 
-def _several_packings() -> list[Tensor]:
-    return [
-        PACKED,
-        runs([(0, LENGTH)], [(0, LENGTH)]),
-        runs([(k, 8) for k in range(25)], [(0, 199), (-1, 1)]),
-    ]
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", ["flex", "varlen"])
 def test_a_compiled_block_serves_every_packing(name: str) -> None:
@@ -122,7 +85,7 @@ def test_a_compiled_block_serves_every_packing(name: str) -> None:
     # aot_eager traces as inductor does, without its seconds of C++. A change of documents must not
     # compile again: the limit of recompilations would end the run after a few steps.
     compiled.layers["0"].compile(backend="aot_eager", fullgraph=True, dynamic=False)
-    for step, documents in enumerate(_several_packings()):
+    for step, documents in enumerate(PACKINGS):
         with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
             if name == "flex":  # has no backward on CPU
                 with torch.no_grad():

@@ -10,7 +10,7 @@ H100 = Hardware("cuda", "NVIDIA H100", 8, native_bf16=True, float8=True)
 CASES: list[Bad] = [
     bad("attention_runs_on_device", "model.attention=flex", "no backward on CPU", '"sdpa"'),
     bad("attention_runs_on_device", "model.attention=varlen", "CUDA", '"auto"'),
-    bad("attention_runs_on_device", "model.attention=flash data.document_mask=false", "CUDA device"),
+    bad("attention_runs_on_device", "model.attention=flash data.document_mask=false", "sdpa takes the CPU's"),
     bad(
         "attention_keeps_documents_apart",
         "model.attention=flash",

@@ -10,7 +10,7 @@ _FLASH_KERNEL = ("flash", "varlen")
 _NOT_ON_CPU = {
     "flex": "FlexAttention has no backward on CPU",
     "varlen": "varlen needs the flash kernel of a CUDA device",
-    "flash": "flash needs a CUDA device",
+    "flash": "this flash kernel is CUDA's; sdpa takes the CPU's own",
 }
 
 

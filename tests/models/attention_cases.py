@@ -1,0 +1,42 @@
+"""Inputs on which a wrong mask, or a wrong pairing of heads, shows; for the tests of attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from toolkit.models.llama.attention import attention_backend
+
+ROWS, LENGTH = 2, 200  # more than one of flex's blocks of 128, and no multiple of them
+
+
+def runs(*rows: list[tuple[int, int]]) -> Tensor:
+    """Documents (B, S) from (id, length) pairs."""
+    return torch.tensor([[i for i, length in row for _ in range(length)] for row in rows], dtype=torch.int32)
+
+
+# Documents within and across blocks, one of a single token, padding (-1), and an id that ends one row and
+# begins the next.
+PACKED = runs([(0, 130), (1, 1), (2, 49), (7, 20)], [(7, 60), (3, 90), (-1, 50)])
+PACKINGS = (PACKED, runs([(0, 200)], [(0, 200)]), runs([(k, 8) for k in range(25)], [(0, 199), (-1, 1)]))
+
+
+def inputs(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64, head_dim: int = 16) -> list[Tensor]:
+    """Queries, keys and values."""
+    generator = torch.Generator().manual_seed(heads + kv_heads)
+    shapes = [(ROWS, LENGTH, n, head_dim) for n in (heads, kv_heads, kv_heads)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def attend(name: str, qkv: list[Tensor], documents: Tensor | None) -> Tensor:
+    backend = attention_backend(name)
+    return backend(*qkv, backend.mask(documents, qkv[0].flatten(-2)))
+
+
+def with_gradients(name: str, qkv: list[Tensor], documents: Tensor | None) -> list[Tensor]:
+    """The result, and the gradients of queries, keys and values of a sum that weighs its elements apart."""
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    out = attend(name, leaves, documents)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=out.device).to(out.dtype)
+    gradients = torch.autograd.grad((out * weights.reshape(out.shape)).sum(), leaves)
+    return [out.detach(), *gradients]
