@@ -1,10 +1,12 @@
 import math
 
 import pytest
+import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.optim.schedule import DECAYS, learning_rate
+from toolkit.optim.schedule import DECAYS, cut_to_fit, learning_rate, warmup_length
 
 
 def _rate(step, **changes):
@@ -83,3 +85,84 @@ def test_stays_at_the_floor_past_the_end(kind):
     """A schedule shorter than the run must not climb again (cosine) or turn negative (linear)."""
     rates = [_rate(step, decay_type=kind, min_lr_factor=0.1) for step in range(10, 40)]
     assert rates == pytest.approx([0.1] * 30)
+
+
+def _torchs(schedule, steps):
+    """Rates of a torch scheduler at each of ``steps`` updates, from a peak of 1."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler, rates = schedule(optimizer), []
+    for _ in range(steps):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+HUGGING_FACE = {
+    "linear": ({}, lambda o: transformers.get_linear_schedule_with_warmup(o, 4, 20)),
+    "cosine": ({}, lambda o: transformers.get_cosine_schedule_with_warmup(o, 4, 20)),
+    "constant": ({}, lambda o: transformers.get_constant_schedule_with_warmup(o, 4)),
+    "wsd": (
+        {"decay_type": "cosine", "decay_ratio": 0.25, "min_lr_factor": 0.1},
+        lambda o: transformers.get_wsd_schedule(o, 4, 5, num_training_steps=20, min_lr_ratio=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_equals_hugging_faces_after_the_warm_up_and_is_a_step_ahead_in_it(name):
+    options, theirs = HUGGING_FACE[name]
+    options = {"decay_type": name, "total_steps": 20, "warmup_steps": 4} | options
+    ours, theirs = [_rate(step, **options) for step in range(20)], _torchs(theirs, 20)
+    assert ours[4:] == pytest.approx(theirs[4:], rel=1e-12)
+    floor = options.get("min_lr_factor", 0.0)  # from which theirs warms up
+    ahead = [floor + (1 - floor) * rate for rate in ours[:4]]
+    assert ahead == pytest.approx(theirs[1:5], rel=1e-12)
+
+
+def test_step_is_torchs_step_lr():
+    theirs = _torchs(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7), 11)
+    step = {"decay_type": "step", "step_size": 3, "gamma": 0.7}
+    assert [_rate(step_, warmup_steps=0, **step) for step_ in range(11)] == pytest.approx(theirs)
+    # The warm-up multiplies, and moves no boundary.
+    warmed = [_rate(step_, warmup_steps=4, **step) for step_ in range(11)]
+    assert warmed == pytest.approx([min(1, (n + 1) / 4) * rate for n, rate in enumerate(theirs)])
+
+
+@given(samples=st.integers(1, 10**6), batch=st.integers(1, 4096), epoch=st.integers(1, 200))
+def test_the_rate_falls_with_the_first_step_after_an_epoch(samples, batch, epoch):
+    """In whole numbers: ``step`` batches hold ``epoch`` epochs just when step · batch ≥ epoch · samples."""
+    options = {"warmup_steps": 0, "decay_type": "step", "step_size": samples / batch, "gamma": 0.5}
+    first = -(-epoch * samples // batch)
+    for step in (first - 1, first):
+        assert _rate(step, **options) == 0.5 ** (step * batch // samples)
+
+
+def test_endless_shapes_do_not_depend_on_the_length_of_the_run():
+    for kind in ("constant", "step"):
+        rates = [
+            [_rate(step, decay_type=kind, total_steps=total) for step in range(30)] for total in (10, 99)
+        ]
+        assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize(
+    ("total", "ratio", "steps"),
+    [(500, 0.03, 15), (101, 0.03, 4), (100, 0.07, 7), (100, 0.0, 0), (10, 1.0, 10), (7, 0.01, 1)],
+)
+def test_a_warm_up_by_ratio_is_rounded_up_to_a_step(total, ratio, steps):
+    """100 · 0.07 is a little more than 7 in binary, which is no eighth step."""
+    assert warmup_length(total_steps=total, warmup_steps=99, warmup_ratio=ratio) == steps
+    options = {"total_steps": total, "decay_ratio": 0.0}
+    for step in range(total):
+        by_ratio = _rate(step, warmup_ratio=ratio, **options)
+        assert by_ratio == _rate(step, warmup_steps=steps, **options)
+
+
+def test_says_what_is_cut():
+    def cuts(total, warmup, ratio=None, decay=None):
+        return cut_to_fit(total_steps=total, warmup_steps=warmup, warmup_ratio=ratio, decay_ratio=decay)
+
+    assert cuts(100, 20, decay=0.8) == cuts(100, 200, ratio=0.2) == []
+    assert "warmup_steps 200 is cut to the 100 steps" in cuts(100, 200)[0]
+    assert "0.8 is 80 steps, cut to the 70" in cuts(100, 0, ratio=0.3, decay=0.8)[0]
