@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 from tests.data.byte_tokenizer import ByteTokenizer
 from toolkit.data.cache import TokenCache, tokenized
-from toolkit.data.loader import Loader, build_loader
+from toolkit.data.loader import FIELDS, Loader, build_loader
+from toolkit.data.mixture import BLOCK, MixtureOrder, Part
 from toolkit.data.sources import Source
 from toolkit.errors import DataError
 from toolkit.loss import IGNORED_LABEL
@@ -23,15 +25,21 @@ SEQ_LEN = 4
 N_SAMPLES = 23
 
 
-def _corpus() -> TokenCache:
+def _corpus(n_samples: int = N_SAMPLES, first: int = 0, fingerprint: str = "fingerprint") -> TokenCache:
     """Tokens that are their own place, so that a row's first token tells which sample it is."""
-    n = N_SAMPLES * SEQ_LEN + 1
+    n = n_samples * SEQ_LEN + 1
     offsets = np.append(np.arange(0, n, 7), n)
-    tokens = np.arange(n, dtype=np.uint32)
-    return TokenCache(Path("unused"), "fingerprint", len(offsets) - 1, n, tokens, offsets)
+    tokens = np.arange(first * SEQ_LEN, first * SEQ_LEN + n, dtype=np.uint32)
+    return TokenCache(Path("unused"), fingerprint, len(offsets) - 1, n, tokens, offsets)
 
 
-def _loader(corpus: TokenCache | None = None, **changes: Any) -> Loader:
+def _parts(web: float = 3) -> list[Part]:
+    """A mixture, not in the order of the names; the samples of "web" count on from those of "code"."""
+    web_part = Part("web", web, _corpus(50, first=N_SAMPLES, fingerprint="of web"))
+    return [web_part, Part("code", 1, _corpus(fingerprint="of code"))]
+
+
+def _loader(corpus: TokenCache | list[Part] | None = None, **changes: Any) -> Loader:
     options: dict[str, Any] = {
         "seq_len": SEQ_LEN, "global_batch_size": 4, "local_batch_size": 2, "dp_rank": 0, "dp_size": 1,
         "seed": 3, "packing": True, "document_mask": True, "shuffle": True, "pad_id": None,
@@ -64,23 +72,26 @@ def _global_batches(count: int, dp_size: int, state: dict | None = None, **chang
     return batches
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     dp_size=st.sampled_from([1, 2, 3, 4, 6, 12]), local=st.sampled_from([1, 2, 3, 4, 12]),
-    resume_at=st.integers(0, 30), seed=st.integers(0, 3), shuffle=st.booleans(),
+    resume_at=st.integers(0, 30), seed=st.integers(0, 3), shuffle=st.booleans(), mixed=st.booleans(),
 )  # fmt: skip
 def test_one_order_on_any_mesh_and_after_any_resume(
-    dp_size: int, local: int, resume_at: int, seed: int, shuffle: bool
+    dp_size: int, local: int, resume_at: int, seed: int, shuffle: bool, mixed: bool
 ) -> None:
     changes: dict[str, Any] = {"global_batch_size": 12, "seed": seed, "shuffle": shuffle}
+    if mixed:
+        changes["corpus"] = _parts()
     if 12 % (dp_size * local):
         with pytest.raises(ValueError, match="not a multiple"):
             _loader(dp_size=dp_size, local_batch_size=local, **changes)
         return
     whole = _global_batches(resume_at + 3, 1, local_batch_size=12, **changes)
     flat = [sample for batch in whole for sample in batch]
-    for epoch in range(len(flat) // N_SAMPLES):
-        assert sorted(flat[epoch * N_SAMPLES : (epoch + 1) * N_SAMPLES]) == list(range(N_SAMPLES))
+    code = [sample for sample in flat if sample < N_SAMPLES]  # without a mixture all are
+    for epoch in range(len(code) // N_SAMPLES):
+        assert sorted(code[epoch * N_SAMPLES : (epoch + 1) * N_SAMPLES]) == list(range(N_SAMPLES))
     state = _loader(local_batch_size=12, **changes).state_dict() | {"samples": 12 * resume_at}
     resumed = _global_batches(3, dp_size, state, local_batch_size=local, **changes)
     assert resumed == whole[resume_at:]
@@ -94,8 +105,9 @@ def test_one_order_on_any_mesh_and_after_any_resume(
         {"num_workers": 0, "persistent_workers": True, "prefetch_factor": 2},
     ],
 )
-def test_workers_and_prefetch_change_nothing(workers: dict[str, Any]) -> None:
-    plain, other = _loader(), _loader(**workers)
+@pytest.mark.parametrize("parts", [None, _parts()], ids=["one", "mixture"])
+def test_workers_and_prefetch_change_nothing(workers: dict[str, Any], parts: list[Part] | None) -> None:
+    plain, other = _loader(parts), _loader(parts, **workers)
     reference = iter(plain)
     # Again from a new iterator: what was prefetched but not consumed comes again.
     for count in (5, 3):
@@ -137,6 +149,64 @@ def test_the_state_is_plain_and_another_corpus_or_seed_is_refused() -> None:
             _loader(**change).load_state_dict(state)
     with pytest.raises(DataError, match="corpus was 'other' and is 'fingerprint'"):
         _loader().load_state_dict(state | {"corpus": "other"})
+
+
+def test_a_million_samples_of_a_mixture_on_ranks_that_come_and_go() -> None:
+    batch, n_code, n_web = 500, 40_000, 310_000
+    parts = [Part("code", 1, _corpus(n_code)), Part("web", 3, _corpus(n_web))]
+    order = MixtureOrder({"code": 1, "web": 3}, [n_code, n_web], seed=3, shuffle=True)
+    expected = order(np.arange(1_000_000))
+    samples, found = 0, []
+    for dp_size, until in [(1, 123_500), (4, 124_000), (2, 600_000), (4, 1_000_000)]:
+        changes: dict[str, Any] = {"global_batch_size": batch, "dp_size": dp_size, "local_batch_size": 25}
+        ranks = [_loader(parts, dp_rank=rank, **changes) for rank in range(dp_size)]
+        rows = []
+        for rank in ranks:
+            rank.load_state_dict(rank.state_dict() | {"samples": samples})
+            rank._sampler.start = rank.samples  # as iterating does, without a million tensors
+            micro_batches = islice(iter(rank._sampler), (until - samples) // dp_size // 25)
+            rows.append(np.array(list(micro_batches)).reshape(-1, batch // dp_size))
+        found.append(np.concatenate(rows, axis=1).ravel())
+        samples = until
+    assert np.array_equal(np.concatenate(found), expected)
+    code = (expected < n_code).reshape(-1, BLOCK).sum(axis=1)
+    assert (code == 2500).all()
+
+
+def test_a_mixture_has_the_rows_of_its_parts() -> None:
+    loader = _loader(_parts(), global_batch_size=100, local_batch_size=100, shuffle=False)
+    assert loader.epoch_samples == N_SAMPLES + 50 and loader.mixture is not None
+    batch = next(iter(loader))
+    order = loader.mixture(np.arange(100))
+    assert _samples(batch) == order.tolist() and 10 < (order < N_SAMPLES).sum() < 40
+    alone = next(iter(_loader(shuffle=False)))
+    row = _samples(batch).index(1)
+    for name in FIELDS:
+        assert torch.equal(batch[name][row], alone[name][1])  # type: ignore[index]
+
+
+def test_a_mixture_in_the_state_is_told_by_what_changed() -> None:
+    state = _loader(_parts()).state_dict()
+    assert all(type(value) in (int, str, bool) for value in state.values())
+    _loader(_parts()[::-1], global_batch_size=12, dp_size=3).load_state_dict(state)
+    _loader(_parts(web=3.00001)).load_state_dict(state)  # the same quotas
+    for other, said in [
+        (_parts(web=1), "code.share was '25%' and is '50%'; web.share was '75%' and is '50%'"),
+        (_parts()[:1], "corpus was 'mixture of code, web' and is 'mixture of web'"),
+        (None, "corpus was 'mixture of code, web' and is 'fingerprint'"),
+        ([_parts()[0], Part("code", 1, _corpus())], "code.corpus was 'of code' and is 'fingerprint'\n"),
+    ]:
+        with pytest.raises(DataError, match=f"does not fit this run: .*{said}"):
+            _loader(other).load_state_dict(state)
+    with pytest.raises(DataError, match="corpus was 'fingerprint' and is 'mixture of code, web'"):
+        _loader(_parts()).load_state_dict(_loader().state_dict())
+
+
+def test_what_a_mixture_cannot_be() -> None:
+    with pytest.raises(DataError, match=r"^data\.mixture\.web: the corpus has .* tokens"):
+        _loader([*_parts()[1:], Part("web", 1, _corpus(0))])
+    with pytest.raises(ValueError, match="has no end"):
+        _loader(_parts(), infinite=False)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
@@ -183,8 +253,9 @@ def test_a_worker_that_is_not_forked_gets_a_name_and_not_the_tokens(tmp_path: Pa
     corpus = tokenized(
         Source("text", (file,), "text"), ByteTokenizer(), cache_folder=tmp_path / "cache", progress=False
     )
-    dataset = _loader(corpus)._data.dataset
-    pickled = pickle.dumps(dataset)
-    assert len(pickled) < 2000
-    copy = pickle.loads(pickled)  # noqa: S301 (our own bytes)
-    assert torch.equal(copy[[3]]["tokens"], dataset[[3]]["tokens"])
+    for data in (corpus, [Part("a", 1, corpus), Part("b", 1, corpus)]):
+        dataset = _loader(data)._data.dataset
+        pickled = pickle.dumps(dataset)
+        assert len(pickled) < 2000
+        copy = pickle.loads(pickled)  # noqa: S301 (our own bytes)
+        assert torch.equal(copy[[3]]["tokens"], dataset[[3]]["tokens"])
