@@ -1,0 +1,145 @@
+"""Small sharded models and their steps, for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.models.small_llama import small, tokens_and_labels
+from toolkit.models.llama.model import Init, Llama, init_rule
+from toolkit.models.llama.presets import LlamaArgs
+from toolkit.names import clean_name
+from toolkit.parallel.activation_checkpoint import ActivationCheckpointing
+from toolkit.parallel.fsdp import Sharding, begin_micro_batch
+from toolkit.parallel.initialize import initialize
+from toolkit.parallel.mesh import build_mesh
+from toolkit.parallel.parallelize import parallelize
+from toolkit.parallel.wrap import Wrapping
+
+UNTIED, TIED = small("llama3.1"), small("llama3.2")
+EXACT = Sharding(param_dtype=torch.float64, reduce_dtype=torch.float64)
+SINGLE = Sharding(param_dtype=torch.float32, reduce_dtype=torch.float32)
+# Replicas and resharding of each strategy on four ranks.
+STRATEGIES = {
+    "FULL_SHARD": (1, "default"),
+    "SHARD_GRAD_OP": (1, "never"),
+    "NO_SHARD": (4, "default"),
+    "HYBRID_SHARD": (2, "default"),
+    "HYBRID_SHARD_ZERO2": (2, "never"),
+}
+BATCH = tokens_and_labels(12, 16)
+
+
+def sharded(
+    args: LlamaArgs,
+    how: Sharding,
+    *,
+    replicate: int = 1,
+    wrapping: Wrapping | None = None,
+    checkpointing: str = "none",
+    dtype: torch.dtype = torch.float64,
+) -> Llama:
+    """A model over all ranks, with weights under which attention is far from uniform."""
+    ranks = dist.get_world_size()
+    mesh = build_mesh(torch.device("cpu"), dp_replicate=replicate, dp_shard=ranks // replicate)
+    with torch.device("meta"):
+        model = Llama(args).to(dtype)
+    parallelize(
+        model,
+        mesh,
+        checkpointing=ActivationCheckpointing(checkpointing),
+        compiling=None,
+        wrapping=wrapping,
+        sharding=how,
+    )
+    return fill(model.to_empty(device="cpu"))
+
+
+def fill(model: Llama) -> Llama:
+    sharp = Init(std=0.2)
+    initialize(
+        model, 1, lambda n: sharp if n.endswith(("wq.weight", "wk.weight")) else init_rule(n, model.args)
+    )
+    return model
+
+
+def step(model: Llama, how: Sharding, accumulation: int = 1, after_forward: Any = None) -> None:
+    """Gradients of :data:`BATCH`, of which each rank takes equally many rows."""
+    tokens, labels = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in BATCH)
+    for index in range(accumulation):
+        begin_micro_batch(model, how, last=index == accumulation - 1)
+        rows = slice(index * len(tokens) // accumulation, (index + 1) * len(tokens) // accumulation)
+        loss = model(tokens[rows], labels=labels[rows])
+        if after_forward:
+            after_forward()
+        loss.backward()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients by clean name, off their sharded parameters."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[clean_name(name)] = (
+            parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        )
+    return found
+
+
+def plain_gradients(args: LlamaArgs, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """What one process without sharding gets."""
+    model = fill(Llama(args).to(dtype))
+    tokens, labels = BATCH
+    model(tokens, labels=labels).backward()
+    return gradients(model)
+
+
+def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference of a gradient from the expected one, relative to that one's largest number."""
+    assert found.keys() == expected.keys()
+    return max(
+        ((found[name] - gradient).abs().max() / gradient.abs().max()).item()
+        for name, gradient in expected.items()
+    )
+
+
+def groups(model: nn.Module) -> list[Any]:
+    """FSDP's own records of its units, one each, units without parameters left out."""
+    records = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            record = module._get_fsdp_state()._fsdp_param_group
+            if record is not None and record not in records:
+                records.append(record)
+    return records
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Bytes of whole parameters that FSDP holds on this rank beside the shards."""
+    return sum(
+        output.untyped_storage().size()
+        for group in groups(model)
+        for parameter in group.fsdp_params
+        for output in parameter.all_gather_outputs
+    )
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what is sent: all-gathers, reduce-scatters and all-reduces, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._schema.name.partition("::")[2]
+            self.counts[name.strip("_").replace("_base", "")] += 1
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,202 @@
+"""FSDP's options: each leaves the gradients as they are, and does what it says.
+
+fp64: what is left is the order of sums, some 1e-15.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from tests.helpers import run_world
+from tests.parallel.sharded import (
+    BATCH,
+    EXACT,
+    SINGLE,
+    TIED,
+    UNTIED,
+    Collectives,
+    furthest,
+    gathered_bytes,
+    gradients,
+    groups,
+    plain_gradients,
+    sharded,
+    step,
+)
+from toolkit.optim.clip import clip_, global_norm
+from toolkit.optim.optimizer import build_optimizer
+from toolkit.parallel.fsdp import begin_micro_batch
+from toolkit.parallel.wrap import Wrapping
+
+# name: (model, sharding, wrapping, activation checkpointing, accumulation)
+CASES: dict[str, tuple[Any, ...]] = {
+    "prefetch": (UNTIED, replace(EXACT, forward_prefetch=1, backward_prefetch=2), None, "none", 2),
+    "prefetch beyond": (TIED, replace(EXACT, forward_prefetch=9, backward_prefetch=9), None, "full", 1),
+    "reshard to 2": (TIED, replace(EXACT, reshard_after_forward=2), None, "full", 2),
+    "always": (UNTIED, replace(EXACT, reshard_after_forward="always"), None, "none", 1),
+    "blocks by class": (UNTIED, EXACT, Wrapping("class", ("TransformerBlock",)), "full", 1),
+    "linears by size": (TIED, EXACT, Wrapping("size", min_params=16_384), "none", 2),
+    "offload": (UNTIED, replace(EXACT, cpu_offload=True), None, "none", 2),
+    "offload, whole gradients": (
+        TIED,
+        replace(EXACT, cpu_offload=True, sync_each_batch=False, reshard_after_forward="never"),
+        None,
+        "full",
+        3,
+    ),
+}  # fmt: skip
+
+
+def _gradients_of_cases() -> dict[str, float]:
+    expected = {args: plain_gradients(args) for args in (UNTIED, TIED)}
+    found = {}
+    for name, (args, how, wrapping, checkpointing, accumulation) in CASES.items():
+        model = sharded(args, how, wrapping=wrapping, checkpointing=checkpointing)
+        step(model, how, accumulation)
+        found[name] = furthest(gradients(model), expected[args])
+    return found
+
+
+def _precisions() -> dict[str, Any]:
+    """Of one model in bf16: what comes out with and without fp32 logits, and how reductions differ."""
+    mixed = replace(SINGLE, param_dtype=torch.bfloat16)
+    tokens, labels = BATCH
+    outputs = {}
+    for name, output in (("auto", None), ("float32", torch.float32)):
+        model = sharded(UNTIED, replace(mixed, output_dtype=output), dtype=torch.float32)
+        inside: list[torch.dtype] = []
+        model.norm.register_forward_hook(lambda module, given, out, seen=inside: seen.append(out.dtype))
+        with torch.no_grad():
+            outputs[name] = model(tokens), model(tokens, labels=labels), inside[0]
+    summed = {}
+    for name, how in (
+        ("each", mixed),
+        ("once", replace(mixed, sync_each_batch=False)),
+        ("rounded", replace(mixed, reduce_dtype=torch.bfloat16)),
+    ):
+        model = sharded(UNTIED, how, dtype=torch.float32)
+        step(model, how, accumulation=3)
+        summed[name] = gradients(model)
+    return {
+        "dtypes": {name: (logits.dtype, loss.dtype, h) for name, (logits, loss, h) in outputs.items()},
+        "losses": [loss.item() for _, loss, _ in outputs.values()],
+        "same logits": torch.equal(outputs["auto"][0].float(), outputs["float32"][0]),
+        "once": furthest(summed["once"], summed["each"]),
+        "rounded": furthest(summed["rounded"], summed["each"]),
+    }
+
+
+def _offloaded_update() -> tuple[bool, bool, float]:
+    """Whether shards are offloaded, without page-locking, and how far an update is from the plain one."""
+    updated = []
+    for offload in (False, True):
+        how = replace(EXACT, cpu_offload=offload)
+        model = sharded(UNTIED, how)
+        optimizer = build_optimizer(
+            model.named_parameters(), lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1,
+            implementation="fused",
+        )  # fmt: skip
+        for _ in range(2):
+            step(model, how)
+            parameters = list(model.parameters())
+            clip_(parameters, 1.0, global_norm(parameters).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        updated.append({name: parameter.full_tensor() for name, parameter in model.named_parameters()})
+    policies = [group.offload_policy for group in groups(model)]
+    offloaded = all(isinstance(policy, CPUOffloadPolicy) for policy in policies)
+    return offloaded, any(policy.pin_memory for policy in policies), furthest(updated[1], updated[0])
+
+
+def _kept_between_micro_batches() -> list[tuple[int, bool]]:
+    """Under "never": bytes gathered, and whether shards are in place, after each of two micro-batches
+    and after a forward without gradients that follows."""
+    how = replace(EXACT, reshard_after_forward="never")
+    model = sharded(UNTIED, how)
+    tokens, labels = BATCH
+    seen = []
+    for last in (False, True):
+        begin_micro_batch(model, how, last=last)
+        model(tokens, labels=labels).backward()
+        seen.append((gathered_bytes(model), all(group.is_sharded for group in groups(model))))
+    return seen
+
+
+def _reshard_sizes() -> tuple[list[int | None], Collectives]:
+    how = replace(EXACT, reshard_after_forward=2)
+    model = sharded(UNTIED, how)
+    sizes = [
+        group.post_forward_mesh_info.shard_mesh_size if group.post_forward_mesh_info else None
+        for group in groups(model)
+    ]
+    with Collectives() as sent:
+        step(model, how)
+    return sizes, dict(sent.counts)
+
+
+def _world() -> dict[str, Any]:
+    return {
+        "gradients": _gradients_of_cases(),
+        "precisions": _precisions(),
+        "offload": _offloaded_update(),
+        "kept": _kept_between_micro_batches(),
+        "sizes": _reshard_sizes(),
+    }
+
+
+@pytest.fixture(scope="module")
+def world() -> list[dict[str, Any]]:
+    return run_world(_world, 4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_one_process(world: list[dict[str, Any]], name: str) -> None:
+    for found in world:
+        assert found["gradients"][name] < 1e-12
+
+
+def test_logits_come_out_in_the_output_precision_and_the_loss_is_never_rounded(
+    world: list[dict[str, Any]],
+) -> None:
+    low, single = torch.bfloat16, torch.float32
+    for found in world:
+        # Cast on the way out of the root: inside, all stays as it was.
+        assert found["precisions"]["dtypes"] == {"auto": (low, single, low), "float32": (single, single, low)}
+        assert found["precisions"]["same logits"]
+        one, other = found["precisions"]["losses"]
+        assert one == other != torch.tensor(one).bfloat16().item()
+
+
+def test_gradients_are_summed_in_the_reduce_precision(world: list[dict[str, Any]]) -> None:
+    # bf16 keeps 8 bits: a gradient that was added up in it is 2^-9 off for each of the four ranks and
+    # three micro-batches, at most; one that was added up in fp32 is not off by a hundredth of one.
+    ulp = 2.0**-9
+    for found in world:
+        assert found["precisions"]["once"] < ulp / 100
+        assert ulp / 10 < found["precisions"]["rounded"] < 12 * ulp
+
+
+def test_offloaded_shards_are_updated_alike(world: list[dict[str, Any]]) -> None:
+    assert [found["offload"] for found in world] == [(True, False, 0.0)] * 4
+
+
+def test_what_is_kept_for_backward_is_kept_for_the_next_micro_batch_alone(
+    world: list[dict[str, Any]],
+) -> None:
+    for found in world:
+        (between, sharded_between), (after, sharded_after) = found["kept"]
+        assert between > 0 and not sharded_between
+        assert after == 0 and sharded_after
+
+
+def test_a_number_keeps_parameters_sharded_over_so_many_ranks(world: list[dict[str, Any]]) -> None:
+    for found in world:
+        sizes, counts = found["sizes"]
+        # Embedding and blocks; the last unit is kept whole.
+        assert sizes == [2, 2, 2, 2, None]
+        assert counts == {"allgather": 8, "reduce_scatter": 5}
