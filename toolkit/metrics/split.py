@@ -96,7 +96,7 @@ def split(trace: Iterable[Event]) -> Split | None:
     kernels = [event for event in events if event["cat"] in _KERNELS]
     ranges, operators = _cpu_ranges(events, main=steps[0]["tid"], kernels=bool(kernels))
     for kernel in kernels:
-        part = _kernel_part(kernel["name"], operators.get(_external_id(kernel)))
+        part = _kernel_part(kernel["name"], operators.get(_external_id(kernel), ""))
         ranges.append((kernel["ts"], kernel["ts"] + kernel["dur"], part))
     return _sweep([(step["ts"], step["ts"] + step["dur"]) for step in steps], ranges)
 
@@ -106,7 +106,7 @@ Range = tuple[float, float, str]
 
 def _cpu_ranges(
     events: list[Event], *, main: int, kernels: bool
-) -> tuple[list[Range], dict[int | None, str]]:
+) -> tuple[list[Range], dict[int, str]]:
     """What the threads did, as ranges that do not overlap within a thread, and the part of each operator
     by its id. Where there are ``kernels``, the CPU counts only for what keeps the device waiting."""
     threads: dict[tuple[Any, int], list[Event]] = {}
@@ -114,7 +114,7 @@ def _cpu_ranges(
         if event["cat"] in ("cpu_op", "user_annotation"):
             threads.setdefault((event["pid"], event["tid"]), []).append(event)
     ranges: list[Range] = []
-    operators: dict[int | None, str] = {}
+    operators: dict[int, str] = {}
     for (_, thread), thread_events in threads.items():
         for start, end, part in _innermost(thread_events, operators):
             if kernels:
@@ -126,7 +126,7 @@ def _cpu_ranges(
     return ranges, operators
 
 
-def _innermost(events: list[Event], operators: dict[int | None, str]) -> list[Range]:
+def _innermost(events: list[Event], operators: dict[int, str]) -> list[Range]:
     """Cut a thread's nested events into the ranges in which each was the innermost."""
     ranges: list[Range] = []
     stack: list[tuple[float, str, str]] = []  # (end, part of its own time, part that it hands down)
@@ -144,7 +144,8 @@ def _innermost(events: list[Event], operators: dict[int | None, str]) -> list[Ra
             stack.pop()
         advance(event["ts"])
         own, inside = _operator_part(event, stack[-1][2] if stack else "")
-        operators[_external_id(event)] = inside
+        if identity := _external_id(event):
+            operators[identity] = inside
         stack.append((event["ts"] + event["dur"], own, inside))
     while stack:
         advance(stack[-1][0])
@@ -164,7 +165,7 @@ def _operator_part(event: Event, around: str) -> tuple[str, str]:
     return ("other" if "Compiled" in name else HOST), part
 
 
-def _kernel_part(name: str, operator: str | None) -> str:
+def _kernel_part(name: str, operator: str) -> str:
     if name.lower().startswith("nccl"):
         return COMMUNICATION
     return operator or _first(_KERNEL_NAMES, name) or "other"
@@ -174,8 +175,9 @@ def _first(rules: Iterable[tuple[str, re.Pattern[str]]], name: str) -> str:
     return next((part for part, pattern in rules if pattern.search(name)), "")
 
 
-def _external_id(event: Event) -> int | None:
-    return event.get("args", {}).get("External id")
+def _external_id(event: Event) -> int:
+    """By which a kernel and the operator that launched it name one another; 0 for none."""
+    return event.get("args", {}).get("External id", 0)
 
 
 def _sweep(windows: list[tuple[float, float]], ranges: list[Range]) -> Split:
