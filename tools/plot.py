@@ -3,8 +3,8 @@
     python -m tools.plot outputs
     python -m tools.plot outputs/a outputs/b -o compare.png --x tokens
 
-A panel each for training loss (light: as logged, dark: smoothed), validation loss, memory and speed, if
-any of the runs has it; a run is named by its folder. Needs matplotlib (extra `plot`).
+A panel each for training loss, validation loss, memory and speed, if any of the runs has it; loss and speed
+are light as logged and dark where smoothed; a run is named by its folder. Needs matplotlib (extra `plot`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PANELS = (
     Panel("loss", "Training loss", "nats a token", smooth=True),
     Panel("validation_loss", "Validation loss", "nats a token"),
     Panel("memory_gib", "Memory of rank 0", "GiB", from_zero=True),
-    Panel("tokens_per_second", "Speed of all ranks", "tokens/s", from_zero=True),
+    Panel("tokens_per_second", "Speed of all ranks", "tokens/s", smooth=True, from_zero=True),
 )
 X_LABELS = {"step": "step", "tokens": "tokens", "hours": "hours of training, without saves and validation"}
 
@@ -132,7 +132,7 @@ def draw(runs: dict[str, list[Record]], output: Path, *, x: str) -> None:
     ]
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(6 * columns, 3.6 * rows), squeeze=False)
+    figure, grid = plt.subplots(rows, columns, figsize=(6 * columns, 3.6 * rows), sharex=True, squeeze=False)
     cells = list(grid.flat)
     for panel, cell in zip(panels, cells, strict=False):
         for number, records in enumerate(runs.values()):
@@ -164,6 +164,7 @@ def _dress(cell: Any, panel: Panel, x: str) -> None:
     cell.set_ylabel(panel.unit)
     cell.grid(True, color="0.9", linewidth=0.8)
     cell.set_axisbelow(True)
+    cell.tick_params(labelbottom=True)
     cell.spines[["top", "right"]].set_visible(False)
     cell.margins(x=0.02)
     if panel.from_zero:
