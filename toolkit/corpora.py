@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from toolkit.config import Config
-from toolkit.config.tables_training import Corpus, Training, Validation
+from toolkit.config.corpora import corpora
 from toolkit.data.cache import TokenCache, tokenized
 from toolkit.data.mixture import Part
 from toolkit.data.sources import open_source
@@ -21,37 +22,44 @@ class Data:
     validation: TokenCache | None
 
 
-def open_data(config: Config, *, progress: bool, limit_gb: float | None = None) -> Data:
+def open_data(config: Config, *, progress: bool) -> Data:
     """Load the tokenizer and open the token caches, building them where they are missing.
-
-    No more than ``limit_gb`` gigabytes of text of a corpus are tokenised; None is data.max_inline_gb.
 
     The launcher calls this before it starts the ranks, where a progress bar has the terminal to itself;
     a rank calls it before it meets the others, so that a slow tokenisation is no collective's time-out.
 
     Raises:
         DataError: a corpus or the tokenizer is missing, empty or unreadable; a corpus that is not tokenised
-            yet is larger than the limit.
+            yet is larger than data.max_inline_gb.
     """
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_assets_path)
+    tokenizer = run_tokenizer(config)
+    limit = config.data.max_inline_gb
+    caches = dict(open_corpora(config, tokenizer, progress=progress, max_inline_gb=limit))
+    mixture = sorted(config.data.mixture.items())
+    parts = tuple(Part(name, part.weight, caches[f"data.mixture.{name}"]) for name, part in mixture)
+    return Data(tokenizer, parts or caches["training"], caches.get("validation"))
 
-    def corpus(options: Training | Validation | Corpus, column: str | None = None) -> TokenCache:
-        source = open_source(
-            options.dataset,
-            options.dataset_path,
-            config.data.text_column if column is None else column,
-            subset=options.dataset_subset,
-            split=options.dataset_split,
-        )
-        return tokenized(
-            source,
+
+def run_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of the model."""
+    return load_tokenizer(config.model.tokenizer_path or config.model.hf_assets_path)
+
+
+def open_corpora(
+    config: Config, tokenizer: Tokenizer, *, progress: bool, max_inline_gb: float, processes: int = 0
+) -> Iterator[tuple[str, TokenCache]]:
+    """Each corpus of the run under the name of its table in the config, one after the other.
+
+    Raises:
+        DataError: as :func:`open_data`.
+    """
+    for corpus in corpora(config):
+        cache = tokenized(
+            open_source(**corpus.arguments()),
             tokenizer,
             cache_folder=config.data.cache_folder,
             progress=progress,
-            max_inline_gb=config.data.max_inline_gb if limit_gb is None else limit_gb,
+            processes=processes,
+            max_inline_gb=max_inline_gb,
         )
-
-    mixture = sorted(config.data.mixture.items())
-    parts = tuple(Part(name, part.weight, corpus(part, part.text_column)) for name, part in mixture)
-    validation = corpus(config.validation) if config.validation.enable else None
-    return Data(tokenizer, parts or corpus(config.training), validation)
+        yield corpus.table, cache

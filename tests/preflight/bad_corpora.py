@@ -2,6 +2,91 @@
 
 from __future__ import annotations
 
-from tests.preflight.bad_runs import Bad
+import json
+import os
+from pathlib import Path
 
-CASES: list[Bad] = []
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tests.preflight.bad_runs import bad
+
+CODE = "data.mixture.code"
+
+
+def _parquet(folder: Path) -> None:
+    pq.write_table(pa.table({"id": [1], "body": ["text"]}), folder / "a.parquet")
+
+
+def _saved(folder: Path) -> None:
+    """What save_to_disk writes of a DatasetDict with one split, as far as it is looked at before a run."""
+    (folder / "saved").mkdir()
+    (folder / "saved" / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
+
+
+def _large(folder: Path) -> None:
+    """Sparse: 3 GB of nothing."""
+    with open(folder / "a.txt", "w") as file:
+        os.truncate(file.fileno(), 3_000_000_000)
+
+
+CASES = [
+    bad("corpus_readable", "training.dataset=wikitext", "Hugging Face hub", "Salesforce/wikitext"),
+    bad("corpus_readable", "training.dataset=a/b/c", "is named owner/name"),
+    bad(
+        "corpus_readable",
+        "training.dataset=a/b",
+        "dataset_path",
+        prepare=lambda at: (at / "a/b").mkdir(parents=True),
+    ),
+    bad(
+        "corpus_readable",
+        "training.dataset_path=a.parquet",
+        "it has 'id', 'body'",
+        key="data.text_column",
+        prepare=_parquet,
+    ),
+    bad(
+        "corpus_readable",
+        "data.text_column={title}:{body} training.dataset_path=a.parquet",
+        "no column 'title'; it has 'id', 'body'",
+        prepare=_parquet,
+    ),
+    bad(
+        "corpus_readable",
+        f"{CODE}.dataset_path=a.parquet {CODE}.text_column=id",
+        "column 'id' holds int64",
+        prepare=_parquet,
+    ),
+    bad(
+        "corpus_readable",
+        "training.dataset_path=a.parquet",
+        "cannot be read",
+        prepare=lambda folder: (folder / "a.parquet").write_text("not parquet"),
+    ),
+    bad(
+        "corpus_readable",
+        "validation.dataset_path=saved validation.enable validation.seq_len=256",
+        "no such split",
+        "it has train",
+        key="validation.dataset_split",
+        prepare=_saved,
+    ),
+    bad("dataset_choices_act", "training.dataset_split=test", "'c4_test' has no split to choose"),
+    bad("dataset_choices_act", f"{CODE}.dataset_subset=en", "'c4_test' has no subset to choose"),
+    bad(
+        "dataset_choices_act",
+        "training.dataset_split=test training.dataset_path=a.txt",
+        "'a.txt' has no split",
+        prepare=lambda folder: (folder / "a.txt").write_text("text"),
+    ),
+    bad(
+        "corpus_small_enough",
+        "data.max_inline_gb=2.5 training.dataset_path=a.txt",
+        "about 3 GB of text",
+        "at most 2.5 GB",
+        "run `python -m tools.prepare_data --",
+        "--training.dataset_path=a.txt",
+        prepare=_large,
+    ),
+]

@@ -66,14 +66,12 @@ def test_all_our_configs_are_tested() -> None:
         (
             "llama3_8b",
             (1, 8, 64),
-            {
-                "training.dataset",
-            },
+            set(),
         ),
         (
             "llama3_70b",
             (8, 64, 256),
-            {"parallelism.tensor_parallel_degree", "training.dataset"},
+            {"parallelism.tensor_parallel_degree"},
         ),
         (
             "llama3_405b",
@@ -81,7 +79,6 @@ def test_all_our_configs_are_tested() -> None:
             {
                 "parallelism.tensor_parallel_degree",
                 "model.converters",
-                "training.dataset",
             },
         ),
     ],

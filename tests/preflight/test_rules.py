@@ -181,7 +181,6 @@ MESH = [
 
 FILES = [
     bad("corpus_readable", "training.dataset=c5", "embedded"),
-    bad("corpus_readable", "training.dataset=c4", "is not built yet", "dataset_path"),
     bad("corpus_readable", "training.dataset_path=none.txt", "no such file"),
     bad("corpus_readable", "training.dataset_path=~no-one-here/a.txt", "no such file"),
     bad("corpus_readable", "training.dataset_path=", "names no file"),

@@ -1,1 +1,84 @@
-"""Rules about corpora."""
+"""Rules about corpora: those of the training, of a mixture and of the validation alike."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from toolkit.config import Config
+from toolkit.config.corpora import CorpusOptions, corpora
+from toolkit.config.schema import find_field
+from toolkit.data.content import too_large, unread
+from toolkit.data.sources import check_source, choices_read, open_source
+from toolkit.errors import DataError, Problem
+from toolkit.preflight.facts import Run, rule
+
+_DATA_KEYS = ("data.", "training.dataset", "validation.dataset", "validation.enable")
+_TOKENIZER_KEYS = ("model.tokenizer_path", "model.hf_assets_path")
+
+
+@rule(DataError)
+def corpus_readable(run: Run) -> list[Problem]:
+    """Each corpus is there and has the column, or the columns of the template."""
+    problems = []
+    for corpus in corpora(run.config):
+        found = check_source(**corpus.arguments())
+        if found and found.key == "text_column":
+            fix = found.fix.replace("data.text_column", corpus.column_key)
+            if corpus.table.startswith("data.mixture.") and corpus.column_key == "data.text_column":
+                fix = f"set {corpus.table}.text_column, or {fix.removeprefix('set ')}"
+            problems.append(run.problem(corpus.column_key, found.rule, fix))
+        elif found:
+            problems.append(run.problem(f"{corpus.table}.{found.key}", found.rule, found.fix))
+    return list(dict.fromkeys(problems))
+
+
+@rule()
+def dataset_choices_act(run: Run) -> list[Problem]:
+    """A subset or a split chooses from what has several: a dataset of the hub, or splits that were saved."""
+    problems = []
+    for corpus in corpora(run.config):
+        for choice in sorted({"subset", "split"} - choices_read(corpus.dataset, corpus.dataset_path)):
+            key = f"{corpus.table}.dataset_{choice}"
+            field = find_field(key)
+            if field and run.config.value(key) != field.default:
+                what = repr(corpus.dataset_path or corpus.dataset)
+                fix = f"remove it, or name in place of {what} what has a {choice}, such as allenai/c4"
+                problems.append(run.problem(key, f"{what} has no {choice} to choose", fix))
+    return problems
+
+
+@rule(DataError)
+def corpus_small_enough(run: Run) -> list[Problem]:
+    """A run itself tokenises no more text than data.max_inline_gb.
+
+    Files whose hashes are remembered may be tokenised already, and a dataset of the hub says how large it is
+    when it is asked: both are looked at when the run opens its corpora.
+    """
+    config = run.config
+    limit = config.data.max_inline_gb * 1e9
+    root = Path(os.path.expanduser(config.data.cache_folder)).absolute()
+    largest = max(_unread_bytes(corpus, root) for corpus in corpora(config))
+    problem = too_large(largest, limit, shlex.join(_flags(config)))
+    return [run.problem("data.max_inline_gb", problem.rule, problem.fix)] if problem else []
+
+
+def _unread_bytes(corpus: CorpusOptions, root: Path) -> int:
+    """About how much text a corpus has of which no hash is remembered; 0 where that cannot be said."""
+    try:
+        source = open_source(**corpus.arguments())
+        return source.n_text_bytes if unread(source, root) else 0
+    except (DataError, OSError):
+        return 0  # another rule says what is wrong
+
+
+def _flags(config: Config) -> Iterator[str]:
+    """The words that name the config, and what of it the command line changed that concerns corpora."""
+    if config.job.config_file:
+        yield from ("--job.config_file", config.job.config_file)
+    for field in config.present_fields():
+        origin, value = config.origin(field.key), config.value(field.key)
+        if origin.startswith("--") and field.key.startswith((*_DATA_KEYS, *_TOKENIZER_KEYS)):
+            yield f"--{field.key}={str(value).lower() if isinstance(value, bool) else value}"

@@ -5,24 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from toolkit.data.sources import check_source
-from toolkit.errors import DataError, Problem
+from toolkit.errors import Problem
 from toolkit.preflight.facts import Run, rule
-
-
-@rule(DataError)
-def corpus_readable(run: Run) -> list[Problem]:
-    """Each corpus is there and has the column."""
-    config = run.config
-    tables = ["training"] + (["validation"] if config.validation.enable else [])
-    problems = []
-    for table in tables:
-        options = config.value(table)
-        found = check_source(options.dataset, options.dataset_path, config.data.text_column)
-        if found:
-            key = f"data.{found.key}" if found.key == "text_column" else f"{table}.{found.key}"
-            problems.append(run.problem(key, found.rule, found.fix))
-    return list(dict.fromkeys(problems))
 
 
 @rule()

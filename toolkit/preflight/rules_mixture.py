@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from toolkit.config.schema import find_field
+from toolkit.config.corpora import corpora
+from toolkit.config.schema import Field, fields_by_key
 from toolkit.config.values import format_toml
-from toolkit.data.sources import EMBEDDED, check_source
+from toolkit.data.sources import EMBEDDED
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.facts import Run, rule
 
@@ -17,16 +18,49 @@ def _key(name: str, option: str) -> str:
 
 @rule()
 def mixture_or_dataset(run: Run) -> list[Problem]:
-    """A mixture takes the place of the one corpus."""
+    """A mixture and a dataset side by side contradict one another; a mixture replaces the one of a base."""
     problems = []
-    for option in ("dataset", "dataset_path", "dataset_subset", "dataset_split"):
-        field = find_field(f"training.{option}")
-        assert field is not None
-        if run.config.data.mixture and run.config.value(field.key) != field.default:
-            fix = f"remove it, or set {option} = {format_toml(field.default)}, the default; to train on it "
-            fix += f"as well, make it a part: [data.mixture.NAME] with {option} and a weight"
+    for field in _replaced(run):
+        if not _gives_way(run, field.key):
+            fix = (
+                f"remove it, or set {field.name} = {format_toml(field.default)}, the default; to train on it "
+            )
+            fix += f"as well, make it a part: [data.mixture.NAME] with {field.name} and a weight"
             problems.append(run.problem(field.key, "the corpora of [data.mixture] take its place", fix))
     return problems
+
+
+def mixture_notes(run: Run) -> list[str]:
+    """What a mixture replaces of the file that the config extends."""
+    config, replaced = run.config, [field.key for field in _replaced(run) if _gives_way(run, field.key)]
+    return [
+        f"{key} = {format_toml(config.value(key))} ({config.origin(key)}) gives way to [data.mixture]"
+        for key in replaced
+    ]
+
+
+def _replaced(run: Run) -> list[Field]:
+    """The keys of the one corpus that are not at their defaults although there is a mixture."""
+    options = ("dataset", "dataset_path", "dataset_subset", "dataset_split")
+    fields = [fields_by_key()[f"training.{option}"] for option in options]
+    return [
+        field for field in fields if run.config.data.mixture and run.config.value(field.key) != field.default
+    ]
+
+
+def _gives_way(run: Run, key: str) -> bool:
+    """Whether a file sets ``key`` and another file or a flag the mixture, nearer as far as can be told."""
+
+    def place(key: str) -> str:
+        origin = run.config.origin(key)
+        return "flags" if origin.startswith("--") else origin.rpartition(":")[0]
+
+    set_by = {
+        place(field.key) for field in run.config.present_fields() if field.key.startswith("data.mixture.")
+    }
+    if place(key) == run.config.job.config_file:
+        return "flags" in set_by and place(key) not in set_by
+    return place(key) not in {"flags", *set_by}
 
 
 @rule()
@@ -54,12 +88,11 @@ def mixture_weights_fit(run: Run) -> list[Problem]:
 def mixture_parts_differ(run: Run) -> list[Problem]:
     """Two parts with the same text go over it independently: each of its samples comes twice an epoch."""
     names = defaultdict(list)
-    for name, part in run.config.data.mixture.items():
-        text: tuple[str | None, ...] = (EMBEDDED.get(part.dataset),)
-        if part.dataset_path is not None or part.dataset not in EMBEDDED:
-            column = run.config.data.text_column if part.text_column is None else part.text_column
-            text = (part.dataset_path or part.dataset, part.dataset_subset, part.dataset_split, column)
-        names[text].append(name)
+    for corpus in corpora(run.config):
+        group, _, name = corpus.table.rpartition(".")
+        if group == "data.mixture":
+            embedded = corpus.dataset_path is None and EMBEDDED.get(corpus.dataset)
+            names[embedded or tuple(corpus.arguments().values())].append(name)
     return [
         run.problem(
             _key(name, "dataset" if run.config.data.mixture[name].dataset_path is None else "dataset_path"),
@@ -70,23 +103,6 @@ def mixture_parts_differ(run: Run) -> list[Problem]:
         for first, *others in names.values()
         for name in others
     ]
-
-
-@rule(DataError)
-def mixture_readable(run: Run) -> list[Problem]:
-    """Each corpus of a mixture is there and has the column."""
-    problems = []
-    for name, part in run.config.data.mixture.items():
-        column = run.config.data.text_column if part.text_column is None else part.text_column
-        found = check_source(
-            part.dataset, part.dataset_path, column, subset=part.dataset_subset, split=part.dataset_split
-        )
-        if found and found.key == "text_column" and part.text_column is None:
-            fix = f"set {_key(name, 'text_column')}, or data.text_column, to the one that holds the text"
-            problems.append(run.problem("data.text_column", found.rule, fix))
-        elif found:
-            problems.append(run.problem(_key(name, found.key), found.rule, found.fix))
-    return problems
 
 
 @rule(DataError)
