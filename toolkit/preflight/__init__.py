@@ -7,6 +7,8 @@ in 3 when nothing in the config itself is wrong.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from toolkit.config import Config
 from toolkit.errors import ConfigError, Problem
 from toolkit.hardware import Hardware, detect
@@ -51,14 +53,16 @@ def check(config: Config, *, world_size: int, hardware: Hardware) -> list[Proble
     return [problem for _, problem in _broken(Run(config, world_size, hardware))]
 
 
-def run(config: Config, *, world_size: int, hardware: Hardware | None = None) -> None:
-    """Check ``config``; without ``hardware``, for the devices that are here.
+def run(
+    config: Config, *, world_size: int, hardware: Hardware | None = None, only: Collection[str] = ()
+) -> None:
+    """Check ``config``; without ``hardware``, for the devices that are here; ``only`` names rules.
 
     Raises:
         ConfigError: a rule about the config itself is broken; it names the others as well.
         DataError, CheckpointError: only tokenizer, corpus or checkpoint cannot be used.
     """
-    broken = _broken(Run(config, world_size, hardware or detect()))
+    broken = _broken(Run(config, world_size, hardware or detect()), only)
     problems = [problem for _, problem in broken]
     errors = [rule.error for rule, _ in broken]
     if ConfigError in errors:
@@ -67,9 +71,10 @@ def run(config: Config, *, world_size: int, hardware: Hardware | None = None) ->
         raise errors[0]("\n".join(map(str, problems)))  # type: ignore[arg-type]  # ConfigError went above
 
 
-def _broken(facts: Run) -> list[tuple[Rule, Problem]]:
+def _broken(facts: Run, only: Collection[str] = ()) -> list[tuple[Rule, Problem]]:
     rules = [rule for file in _ORDER for rule in RULES.values() if rule.check.__module__ == file.__name__]
-    return [(rule, problem) for rule in rules for problem in rule.check(facts)]
+    chosen = [rule for rule in rules if not only or rule.check.__name__ in only]
+    return [(rule, problem) for rule in chosen for problem in rule.check(facts)]
 
 
 def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
@@ -80,6 +85,7 @@ def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
         *rules_optim.optim_notes(facts),
         *rules_attention.attention_notes(facts),
         *rules_sharding.sharding_notes(facts),
+        *rules_mixture.mixture_notes(facts),
     ]
     if facts.mesh and facts.batch:
         total, local, per_rank = facts.batch.total, facts.batch.local, facts.batch.total // facts.mesh.dp
