@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch._dynamo import callback
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from toolkit.models.llama.model import Llama
 
@@ -29,7 +30,9 @@ def use_cache(folder: Path) -> None:
     Call before anything is compiled. Entries are keyed by what they were compiled from and written by
     rename, so that ranks and runs may share a folder.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    # torch sets the variable to its own default when torch._dynamo is imported, by whatever comes first.
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def apply_compile(model: Llama, options: Compiling) -> None:
