@@ -11,12 +11,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
 from tests.data.byte_tokenizer import ByteTokenizer, ModuleProbe
+from toolkit.data import cache as cache_module
 from toolkit.data import content, sources, text_files
 from toolkit.data.cache import TokenCache, open_cache, tokenized
 from toolkit.data.sources import Source
@@ -157,7 +159,52 @@ def test_a_file_written_just_now_is_hashed_again(tmp_path: Path, source: Source)
         _build(source, ByteTokenizer(), tmp_path / "cache")
     with mock.patch.object(content, "_file_hash", return_value="seen") as file_hash:
         _build(source, ByteTokenizer(), tmp_path / "cache")
-    assert file_hash.call_count == 2
+    assert {call.args[0] for call in file_hash.call_args_list} == set(source.files)
+
+
+# --- size ------------------------------------------------------------------------------------------
+
+
+def test_a_large_corpus_is_refused_unread_and_opened_once_it_is_built(tmp_path: Path, source: Source) -> None:
+    def opened(limit: float) -> TokenCache:
+        return tokenized(
+            source, ByteTokenizer(), cache_folder=tmp_path / "cache", progress=False, max_inline_gb=limit
+        )
+
+    limit = source.n_bytes / 1e9
+    with (
+        mock.patch.object(content, "SETTLED_SECONDS", -1e9),  # let new files count as settled
+        mock.patch.object(content, "_file_hash", side_effect=AssertionError),
+        pytest.raises(
+            DataError, match=r"GB of text(?s:.*)`python -m tools.prepare_data --job.config_file FILE"
+        ),
+    ):
+        opened(limit * 0.99)
+    with mock.patch.object(content, "SETTLED_SECONDS", -1e9):
+        assert opened(limit).n_documents == 61
+        assert opened(0).n_documents == 61
+        with open(source.files[1], "a") as file:
+            file.write("more")
+        with pytest.raises(DataError, match="GB of text that is not tokenised yet"):
+            opened(limit)
+
+
+def test_compressed_text_counts_thrice(tmp_path: Path, source: Source) -> None:
+    path = tmp_path / "c.jsonl.gz"
+    path.write_bytes(b"x" * 1000)
+    assert replace(source, files=(*source.files, path)).n_text_bytes == source.n_bytes + 3000
+
+
+def test_files_that_settle_during_the_build_are_remembered(tmp_path: Path, source: Source) -> None:
+    ages = iter([1e9, -1e9])  # too young at first, settled afterwards
+
+    def hashes(*arguments: Any) -> list[str]:
+        with mock.patch.object(content, "SETTLED_SECONDS", next(ages)):
+            return content.content_hashes(*arguments)
+
+    with mock.patch.object(cache_module, "content_hashes", side_effect=hashes):
+        _build(source, ByteTokenizer(), tmp_path / "cache")
+    assert content.unread(source, tmp_path / "cache") == []
 
 
 # --- damage ----------------------------------------------------------------------------------------

@@ -103,6 +103,8 @@ def tokenized(
                 return cache
             _remove_leftovers(folder.parent)
             _build(found, tokenizer, key, folder, progress, processes or _process_count(found))
+    if not found.identity and unread(found, root):  # files then too young to be remembered may have settled
+        content_hashes(found, root, progress)
     return open_cache(folder)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import socket
 import sys
@@ -33,7 +34,7 @@ def too_large(n_bytes: float, max_bytes: float, flags: str = "--job.config_file 
     if n_bytes <= max_bytes:
         return None
     minutes = n_bytes / CORE_BYTES_PER_SECOND / cores() / 60
-    about = f"{minutes / 60:,.1f} hours" if minutes >= 100 else f"{max(1, round(minutes))} minutes"
+    about = f"{minutes / 60:,.1f} h" if minutes >= 100 else f"{math.ceil(minutes)} min"
     rule = (
         f"the corpus has about {n_bytes / 1e9:,.3g} GB of text that is not tokenised yet, and a run "
         f"tokenises at most {max_bytes / 1e9:g} GB itself"
@@ -42,7 +43,7 @@ def too_large(n_bytes: float, max_bytes: float, flags: str = "--job.config_file 
         f"run `python -m tools.prepare_data {flags}` first, which takes about {about} on the {cores()} "
         f"cores of this machine; or raise data.max_inline_gb"
     )
-    return Problem(rule, fix, "max_inline_gb")
+    return Problem(rule, fix)
 
 
 def stamps(source: Source) -> list[tuple[int, ...]]:

@@ -1,0 +1,90 @@
+"""Tokenise the corpora of a config ahead of time, on all cores.
+
+    python -m tools.prepare_data --job.config_file FILE [--table.key VALUE ...] [--processes N]
+
+Builds the token caches of the training corpus, or of each part of its mixture, and of the validation corpus
+where validation is enabled, in data.cache_folder. Runs with the same config, on any number of nodes that see
+that folder, then start without tokenising. What is built already is left as it is; a build that was stopped
+starts again; several of these programs do not get in each other's way. data.max_inline_gb does not apply.
+
+It needs no GPU and no terminal, and so makes a batch job of its own:
+
+    sbatch --cpus-per-task=64 --wrap "python -m tools.prepare_data --job.config_file FILE"
+
+Takes every flag of toolkit.train (``python -m toolkit.train --help`` lists them); of the config only what
+concerns data and tokenizer is checked. Exit codes are those of toolkit.train: 0 done, 2 the config or the
+flags, 3 a corpus or the tokenizer cannot be used, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from toolkit import preflight
+from toolkit.config import Config, load_config
+from toolkit.corpora import open_corpora, run_tokenizer
+from toolkit.errors import EXIT_FINISHED, ToolkitError, report
+
+_RULES = (
+    "tokenizer_readable",
+    "mixture_or_dataset",
+    "mixture_weights_fit",
+    "mixture_parts_differ",
+    "corpus_readable",
+    "dataset_choices_act",
+)
+
+
+def prepare(config: Config, processes: int) -> None:
+    """Build the token caches of ``config`` by ``processes`` (0: one a core), and print a line for each."""
+    tokenizer = run_tokenizer(config)
+    start = time.monotonic()
+    caches = open_corpora(config, tokenizer, progress=True, max_inline_gb=math.inf, processes=processes)
+    for table, cache in caches:
+        n_bytes = cache.tokens.nbytes + cache.offsets.nbytes
+        print(
+            f"[{table}] {cache.n_documents:,} documents, {cache.n_tokens:,} tokens, {n_bytes:,} bytes, "
+            f"{time.monotonic() - start:.1f} s, in {cache.folder}",
+            flush=True,
+        )
+        start = time.monotonic()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for and return the exit code."""
+    summary, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.prepare_data",
+        usage="%(prog)s --job.config_file FILE [--table.key VALUE ...] [--processes N]",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--processes", type=_count, default=0, help="processes that tokenise (default: one a core)"
+    )
+    own, words = parser.parse_known_args(argv)
+    try:
+        config = load_config(words)
+        preflight.run(config, world_size=1, only=_RULES)
+        prepare(config, own.processes)
+    except ToolkitError as error:
+        return report(error, show=True, debug="--debug" in argv)
+    return EXIT_FINISHED
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it; the helpers end with their pipe
+    sys.exit(main(sys.argv[1:]))
