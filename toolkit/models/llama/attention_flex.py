@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops import wrap
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+# Wrapped, what is compiled by itself can be kept by selective checkpointing; otherwise it is computed again.
+# Wrappers older than this class failed with flex_attention (torchtitan issue 2463).
+_OPTIONS = {"wrap_inductor_compiled_regions": True} if hasattr(wrap, "InductorCompiledCallable") else {}
 
 
 class FlexAttention:
@@ -49,5 +54,5 @@ def _causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One compiled form for all blocks, wrapped so that selective checkpointing sees and can save it."""
-    return torch.compile(function, dynamic=False, options={"wrap_inductor_compiled_regions": True})
+    """The one compiled form that all blocks call."""
+    return torch.compile(function, dynamic=False, options=_OPTIONS)
