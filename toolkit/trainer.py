@@ -26,17 +26,16 @@ from toolkit.distributed.seeds import seed_step, set_deterministic
 from toolkit.distributed.signals import StopRequest
 from toolkit.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, ConfigError, Problem, TrainingError
 from toolkit.loaders import training_loader, validation_loader
-from toolkit.metrics.flops import flops_per_token, peak_flops
-from toolkit.metrics.logger import MetricLogger
-from toolkit.metrics.memory import memory
+from toolkit.metrics.memory import memory, out_of_memory_advice
 from toolkit.metrics.phases import Phases
 from toolkit.metrics.speed import SpeedMeter
 from toolkit.metrics.summary import summary
 from toolkit.names import clean_name
 from toolkit.observers import observers
 from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
-from toolkit.optim.schedule import cut_to_fit, learning_rate
+from toolkit.optim.schedule import learning_rate
 from toolkit.parallel.mesh import build_mesh
+from toolkit.reporting import open_log, open_speed_meter, told_at_start
 from toolkit.run_folder import claim
 from toolkit.step import StepResult, TrainStep
 from toolkit.validate import validate
@@ -224,6 +223,11 @@ class Trainer:
             )
             with watched as after_step:
                 return self._loop(after_step)
+        except torch.OutOfMemoryError as error:  # outside of what watches, which writes its snapshot first
+            snapshots = self.folder / self.config.profiling.save_memory_snapshot_folder
+            raise TrainingError(
+                out_of_memory_advice(self.device, self.step, error, snapshots=snapshots)
+            ) from error
         finally:
             self.log.close()
             if self._lock:
@@ -232,7 +236,8 @@ class Trainer:
     def _loop(self, after_step: Callable[[int], None]) -> int:
         training, request = self.config.training, StopRequest()
         garbage = GarbageCollection(training.gc_freq, debug=training.gc_debug)
-        batches, speed = iter(self.loader), self._speed_meter()
+        batches = iter(self.loader)
+        speed = open_speed_meter(self.config, self.args, self.device, self.param_dtype)
         first = self.step + 1
         while self.step < self.total_steps:
             self.step += 1
@@ -306,62 +311,14 @@ class Trainer:
     # Reporting
 
     def _start_log(self) -> None:
-        config = self.config
         self.history: list[dict[str, Any]] = []
-        self.log = MetricLogger(
-            self.folder,
-            total_steps=self.total_steps,
-            resume_step=self.step,
-            rank=dist.get_rank(),
-            tensorboard=config.metrics.enable_tensorboard,
-            tensorboard_folder=config.metrics.save_tb_folder,
-            all_ranks=config.metrics.save_for_all_ranks,
-            color=not config.metrics.disable_color_printing,
-            config_text=config.to_toml(),
-            wandb=config.metrics.enable_wandb,
-            config=config.model_dump(),
-        )
+        self.log = open_log(self.config, self.folder, total_steps=self.total_steps, resume_step=self.step)
         self.checkpoints.say = self.log.say
-        if config.training.epochs:
-            self._tell_length()
+        samples = self.total_steps * self.batch.total
+        for said in told_at_start(self.config, self.loader, total_steps=self.total_steps, samples=samples):
+            self.log.say(said)
         if self.step:
             self.log.say(f"resumed after step {self.step}, {self.tokens:,} tokens")
-
-    def _tell_length(self) -> None:
-        """What the preflight cannot know of a run that is counted in epochs."""
-        epochs, options = self.config.training.epochs, self.config.lr_scheduler
-        self.log.say(
-            f"{self.total_steps} steps: training.epochs {epochs}, {self.loader.epoch_samples:,} samples each"
-        )
-        for said in cut_to_fit(
-            total_steps=options.total_steps or self.total_steps,
-            warmup_steps=options.warmup_steps,
-            warmup_ratio=options.warmup_ratio,
-            decay_ratio=options.decay_ratio,
-        ):
-            self.log.say(said)
-
-    def _speed_meter(self) -> SpeedMeter:
-        args, world = self.args, dist.get_world_size()
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        dtype = str(self.param_dtype).removeprefix("torch.")
-        peak = self.config.metrics.peak_tflops
-        per_device = peak * 1e12 if peak else peak_flops(name, dtype)
-        flops = flops_per_token(
-            dim=args.dim,
-            n_layers=args.n_layers,
-            n_heads=args.n_heads,
-            n_kv_heads=args.n_kv_heads,
-            head_dim=args.head_dim,
-            ffn_dim=args.ffn_dim,
-            vocab_size=args.vocab_size,
-            seq_len=self.config.training.seq_len,
-        )
-        return SpeedMeter(
-            flops_per_token=flops,
-            peak_flops=per_device * world if per_device else None,
-            mark=torch.profiler.record_function,
-        )
 
     def _log_step(self, result: StepResult, speed: SpeedMeter) -> None:
         values = {
