@@ -23,7 +23,7 @@ from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.parallelize import parallelize
 from toolkit.parallel.wrap import Wrapping
 
-UNTIED, TIED = small("llama3.1"), small("llama3.2")
+UNTIED, TIED = small("llama3.1", n_layers=2), small("llama3.2", n_layers=2)
 EXACT = Sharding(param_dtype=torch.float64, reduce_dtype=torch.float64)
 SINGLE = Sharding(param_dtype=torch.float32, reduce_dtype=torch.float32)
 # Replicas and resharding of each strategy on four ranks.

@@ -29,7 +29,7 @@ from tests.parallel.sharded import (
 from toolkit.parallel.wrap import Wrapping
 
 ACCUMULATIONS = (1, 3)
-UNITS = 5  # embedding, three blocks, norm and head
+UNITS = 4  # embedding, two blocks, norm and head
 NESTED = Wrapping("class", ("TransformerBlock", "Attention", "FeedForward"))
 
 
@@ -96,10 +96,10 @@ def test_only_what_must_be_sent_is_sent(
 
 
 def test_units_in_units_are_gathered_once_a_pass_whatever_is_asked_ahead(world: list[Any]) -> None:
-    # The root, and attention, feed-forward and the two norms of each of three blocks. Neither the root
+    # The root, and attention, feed-forward and the two norms of each of two blocks. Neither the root
     # nor the last unit is gathered again.
     for _, nested in world:
         for name, (units, counts, far) in nested.items():
-            assert units == 1 + 3 * 3, name
+            assert units == 1 + 2 * 3, name
             assert counts == {"allgather": 2 * units - 2, "reduce_scatter": units}, name
             assert far < 1e-12, name

@@ -153,7 +153,7 @@ def test_each_rank_holds_what_its_strategy_says(measured: list[dict[str, dict[st
 def test_strategies_differ_where_they_should() -> None:
     full, zero2, replicas = (_expected(name, 0) for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
     assert full["parameters"] < replicas["parameters"] / 3.9
-    assert full["peak"] < zero2["peak"] / 3 and full["parameters"] == zero2["parameters"]
+    assert full["peak"] < zero2["peak"] / 2 and full["parameters"] == zero2["parameters"]
 
 
 def _differ_from_ddp() -> list[str]:

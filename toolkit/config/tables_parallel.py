@@ -46,7 +46,7 @@ class Parallelism(Table):
     """What is gathered and freed together. block: the embedding, each block, the head; class: each module of
     fsdp_wrap_classes; size: each module with fsdp_min_num_params that are in no smaller unit."""
     fsdp_wrap_classes: list[str] = ["TransformerBlock"]
-    """For class: TransformerBlock, Attention, FeedForward, Embedding, OutputHead."""
+    """For class: any of TransformerBlock, Attention, FeedForward, Linear, RMSNorm, Embedding, OutputHead."""
     fsdp_min_num_params: Positive = 100_000_000
     """For size: parameters of the smallest unit."""
     fsdp_forward_prefetch: NonNegative = 0
