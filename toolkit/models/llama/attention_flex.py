@@ -18,7 +18,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 # Wrapped, what is compiled by itself can be kept by selective checkpointing; otherwise it is computed again.
 # Wrappers older than this class failed with flex_attention (torchtitan issue 2463).
-_OPTIONS = {"wrap_inductor_compiled_regions": True} if hasattr(wrap, "InductorCompiledCallable") else {}
+_OPTIONS: dict[str, Any] = (
+    {"wrap_inductor_compiled_regions": True} if hasattr(wrap, "InductorCompiledCallable") else {}
+)
 
 
 class FlexAttention:
