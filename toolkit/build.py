@@ -51,6 +51,18 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def compiles(config: Config, device: torch.device) -> bool:
+    """Whether something will be compiled: the model, or FlexAttention by itself."""
+    return config.compile.enable or (device.type == "cuda" and _attention(config, device) == "flex")
+
+
+def _attention(config: Config, device: torch.device) -> str:
+    model = config.model
+    return attention_choice(
+        model.attention, model.flavor, device=device.type, documents=config.data.document_mask
+    )
+
+
 def sharding(config: Config, *, param_dtype: torch.dtype) -> Sharding:
     """How FSDP stores, computes and communicates."""
     training, options = config.training, config.parallelism
@@ -87,9 +99,8 @@ def _compiling(config: Config) -> Compiling | None:
     options = config.compile
     if not options.enable:
         return None
-    from toolkit.parallel.compile import Compiling, use_cache
+    from toolkit.parallel.compile import Compiling
 
-    use_cache(Path(options.cache_folder).expanduser())
     return Compiling(tuple(options.components), options.backend, options.fullgraph)
 
 
@@ -106,14 +117,14 @@ def build_model(
     config: Config, args: LlamaArgs, mesh: Mesh, device: torch.device, *, how: Sharding, seed: int
 ) -> Llama:
     """A model sharded over ``mesh`` on ``device``, its weights a function of ``seed`` alone."""
-    attention = attention_choice(
-        config.model.attention,
-        config.model.flavor,
-        device=device.type,
-        documents=config.data.document_mask,
-    )
+    if compiles(config, device):
+        from toolkit.parallel.compile import use_cache
+
+        use_cache(Path(config.compile.cache_folder).expanduser())
     with torch.device("meta"):
-        model = Llama(args, attention=attention, loss_chunk_tokens=config.training.loss_chunk_tokens)
+        model = Llama(
+            args, attention=_attention(config, device), loss_chunk_tokens=config.training.loss_chunk_tokens
+        )
     model = model.to(DTYPES[config.training.dtype])
     parallelize(
         model,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit import __version__
-from toolkit.build import build_model, compute_dtype, model_args, sharding
+from toolkit.build import build_model, compiles, compute_dtype, model_args, sharding
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.config import Config
@@ -148,7 +148,7 @@ class Trainer:
 
     def _compile_clock(self) -> Callable[[], float]:
         """Gives the seconds spent on compiling since the last call."""
-        if not self.config.compile.enable:
+        if not compiles(self.config, self.device):
             return lambda: 0.0
         from toolkit.parallel.compile import CompileClock
 
