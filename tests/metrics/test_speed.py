@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 
 from toolkit.metrics.speed import SpeedMeter
@@ -56,3 +58,11 @@ def test_mfu_is_none_where_the_device_is_unknown(clock, known):
     meter = SpeedMeter(**known, clock=clock)
     _train(meter, clock, steps=1, seconds=1.0)
     assert meter.read()["mfu"] is None
+
+
+def test_a_profiler_is_told_what_waits_and_what_is_apart(clock):
+    ranges = []
+    meter = SpeedMeter(clock=clock, mark=lambda name: nullcontext(ranges.append(name)))
+    with meter.waiting(), meter.apart("validation"):
+        pass
+    assert ranges == ["toolkit::data", "toolkit::validation"]

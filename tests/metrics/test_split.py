@@ -105,6 +105,13 @@ def test_a_collective_on_its_thread_counts_where_nothing_is_computed() -> None:
     assert "of 5.0 ms, 2.0 ms are under computation" in str(found)
 
 
+def test_what_a_compiler_fused_for_the_cpu_has_no_name() -> None:
+    found = split([step(0, 9), marked("## Call CompiledFxGraph f7 ##", 1, 8), event("aten::mm", 3, 5)])
+    assert found is not None
+    assert (found.parts["other"], found.parts["linear"], found.parts["host"]) == (5, 2, 2)
+    assert "all that was compiled" in str(found)
+
+
 def test_validation_and_checkpoints_are_of_no_step() -> None:
     trace = [
         step(0, 10),

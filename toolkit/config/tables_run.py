@@ -42,17 +42,17 @@ class Profiling(Table):
     """torch.profiler traces and memory snapshots."""
 
     enable_profiling: bool = False
-    """Write a trace every profile_freq steps."""
+    """Write a trace every profile_freq steps, and say where the time of the step went."""
     save_traces_folder: str = "profile_traces"
     """Folder of the traces, inside job.dump_folder."""
     profile_freq: Positive = 10
-    """Steps from one trace to the next."""
+    """Steps from one trace, or memory snapshot, to the next."""
     profiler_active: Positive = 1
     """Steps that a trace covers."""
     profiler_warmup: NonNegative = 3
     """Steps that the profiler runs before each trace."""
     enable_memory_snapshot: bool = False
-    """Record the CUDA allocator's history."""
+    """Write the CUDA allocator's history every profile_freq steps and when memory runs out."""
     save_memory_snapshot_folder: str = "memory_snapshot"
     """Folder of the snapshots, inside job.dump_folder."""
 
@@ -71,7 +71,7 @@ class Metrics(Table):
     save_for_all_ranks: bool = False
     """Write JSON lines and TensorBoard events on every rank, each its own, instead of rank 0 alone."""
     enable_wandb: bool = False
-    """Send the metrics to Weights & Biases."""
+    """Send the metrics to Weights & Biases, as WANDB_PROJECT, WANDB_TEAM and WANDB_RUN_NAME say."""
     peak_tflops: PositiveFloat | None = None
     """Dense bf16 peak of one device in TFLOP/s, for the MFU of a device that is not in our table."""
 
@@ -131,7 +131,7 @@ class Comm(Table):
     train_timeout_seconds: Positive = 100
     """Time-out of collectives after the first step."""
     trace_buf_size: NonNegative = 20000
-    """Entries of NCCL's flight recorder."""
+    """Collectives that a rank's flight recorder remembers, for the trace of one that failed; 0 is off."""
     save_traces_folder: str = "comm_traces"
     """Folder of the flight recorder's traces, inside job.dump_folder."""
     save_traces_file_prefix: str = "rank_"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Event = Mapping[str, Any]
@@ -63,12 +63,14 @@ _NODE = re.compile(r"^autograd::engine::|Backward\d*$|^torch::autograd::")
 @dataclass(frozen=True)
 class Split:
     """Milliseconds a step: of each part, their sum ``wall``, all ``communication`` and the share of it
-    that ran while something was computed; ``steps`` were averaged."""
+    that ran while something was computed. ``steps`` were averaged; ``unnamed``: some ran kernels that a
+    compiler fused for the CPU, of which a trace does not say what they computed."""
 
     parts: dict[str, float]
     communication: float
     overlapped: float
     steps: int
+    unnamed: bool = False
 
     @property
     def wall(self) -> float:
@@ -81,6 +83,8 @@ class Split:
             about = _ABOUT.get(part, "")
             if part == COMMUNICATION and self.overlapped:
                 about = f"of {self.communication:.1f} ms, {self.overlapped:.1f} ms are under computation"
+            if part == "other" and self.unnamed:
+                about += ", and all that was compiled but matmuls and attention"
             lines.append(f"{line}  {about}".rstrip())
         return "\n".join(lines)
 
@@ -98,15 +102,15 @@ def split(trace: Iterable[Event]) -> Split | None:
     for kernel in kernels:
         part = _kernel_part(kernel["name"], operators.get(_external_id(kernel), ""))
         ranges.append((kernel["ts"], kernel["ts"] + kernel["dur"], part))
-    return _sweep([(step["ts"], step["ts"] + step["dur"]) for step in steps], ranges)
+    windows = [(step["ts"], step["ts"] + step["dur"]) for step in steps]
+    compiled = any("CompiledFxGraph" in event["name"] for event in events)
+    return replace(_sweep(windows, ranges), unnamed=compiled and not kernels)
 
 
 Range = tuple[float, float, str]
 
 
-def _cpu_ranges(
-    events: list[Event], *, main: int, kernels: bool
-) -> tuple[list[Range], dict[int, str]]:
+def _cpu_ranges(events: list[Event], *, main: int, kernels: bool) -> tuple[list[Range], dict[int, str]]:
     """What the threads did, as ranges that do not overlap within a thread, and the part of each operator
     by its id. Where there are ``kernels``, the CPU counts only for what keeps the device waiting."""
     threads: dict[tuple[Any, int], list[Event]] = {}
