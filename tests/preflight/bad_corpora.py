@@ -72,6 +72,13 @@ CASES = [
         key="validation.dataset_split",
         prepare=_saved,
     ),
+    bad(
+        "template_has_no_escapes",
+        r"data.text_column={id}\n{body} training.dataset_path=a.jsonl",
+        "as two characters",
+        "$'{a}",
+        prepare=lambda folder: (folder / "a.jsonl").write_text('{"id": "1", "body": "text"}\n'),
+    ),
     bad("dataset_choices_act", "training.dataset_split=test", "'c4_test' has no split to choose"),
     bad("dataset_choices_act", f"{CODE}.dataset_subset=en", "'c4_test' has no subset to choose"),
     bad(

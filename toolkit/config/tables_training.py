@@ -142,13 +142,16 @@ class Training(Table):
 
     dataset: str = "c4_test"
     """Corpus by name: embedded (also called c4_test) or embedded_validation (c4_validation), which are
-    shipped. With dataset_path the name is only a label."""
+    shipped, or a dataset of the Hugging Face hub as owner/name; c4 is en of allenai/c4. With dataset_path the
+    name is only a label."""
     dataset_path: str | None = None
-    """Own text: a .txt or .jsonl file (also .gz), a folder, a glob, or several of them with commas."""
+    """Own text: a .txt, .jsonl (also .gz) or .parquet file, a folder of them or one that Hugging Face's
+    save_to_disk wrote, a glob, or several of these with commas."""
     dataset_subset: str | None = None
-    """Configuration of a Hugging Face dataset, such as en of allenai/c4."""
+    """Configuration of a dataset of the Hugging Face hub, such as en of allenai/c4."""
     dataset_split: str = "train"
-    """Split of a Hugging Face dataset."""
+    """Split of a dataset of the Hugging Face hub, or a part of it such as train[:1%]; or of a DatasetDict
+    that was saved."""
     epochs: Positive | None = None
     """Length as passes over the corpus, in place of steps."""
     local_batch_size: Positive = 8
@@ -205,7 +208,7 @@ class Data(Table):
     """How text becomes samples."""
 
     text_column: str = "text"
-    """Column that holds the text, or a template of columns such as "{question}\\n{answer}"."""
+    """Column that holds the text, or a template of columns such as "{question}\\n{answer}"; {{ is a brace."""
     packing: bool = True
     """Fill samples with documents end to end; false puts one document in a row, cut or padded."""
     document_mask: bool = True

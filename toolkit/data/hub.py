@@ -137,7 +137,7 @@ def _title(source: HubSource) -> str:
 
 
 def _cannot_fetch(source: HubSource, error: Exception) -> DataError:
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    said = " ".join(str(error).split())[:500] or type(error).__name__
     if isinstance(error, ConnectionError | TimeoutError) or "connect" in said.lower():
         fix = (
             "run `python -m tools.prepare_data` where there is a network and the same data.cache_folder, or "

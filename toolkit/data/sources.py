@@ -11,6 +11,7 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ EMBEDDED = {
 }
 TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".txt.gz", ".jsonl.gz", ".json.gz")
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
+_LIKE_AN_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 COMPRESSION = 3  # compressed text is about three times as long as its file
 
 
@@ -194,7 +196,12 @@ def _find_item(item: str, split: str) -> list[Path]:
         if not found:
             raise _path_error(item, "no file matches this pattern", "check the pattern")
     else:
-        raise _path_error(item, "there is no such file or folder", _path_hint(place))
+        hint = _path_hint(place)
+        if _LIKE_AN_ID.fullmatch(item) and not place.parent.exists():
+            hint += (
+                f"; if it is a dataset of the Hugging Face hub, set dataset = {item!r} and no dataset_path"
+            )
+        raise _path_error(item, "there is no such file or folder", hint)
     for file in found:
         if not file.name.endswith(SUFFIXES):
             raise _path_error(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from toolkit.errors import DataError, Problem
 from toolkit.preflight.facts import Run, rule
 
 _DATA_KEYS = ("data.", "training.dataset", "validation.dataset", "validation.enable")
+_ESCAPE = re.compile(r"\\[nt](?![a-zA-Z])")  # but not \nabla
 _TOKENIZER_KEYS = ("model.tokenizer_path", "model.hf_assets_path")
 
 
@@ -33,6 +35,20 @@ def corpus_readable(run: Run) -> list[Problem]:
         elif found:
             problems.append(run.problem(f"{corpus.table}.{found.key}", found.rule, found.fix))
     return list(dict.fromkeys(problems))
+
+
+@rule()
+def template_has_no_escapes(run: Run) -> list[Problem]:
+    """A shell hands a backslash and an n on as they are, and each document would have them in its text."""
+    columns = {corpus.column_key: corpus.text_column for corpus in corpora(run.config)}
+    fix = "write $'{a}\\n{b}' in the shell, or set it in the file, between double quotes"
+    return [
+        run.problem(
+            key, f"it holds {found[0]} as two characters, not the line end or the tab that is meant", fix
+        )
+        for key, column in columns.items()
+        if (found := _ESCAPE.search(column))
+    ]
 
 
 @rule()
