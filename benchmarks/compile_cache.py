@@ -1,11 +1,11 @@
 """How much faster the second start of a compiled run is, to the end of its first step.
 
-    python -m benchmarks.compile_cache [--ranks 2] [--repeats 3] [--output benchmarks/results/compile_cache.md]
-                                       [--table.key value …]
+    python -m benchmarks.compile_cache --output benchmarks/results/compile_cache.md
+        [--ranks 2] [--repeats 3] [--table.key value …]
 
-Each repeat starts ``run_train.sh`` twice with ``compile.enable`` and one ``compile.cache_folder``: empty, then
-as the first start left it. For comparison the same without compile. One run before the first timing fills
-the token cache. Other arguments go to the run.
+Each repeat starts ``run_train.sh`` twice with ``compile.enable`` and one ``compile.cache_folder``: empty,
+then as the first start left it. For comparison the same without compile. One run before the first timing
+fills the token cache. Other arguments go to the run.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def report(ranks: int, timed: Mapping[str, Sequence[tuple[float, float]]]) -> st
     rows = [
         "# The compile cache",
         "",
-        f"`python -m benchmarks.compile_cache --ranks {ranks} --repeats {len(ratios)}`: seconds from the start "
-        f"of run_train.sh to the end of the first step of the debug model, on {len(os.sched_getaffinity(0))} "
+        f"`python -m benchmarks.compile_cache --ranks {ranks} --repeats {len(ratios)}`: seconds from the "
+        f"start of run_train.sh to the end of the first step of the debug model, on {len(os.sched_getaffinity(0))} "
         f"cores ({platform.machine()}), torch {torch.__version__}, token cache warm. The last column is the "
         "median of what rank 0 spent on compiling, or on reading what was compiled.",
         "",

@@ -2,6 +2,47 @@
 
 from __future__ import annotations
 
-from tests.preflight.bad_runs import Bad
+from tests.preflight.bad_runs import Bad, bad
 
-CASES: list[Bad] = []
+BUDGET = "activation_checkpoint.mode=memory_budget"
+COMPILE = "compile.enable compile.backend=aot_eager"
+
+
+CASES: list[Bad] = [
+    bad("selective_checkpointing", "activation_checkpoint.selective_ac_option=0", "at least 1", '"op"'),
+    bad("selective_checkpointing", "activation_checkpoint.selective_ac_option=ops", "at least 1", '"op"'),
+    bad(
+        "checkpointing_options_act",
+        "activation_checkpoint.memory_budget=0.3",
+        'mode is "selective", which does not read it',
+        'mode = "memory_budget"',
+    ),
+    bad(
+        "checkpointing_options_act",
+        "activation_checkpoint.visualize_memory_budget_pareto activation_checkpoint.mode=full",
+        'mode is "full"',
+    ),
+    bad(
+        "checkpointing_options_act",
+        "activation_checkpoint.early_stop activation_checkpoint.mode=none",
+        'mode is "none"',
+        'mode = "selective"',
+    ),
+    bad("memory_budget_needs", BUDGET, "compile.enable is false", "compile.enable = true"),
+    bad(
+        "memory_budget_needs",
+        f"{BUDGET} {COMPILE} compile.components=loss",
+        'compile.components lacks "model"',
+    ),
+    bad(
+        "memory_budget_needs",
+        f"{BUDGET} compile.enable compile.backend=eager",
+        '"eager" does not choose',
+        'compile.backend = "inductor"',
+    ),
+    bad("compiled_components", "compile.components=[] compile.enable", "nothing to compile"),
+    bad(
+        "compile_backend", "compile.backend=inducter compile.enable", "aot_eager", 'did you mean "inductor"?'
+    ),
+    bad("compile_backend", "compile.backend=cudagraphs compile.enable", "need a CUDA device"),
+]

@@ -89,4 +89,3 @@ TP, CP, PP, REPLICATE, SHARD = (
         "data_parallel_shard",
     )
 )
-SELECTIVE = "activation_checkpoint.selective_ac_option"

@@ -23,7 +23,6 @@ from tests.preflight.bad_runs import (
     OLD_CPU,
     PP,
     REPLICATE,
-    SELECTIVE,
     SHARD,
     TP,
     V100,
@@ -52,8 +51,6 @@ OPTIONS = [
     bad("built_options", "checkpoint.async_mode=async", "is not built yet", 'async_mode = "disabled"'),
     bad("supported_options", "fault_tolerance.enable", "torchft"),
     bad("supported_options", "parallelism.expert_parallel_degree=2", "mixture-of-experts"),
-    bad("selective_checkpointing", f"{SELECTIVE}=op", "is not built yet"),
-    bad("selective_checkpointing", f"{SELECTIVE}=0", "whole number of at least 1"),
     bad("loader_workers", "training.dataloader.prefetch_factor=2", "num_workers is 0"),
     bad("loader_workers", "validation.dataloader.persistent_workers", "num_workers is 0"),
 ]

@@ -1,1 +1,118 @@
-"""Rules about memory."""
+"""Rules about activation checkpointing, and about torch.compile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+
+from toolkit.config.schema import fields_by_key
+from toolkit.errors import Problem
+from toolkit.preflight.facts import Run, rule
+from toolkit.wording import closest
+
+_TABLE = "activation_checkpoint"
+_STRIDE = f"{_TABLE}.selective_ac_option"
+_RECOMPUTES = ("selective", "full")
+_READ_BY = {
+    "early_stop": _RECOMPUTES,
+    "preserve_rng_state": _RECOMPUTES,
+    "determinism_check": _RECOMPUTES,
+    "debug": _RECOMPUTES,
+    "memory_budget": ("memory_budget",),
+    "visualize_memory_budget_pareto": ("memory_budget",),
+}
+"""The modes of activation checkpointing that read an option."""
+
+_CHOOSING = ("inductor", "aot_eager", "aot_eager_decomp_partition", "cudagraphs")
+"""Back ends of torch that choose what a forward keeps for its backward."""
+_BACKENDS = (*_CHOOSING, "aot_eager_default_partitioner", "eager", "eager_noexcept")
+"""Those that can train; others come with packages that announce them."""
+
+
+@rule()
+def selective_checkpointing(run: Run) -> list[Problem]:
+    """``selective_ac_option`` is a stride over blocks, or by operator."""
+    options = run.config.activation_checkpoint
+    stride = options.selective_ac_option
+    if options.mode != "selective" or stride == "op" or (stride.isdecimal() and int(stride) >= 1):
+        return []
+    return [
+        run.problem(_STRIDE, 'must be a whole number of at least 1, in quotes, or "op"', 'for example "2"')
+    ]
+
+
+@rule()
+def checkpointing_options_act(run: Run) -> list[Problem]:
+    """What one mode reads, another does not."""
+    mode = run.config.activation_checkpoint.mode
+    problems = []
+    for name, readers in _READ_BY.items():
+        key = f"{_TABLE}.{name}"
+        if mode in readers or run.config.value(key) == fields_by_key()[key].default:
+            continue
+        fix = f'set {_TABLE}.mode = "{readers[0]}", or remove it'
+        problems.append(run.problem(key, f'{_TABLE}.mode is "{mode}", which does not read it', fix))
+    return problems
+
+
+@rule()
+def memory_budget_needs(run: Run) -> list[Problem]:
+    """It is torch.compile that keeps to the budget, for what it compiles, and matplotlib that draws."""
+    compiling, key = run.config.compile, f"{_TABLE}.mode"
+    if run.config.activation_checkpoint.mode != "memory_budget":
+        return []
+    if not compiling.enable or "model" not in compiling.components:
+        off = "compile.enable is false" if not compiling.enable else 'compile.components lacks "model"'
+        fix = f'set compile.enable = true with "model" in compile.components, or {key} = "selective"'
+        return [run.problem(key, f"torch.compile chooses what blocks keep, and {off}", fix)]
+    if compiling.backend in _BACKENDS and compiling.backend not in _CHOOSING:
+        rule = f'compile.backend "{compiling.backend}" does not choose what is kept for backward'
+        return [run.problem(key, rule, f'set compile.backend = "inductor", or {key} = "selective"')]
+    picture = f"{_TABLE}.visualize_memory_budget_pareto"
+    if run.config.value(picture) and find_spec("matplotlib") is None:
+        rule = "the package matplotlib, which draws it, is not installed"
+        return [run.problem(picture, rule, 'pip install "llama-toolkit[plot]"')]
+    return []
+
+
+@rule()
+def compiled_components(run: Run) -> list[Problem]:
+    """With nothing to compile, compile.enable would do nothing."""
+    if not run.config.compile.enable or run.config.compile.components:
+        return []
+    fix = 'set it to ["model", "loss"], or compile.enable = false'
+    return [run.problem("compile.components", "names nothing to compile", fix)]
+
+
+@rule()
+def compile_backend(run: Run) -> list[Problem]:
+    """The back end exists, and has what it needs."""
+    backend, key = run.config.compile.backend, "compile.backend"
+    if not run.config.compile.enable:
+        return []
+    known = [*_BACKENDS, *(found.name for found in entry_points(group="torch_dynamo_backends"))]
+    if backend not in known:
+        near = closest(backend, known)
+        fix = f'did you mean "{near}"?' if near else 'set it to "inductor"'
+        return [run.problem(key, f"the back ends are {', '.join(known)}", fix)]
+    if backend == "cudagraphs" and run.hardware.device != "cuda":
+        return [run.problem(key, "CUDA graphs need a CUDA device", 'set it to "inductor"')]
+    if backend == "inductor" and run.hardware.device == "cpu" and not shutil.which(_compiler()):
+        return [
+            run.problem(
+                key,
+                f"inductor writes C++ for the CPU, and there is no compiler {_compiler()} here",
+                "install g++, or name another in CXX"
+                f"{' (clang++ is here)' if shutil.which('clang++') else ''}; "
+                f'{key} = "aot_eager" needs none but is no faster than eager',
+            )
+        ]
+    return []
+
+
+def _compiler() -> str:
+    """What inductor calls."""
+    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")

@@ -44,28 +44,6 @@ def _leave(field: Field) -> str:
 
 
 @rule()
-def selective_checkpointing(run: Run) -> list[Problem]:
-    """``selective_ac_option`` is a stride over blocks."""
-    options = run.config.activation_checkpoint
-    key = "activation_checkpoint.selective_ac_option"
-    if options.mode != "selective":
-        return []
-    if options.selective_ac_option == "op":
-        return [
-            run.problem(
-                key,
-                'selective_ac_option = "op" is not built yet',
-                'set it to "2" to recompute every second block, or activation_checkpoint.mode = "full"',
-            )
-        ]
-    if not options.selective_ac_option.isdecimal() or int(options.selective_ac_option) < 1:
-        return [
-            run.problem(key, 'must be a whole number of at least 1, in quotes, or "op"', 'for example "2"')
-        ]
-    return []
-
-
-@rule()
 def loader_workers(run: Run) -> list[Problem]:
     """Two options of the DataLoader speak of its workers."""
     problems = []
