@@ -22,11 +22,12 @@ def mixture_or_dataset(run: Run) -> list[Problem]:
     problems = []
     for field in _replaced(run):
         if not _gives_way(run, field.key):
-            fix = (
-                f"remove it, or set {field.name} = {format_toml(field.default)}, the default; to train on it "
+            leave = f"remove it, or set {field.name} = {format_toml(field.default)}, the default"
+            add = (
+                f"to train on it as well, make it a part: [data.mixture.NAME] with {field.name} and a weight"
             )
-            fix += f"as well, make it a part: [data.mixture.NAME] with {field.name} and a weight"
-            problems.append(run.problem(field.key, "the corpora of [data.mixture] take its place", fix))
+            said = "the corpora of [data.mixture] take its place"
+            problems.append(run.problem(field.key, said, f"{leave}; {add}"))
     return problems
 
 
