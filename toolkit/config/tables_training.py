@@ -153,7 +153,8 @@ class Training(Table):
     """Split of a dataset of the Hugging Face hub, or a part of it such as train[:1%]; or of a DatasetDict
     that was saved."""
     epochs: Positive | None = None
-    """Length as passes over the corpus, in place of steps."""
+    """Length as passes over the corpus, in place of steps. A pass over a mixture is as many samples as its
+    parts have together."""
     local_batch_size: Positive = 8
     """Samples that a rank takes through the model at once."""
     global_batch_size: AutoOrPositive = -1
