@@ -12,12 +12,14 @@ it costs time and no FLOPs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch._functorch import config
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -79,33 +81,32 @@ def apply_activation_checkpoint(blocks: nn.ModuleDict, options: ActivationCheckp
     _set_memory_budget(options)
     if options.mode in ("none", "memory_budget"):
         return
-    chosen = {}
+    arguments: dict[str, Any] = {
+        "early_stop": options.early_stop,
+        "preserve_rng_state": options.preserve_rng_state,
+        "determinism_check": options.determinism_check,
+        "debug": options.debug,
+    }
     if options.mode == "op":
-        by_operator = partial(create_selective_checkpoint_contexts, policy)
-        # Lets torch.compile cache the graphs that have it: the hash stands for the policy's code.
-        by_operator.cache_hash = "keep attention and matmuls that do not widen"  # type: ignore[attr-defined]
-        chosen = {"context_fn": by_operator}
+        arguments["context_fn"] = _by_operator()
     stride = options.every if options.mode == "selective" else 1
     for index, name in enumerate(list(blocks)):
         if index % stride == 0:
-            blocks[name] = checkpoint_wrapper(
-                blocks[name],
-                early_stop=options.early_stop,
-                preserve_rng_state=options.preserve_rng_state,
-                determinism_check=options.determinism_check,
-                debug=options.debug,
-                **chosen,
-            )
+            blocks[name] = checkpoint_wrapper(blocks[name], **arguments)
+
+
+def _by_operator() -> Callable[[], Any]:
+    contexts: Any = partial(create_selective_checkpoint_contexts, policy)
+    # torch.compile caches graphs with a policy only under a name that stands for its code.
+    contexts.cache_hash = "keep attention and matmuls that do not widen"
+    return contexts
 
 
 def _set_memory_budget(options: ActivationCheckpointing) -> None:
     """Set the compiler's for this process; 1.0, torch's default, keeps what backward asks for."""
-    from torch._functorch import config
-
     acts = options.mode == "memory_budget"
     config.activation_memory_budget = options.memory_budget if acts else 1.0
-    folder = options.pareto_folder if acts else None
-    config.visualize_memory_budget_pareto = folder is not None
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        config.memory_budget_pareto_dir = str(folder)
+    config.visualize_memory_budget_pareto = acts and options.pareto_folder is not None
+    if acts and options.pareto_folder:
+        options.pareto_folder.mkdir(parents=True, exist_ok=True)
+        config.memory_budget_pareto_dir = str(options.pareto_folder)

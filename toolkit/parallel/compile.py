@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._dynamo import callback
@@ -40,7 +42,9 @@ def apply_compile(model: Llama, options: Compiling) -> None:
 
     Shapes are static: automatically dynamic ones could change kernels between a run and its resume.
     """
-    compiled = partial(torch.compile, backend=options.backend, fullgraph=options.fullgraph, dynamic=False)
+    compiled: Callable[[Any], Any] = partial(
+        torch.compile, backend=options.backend, fullgraph=options.fullgraph, dynamic=False
+    )
     if "model" in options.components:
         for name, block in list(model.layers.items()):
             model.layers[name] = compiled(block)
