@@ -15,8 +15,8 @@ from toolkit.config import Config
 @contextmanager
 def observers(
     config: Config, folder: Path, *, first_step: int, device: torch.device, say: Callable[[str], None]
-) -> Iterator[Callable[[int], None]]:
-    """Start what the config asks for; gives the function that is to be told of each finished step."""
+) -> Iterator[Callable[[int], None] | None]:
+    """Start what the config asks for; gives the function that is to be told of each finished step, if any."""
     options, rank = config.profiling, dist.get_rank()
     told: list[Callable[[int], None]] = []
     with ExitStack() as stack:
@@ -46,4 +46,4 @@ def observers(
             for tell in told:
                 tell(step)
 
-        yield after_step
+        yield after_step if told else None

@@ -233,7 +233,7 @@ class Trainer:
             if self._lock:
                 self._lock.close()
 
-    def _loop(self, after_step: Callable[[int], None]) -> int:
+    def _loop(self, after_step: Callable[[int], None] | None) -> int:
         training, request = self.config.training, StopRequest()
         garbage = GarbageCollection(training.gc_freq, debug=training.gc_debug)
         batches = iter(self.loader)
@@ -248,7 +248,9 @@ class Trainer:
                 result = self.train_step(micro_batches, learning_rate=self._rate(), stop=request.asked)
             except TrainingError as error:
                 raise TrainingError(f"step {self.step}: {error}") from None
-            after_step(self.step)
+            if after_step:
+                with speed.apart("profiler"):
+                    after_step(self.step)
             self.tokens += result.tokens
             speed.step(result.tokens)
             speed.add_apart("compile", self.compile_clock())
