@@ -1,0 +1,330 @@
+"""What each technique does to memory and step time, alone and in stacks, on a model of 125M parameters.
+
+    python -m benchmarks.techniques [--only TEXT ...] [--steps 5]
+                                    [--output benchmarks/results/techniques_<device>.md]
+
+A case is a training run in fresh processes. The baseline shards over all ranks (FULL_SHARD) and switches
+nothing else on: fp32, no activation checkpointing, eager, all logits at once, fused AdamW. On CPU two ranks,
+and four where a technique needs them; on CUDA one rank. A step is the median of those after the second,
+without compiling, which is told apart. Memory is that of the rank that has most: on CPU the peak of resident
+memory, less that of a process that has only imported what it needs, on CUDA what tensors took at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import describe
+from benchmarks.startup import ROOT
+from tests.helpers import free_port
+from toolkit.hardware import cores
+from toolkit.models.llama.presets import parameter_count, resolve
+
+SHAPE = {"dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 2048, "vocab_size": 32000}
+WARM_UP = 2
+LIMIT_SECONDS = 900.0
+
+BASELINE: dict[str, Any] = {
+    **{f"model.{key}": value for key, value in SHAPE.items()},
+    "parallelism.sharding_strategy": "FULL_SHARD",
+    "training.mixed_precision_param": "float32",
+    "training.loss_chunk_tokens": 0,
+    "activation_checkpoint.mode": "none",
+    "metrics.log_freq": 1,
+    "metrics.enable_tensorboard": "false",
+    "metrics.save_for_all_ranks": "true",
+}
+BATCH = {
+    "cpu": {"training.seq_len": 256, "training.global_batch_size": 4},
+    "cuda": {"training.seq_len": 2048, "training.global_batch_size": 8},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A technique: what it sets, on how many ranks, over how many micro-batches; compared with ``beside``."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 0
+    micro_batches: int = 1
+    beside: str = "baseline"
+    only: str = ""
+
+
+def _parallel(**options: Any) -> dict[str, Any]:
+    return {f"parallelism.{key}": value for key, value in options.items()}
+
+
+def _strategy(name: str, **more: Any) -> dict[str, Any]:
+    return _parallel(sharding_strategy=name, **more)
+
+
+def _checkpointing(mode: str, **more: Any) -> dict[str, Any]:
+    return {f"activation_checkpoint.{key}": value for key, value in {"mode": mode, **more}.items()}
+
+
+COMPILE = {"compile.enable": "true"}
+BF16 = {"training.mixed_precision_param": "bfloat16"}
+CHUNKS = {"training.loss_chunk_tokens": 128}
+EARLY = {"optimizer.early_step_in_backward": "true", "training.max_norm": "inf"}
+FULL = _checkpointing("full")
+BY_OPERATOR = _checkpointing("selective", selective_ac_option="op")
+REPLICAS = {"data_parallel_replicate_degree": 2}
+
+CASES = [
+    Case("baseline"),
+    # Strategies
+    Case("SHARD_GRAD_OP", _strategy("SHARD_GRAD_OP")),
+    Case("NO_SHARD", _strategy("NO_SHARD")),
+    Case("reshard always", _parallel(fsdp_reshard_after_forward="always")),
+    Case("FULL_SHARD, 4 ranks", ranks=4),
+    Case("HYBRID_SHARD, 2 x 2", _strategy("HYBRID_SHARD", **REPLICAS), 4, beside="FULL_SHARD, 4 ranks"),
+    Case(
+        "HYBRID_SHARD_ZERO2, 2 x 2",
+        _strategy("HYBRID_SHARD_ZERO2", **REPLICAS),
+        4,
+        beside="FULL_SHARD, 4 ranks",
+    ),
+    Case("reshard over 2 of 4", _parallel(fsdp_reshard_after_forward=2), 4, beside="FULL_SHARD, 4 ranks"),
+    # Units and when they are asked for
+    Case(
+        "wrap: Attention and FeedForward too",
+        _parallel(fsdp_wrap_policy="class", fsdp_wrap_classes="TransformerBlock,Attention,FeedForward"),
+    ),
+    Case("wrap by size, 12M", _parallel(fsdp_wrap_policy="size", fsdp_min_num_params=12_000_000)),
+    Case("prefetch 2 and 2", _parallel(fsdp_forward_prefetch=2, fsdp_backward_prefetch=2)),
+    Case("CPU offload", {"training.enable_cpu_offload": "true"}, only="cuda"),
+    # Accumulation
+    Case("2 micro-batches", micro_batches=2),
+    Case(
+        "2 micro-batches, reduced once",
+        _parallel(fsdp_sync_each_batch="false"),
+        micro_batches=2,
+        beside="2 micro-batches",
+    ),
+    # Memory
+    Case("checkpointing: full", FULL),
+    Case("checkpointing: every 2nd block", _checkpointing("selective", selective_ac_option="2")),
+    Case("checkpointing: by operator", BY_OPERATOR),
+    Case("loss in chunks of 128 tokens", CHUNKS),
+    Case("step in backward", EARLY),
+    # Precision
+    Case("bf16 compute", BF16),
+    Case("bf16 compute and reduce", BF16 | {"training.mixed_precision_reduce": "bfloat16"}),
+    Case("bf16 throughout", BF16 | {"training.dtype": "bfloat16"}),
+    # Compile
+    Case("compile", COMPILE),
+    Case("compile, loss only", COMPILE | {"compile.components": "loss"}),
+    Case("compile, memory budget 0.5", COMPILE | _checkpointing("memory_budget"), beside="compile"),
+    # Optimizer
+    Case("foreach AdamW", {"optimizer.implementation": "foreach"}),
+    Case("for-loop AdamW", {"optimizer.implementation": "for-loop"}),
+    # Attention
+    Case("bf16, flash", BF16 | {"model.attention": "flash"}, beside="bf16 compute", only="cuda"),
+    Case("bf16, flex", BF16 | {"model.attention": "flex"}, beside="bf16 compute", only="cuda"),
+    Case("bf16, varlen", BF16 | {"model.attention": "varlen"}, beside="bf16 compute", only="cuda"),
+    # Stacks
+    Case("fast: bf16, compile", BF16 | COMPILE),
+    Case("balanced: bf16, compile, by operator, chunks", BF16 | COMPILE | BY_OPERATOR | CHUNKS),
+    Case("small: bf16, full, chunks, step in backward", BF16 | FULL | CHUNKS | EARLY),
+    Case("small in fp32: full, chunks, step in backward", FULL | CHUNKS | EARLY),
+]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes are GiB; ``compiling`` seconds in all steps; ``loss`` of the last step."""
+
+    memory: float
+    step: float
+    compiling: float
+    loss: float
+
+
+class CannotRun(Exception):
+    """A case that this device has no place for, or whose run failed; says why."""
+
+
+def ranks_of(case: Case, device: str) -> int:
+    """How many ranks a case takes here.
+
+    Raises:
+        CannotRun: not these.
+    """
+    if case.only and case.only != device:
+        raise CannotRun(f"needs {case.only}")
+    if device == "cpu":
+        return case.ranks or 2
+    if case.ranks > torch.cuda.device_count():
+        raise CannotRun(f"needs {case.ranks} devices")
+    return case.ranks or 1
+
+
+def flags(case: Case, device: str, ranks: int, steps: int, folder: Path) -> list[str]:
+    """The command line of a case's training."""
+    values = BASELINE | BATCH[device] | dict(case.settings)
+    values["training.local_batch_size"] = values["training.global_batch_size"] // (ranks * case.micro_batches)
+    values |= {
+        "training.steps": steps,
+        "job.dump_folder": folder / "run",
+        "data.cache_folder": folder.parent / "tokens",
+        "compile.cache_folder": folder / "compiled",
+    }
+    return [f"--{key}={value}" for key, value in values.items()]
+
+
+def run(case: Case, device: str, steps: int, folder: Path) -> Measured:
+    """Train in fresh processes.
+
+    Raises:
+        CannotRun: this device lacks something, or the run failed.
+    """
+    ranks = ranks_of(case, device)
+    folder.mkdir()
+    command = [sys.executable, "-m", "toolkit.train", *flags(case, device, ranks, steps, folder)]
+    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
+    world["MASTER_PORT"] = free_port()
+    world["OMP_NUM_THREADS"] = max(1, cores() // ranks)
+    with (folder / "output.txt").open("w") as output:
+        processes = [
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ
+                | {name: str(value) for name, value in world.items()}
+                | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            deadline = time.monotonic() + LIMIT_SECONDS
+            codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
+        except subprocess.TimeoutExpired:
+            raise CannotRun(f"not done after {LIMIT_SECONDS:.0f} s") from None
+        finally:
+            for process in processes:
+                process.kill()
+    if any(codes):
+        raise CannotRun(_reason((folder / "output.txt").read_text()))
+    return _read(folder / "run", device)
+
+
+def _reason(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    problems = [line for line in lines if "Error" in line or line.startswith("rule")]
+    return f"failed: {(problems or lines or ['no output'])[-1][:160]}"
+
+
+def _read(folder: Path, device: str) -> Measured:
+    """What the ranks have logged."""
+    everywhere = [
+        [json.loads(line) for line in file.read_text().splitlines()] for file in folder.glob("metrics*.jsonl")
+    ]
+    chief = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    key = "memory_peak_gib" if device == "cpu" else "memory_gib"
+    return Measured(
+        memory=max(record[key] for records in everywhere for record in records),
+        step=statistics.median(record["step_seconds"] for record in chief[WARM_UP:]),
+        compiling=sum(record.get("compile_seconds", 0.0) for record in chief),
+        loss=chief[-1]["loss"],
+    )
+
+
+def imports_only(device: str) -> float:
+    """GiB that a process has before it makes anything; nothing of CUDA's."""
+    if device == "cuda":
+        return 0.0
+    code = (
+        "import torch; import toolkit.trainer; from toolkit.metrics.memory import memory; "
+        "print(memory(torch.device('cpu'))['memory_peak_gib'])"
+    )
+    return float(subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, text=True,
+                                stdout=subprocess.PIPE).stdout)  # fmt: skip
+
+
+def measure(cases: Sequence[Case], device: str, steps: int) -> Iterator[tuple[Case, Measured | str]]:
+    """Each case with its figures, or with why there are none."""
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # the user's own would be warm
+    with tempfile.TemporaryDirectory() as temporary:
+        for number, case in enumerate(cases):
+            try:
+                yield case, run(case, device, steps, Path(temporary, str(number)))
+            except CannotRun as reason:
+                yield case, str(reason)
+
+
+def header(device: str, imports: float, steps: int) -> list[str]:
+    """All above the rows."""
+    parameters = parameter_count(resolve("llama3", "debugmodel", **SHAPE))
+    batch = BATCH[device]
+    samples, length = batch["training.global_batch_size"], batch["training.seq_len"]
+    apart = f" Imports take {imports:.2f} GiB of each process, which are not counted." if imports else ""
+    return [
+        f"# Techniques on {device.upper()}",
+        "",
+        f"`python -m benchmarks.techniques --output benchmarks/results/techniques_{device}.md`: a Llama of "
+        f"{parameters:,} parameters, {samples} samples of {length:,} tokens a step, {steps} steps; the "
+        f"script says what the baseline is and how it is measured. {describe(device)}{apart}",
+        "",
+        "In brackets, the change from the baseline, or from the case that the last column names.",
+        "",
+        "| | ranks | peak GiB of a rank | seconds a step | compiling, s | loss at the end | beside |",
+        "|---|---|---|---|---|---|---|",
+    ]
+
+
+def row(case: Case, got: Measured | str, others: Mapping[str, Measured], device: str, imports: float) -> str:
+    """A line of the table, with the case that it is compared with if that was measured."""
+    if isinstance(got, str):
+        return f"| {case.name} | | {got} | | | | |"
+    base = others.get(case.beside)
+    peak, step = f"{got.memory - imports:.2f}", f"{got.step:.2f}"
+    if base and base is not got:
+        peak += f" ({(got.memory - imports) / (base.memory - imports) - 1:+.0%})"
+        step += f" ({got.step / base.step - 1:+.0%})"
+    compiling = f"{got.compiling:.0f}" if got.compiling else ""
+    beside = case.beside if case.beside != "baseline" else ""
+    ranks = ranks_of(case, device)
+    return f"| {case.name} | {ranks} | {peak} | {step} | {compiling} | {got.loss:.4f} | {beside} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", help="only the cases whose names hold one of these, e.g. bf16")
+    parser.add_argument("--steps", type=int, default=5, help=f"of each case; more than {WARM_UP}")
+    parser.add_argument("--output", type=Path, help="Markdown file to write; default: print only")
+    options = parser.parse_args()
+    if options.steps <= WARM_UP:
+        parser.error(f"--steps must be more than {WARM_UP}, which are not timed")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cases = [case for case in CASES if not options.only or any(text in case.name for text in options.only)]
+    imports = imports_only(device)
+    lines, measured = header(device, imports, options.steps), dict[str, Measured]()
+    print("\n".join(lines), flush=True)
+    for case, got in measure(cases, device, options.steps):
+        if isinstance(got, Measured):
+            measured[case.name] = got
+        lines.append(row(case, got, measured, device, imports))
+        print(lines[-1], flush=True)
+    if options.output:
+        options.output.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
