@@ -65,8 +65,9 @@ def report(ranks: int, timed: Mapping[str, Sequence[tuple[float, float]]]) -> st
         "",
         f"`python -m benchmarks.compile_cache --ranks {ranks} --repeats {len(ratios)}`: seconds from the "
         "start of run_train.sh to the end of the first step of the debug model, on "
-        f"{len(os.sched_getaffinity(0))} cores ({platform.machine()}), torch {torch.__version__}, token cache "
-        "warm. The last column is the median of what rank 0 spent on compiling, or on reading what was compiled.",
+        f"{len(os.sched_getaffinity(0))} cores ({platform.machine()}), torch {torch.__version__}, token "
+        "cache warm. The last column is the median of what rank 0 spent on compiling, or on reading what was "
+        "compiled.",
         "",
         "| | median | least | most | compiling |",
         "|---|---|---|---|---|",
