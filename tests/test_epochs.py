@@ -18,7 +18,7 @@ BATCH, SAMPLES, EPOCHS, STEPS = 4, 17, 3, 13
 """An epoch is 4.25 steps, and three are 12.75."""
 
 
-def _trainer(folder: Path, epochs: int) -> Trainer:
+def _trainer(folder: Path, epochs: int, batch: int = BATCH) -> Trainer:
     corpus = folder.parent / "corpus.txt"
     corpus.write_text("".join(f"{line} {line * line}\n" for line in range(200)))
     config = small_config(
@@ -27,7 +27,7 @@ def _trainer(folder: Path, epochs: int) -> Trainer:
         training={
             "dataset_path": str(corpus),
             "seq_len": 100,
-            "global_batch_size": BATCH,
+            "global_batch_size": batch,
             "local_batch_size": 2,
             "epochs": epochs,
         },
@@ -62,7 +62,12 @@ def _run(folder: Path, epochs: int) -> dict[str, Any]:
 def _runs(folder: str) -> dict[str, Any]:
     whole = _run(Path(folder, "whole"), EPOCHS)
     first = _run(Path(folder, "parts"), 1)
-    return {"whole": whole, "first": first, "second": _run(Path(folder, "parts"), EPOCHS)}
+    return {
+        "whole": whole,
+        "first": first,
+        "second": _run(Path(folder, "parts"), EPOCHS),
+        "exact": _trainer(Path(folder, "exact"), 150, batch=50).total_steps,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +81,11 @@ def test_every_sample_is_seen_once_an_epoch(runs: dict[str, Any]) -> None:
     assert whole["rows"].total() == STEPS * BATCH
     # The last step is filled up with the first sample of the next epoch.
     assert sorted(whole["rows"].values()) == [EPOCHS] * (SAMPLES - 1) + [EPOCHS + 1]
+
+
+def test_epochs_that_end_with_a_step_need_no_other(runs: dict[str, Any]) -> None:
+    # 150 · 17 / 50; in floating point 150 · 0.34 is more than 51.
+    assert runs["exact"] == 51
 
 
 def test_the_rate_falls_with_the_first_step_after_each_epoch(runs: dict[str, Any]) -> None:

@@ -72,6 +72,10 @@ class TrainingError(ToolkitError):
     """The run itself cannot go on, for example because the loss is not finite."""
 
 
+class OutOfMemory(TrainingError):
+    """The device of one rank is full. Its peers only see that it has gone, so it tells the user itself."""
+
+
 def report(error: BaseException, *, show: bool, debug: bool = False) -> int:
     """Print ``error`` to stderr where ``show`` (rank 0, or the failing rank) and return the exit code.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from toolkit import preflight
 from toolkit.config import Config, load_config
 from toolkit.corpora import open_data
-from toolkit.errors import DataError, ToolkitError, report
+from toolkit.errors import DataError, OutOfMemory, ToolkitError, report
 from toolkit.hardware import detect
 
 
@@ -77,8 +77,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _train(config)
     except ToolkitError as error:
-        # What a rank reads, it may be alone in failing to read; the other errors are agreed upon.
-        return report(error, show=rank == 0 or isinstance(error, DataError), debug=debug)
+        # A rank may be alone in failing to read or to find memory; the other errors are agreed upon.
+        return report(error, show=rank == 0 or isinstance(error, DataError | OutOfMemory), debug=debug)
     except Exception as error:
         code = report(error, show=True)
         if isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", "1")) > 1:

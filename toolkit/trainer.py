@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 from collections.abc import Callable
 from dataclasses import asdict
@@ -24,7 +23,15 @@ from toolkit.distributed import process_group
 from toolkit.distributed.garbage import GarbageCollection
 from toolkit.distributed.seeds import seed_step, set_deterministic
 from toolkit.distributed.signals import StopRequest
-from toolkit.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, ConfigError, Problem, TrainingError
+from toolkit.errors import (
+    EXIT_ERROR,
+    EXIT_FINISHED,
+    EXIT_REQUEUE,
+    ConfigError,
+    OutOfMemory,
+    Problem,
+    TrainingError,
+)
 from toolkit.loaders import training_loader, validation_loader
 from toolkit.metrics.memory import memory, out_of_memory_advice
 from toolkit.metrics.phases import Phases
@@ -69,7 +76,7 @@ class Trainer:
         self.steps_an_epoch = self.loader.epoch_samples / self.batch.total
         self.total_steps = config.training.steps
         if config.training.epochs:
-            self.total_steps = math.ceil(config.training.epochs * self.steps_an_epoch)
+            self.total_steps = -(-config.training.epochs * self.loader.epoch_samples // self.batch.total)
         self.checkpoints = CheckpointManager(
             self.folder / config.checkpoint.folder,
             keep_latest_k=config.checkpoint.keep_latest_k,
@@ -225,7 +232,7 @@ class Trainer:
                 return self._loop(after_step)
         except torch.OutOfMemoryError as error:  # outside of what watches, which writes its snapshot first
             snapshots = self.folder / self.config.profiling.save_memory_snapshot_folder
-            raise TrainingError(
+            raise OutOfMemory(
                 out_of_memory_advice(self.device, self.step, error, snapshots=snapshots)
             ) from error
         finally:
@@ -299,6 +306,7 @@ class Trainer:
             loss = validate(
                 self.model, self.validation_loader, device=self.device, limit=None if steps == -1 else steps
             )
+        self.compile_clock()  # what validation compiles is in its own seconds already
         if self.best_validation is None or loss < self.best_validation:
             self.best_validation = loss
         self._record({"validation_loss": loss})
