@@ -1,0 +1,164 @@
+"""Activation checkpointing changes what is kept and computed again, and no gradient."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._functorch import config as compiler
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.models.small_llama import build, small, tokens_and_labels
+from toolkit.models.llama.model import Llama
+from toolkit.names import clean_name
+from toolkit.parallel.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpoint
+from toolkit.parallel.compile import Compiling, apply_compile
+
+ROWS, LENGTH, LAYERS = 2, 40, 3
+ARGS = small(n_layers=LAYERS, head_dim=8)
+TOKENS, LABELS = tokens_and_labels(ROWS, LENGTH)
+DOCUMENTS = (torch.arange(LENGTH) // 7).expand(ROWS, LENGTH)
+MODES = {
+    "full": ActivationCheckpointing("full"),
+    "full, stopped early": ActivationCheckpointing("full", early_stop=True),
+    "every 2nd": ActivationCheckpointing("selective", every=2),
+    "op": ActivationCheckpointing("op"),
+    "op, stopped early": ActivationCheckpointing("op", early_stop=True),
+}
+NONE = ActivationCheckpointing()
+
+
+@pytest.fixture(autouse=True)
+def afresh():
+    """Blocks of all models share their code, for which torch keeps eight compilations at most."""
+    torch._dynamo.reset()
+    yield
+    apply_activation_checkpoint(torch.nn.ModuleDict(), NONE)
+
+
+def model_with(options: ActivationCheckpointing = NONE, backend: str = "", chunk: int = 0) -> Llama:
+    model = build(ARGS, torch.float32, loss_chunk_tokens=chunk)
+    apply_activation_checkpoint(model.layers, options)
+    if backend:
+        apply_compile(model, Compiling(("model",), backend))
+    return model
+
+
+def gradients(model: Llama) -> dict[str, Tensor]:
+    model(TOKENS, labels=LABELS, documents=DOCUMENTS).backward()
+    found = {clean_name(name): parameter.grad for name, parameter in model.named_parameters()}
+    assert None not in found.values()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend", "chunk"),
+    [*product(MODES, [""], [0, 17]), *product(["full", "every 2nd", "op"], ["aot_eager"], [17])],
+)
+def test_gradients_are_those_without(mode: str, backend: str, chunk: int) -> None:
+    # The same operators in the same order, once or twice: not even rounding differs, save where the
+    # compiler splits an operator into others (RMSNorm).
+    expected = gradients(model_with(chunk=chunk))
+    found = gradients(model_with(MODES[mode], backend, chunk))
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-5 if backend else 0)
+
+
+class _Watch(TorchDispatchMode):
+    """Counts operators, and knows the storages that they made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[function.name()] += 1
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return out
+
+    def bytes_alive(self) -> int:
+        return sum(size for storage, size in self._storages.values() if not storage.expired())
+
+
+def _watch(options: ActivationCheckpointing) -> tuple[int, Counter[str]]:
+    """Bytes that are kept after a forward, and the operators of its backward."""
+    model = model_with(options)
+    with _Watch() as forward:
+        loss = model(TOKENS, labels=LABELS)
+    kept = forward.bytes_alive()
+    with _Watch() as backward:
+        loss.backward()
+    return kept, backward.calls
+
+
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.fixture(scope="module")
+def watched() -> dict[str, tuple[int, Counter[str]]]:
+    return {name: _watch(options) for name, options in {"none": NONE, **MODES}.items()}
+
+
+def test_what_is_computed_again(watched: dict[str, tuple[int, Counter[str]]]) -> None:
+    plain = watched["none"][1]
+    again = {mode: calls - plain for mode, (_, calls) in watched.items()}
+    # (matmuls, attentions) of a block: all are q k v o w1 w2 w3, of which "op" repeats w1 and w3.
+    expected = {"full": (7, 1), "full, stopped early": (6, 1), "op": (2, 0), "op, stopped early": (2, 0)}
+    for mode, (matmuls, attentions) in expected.items():
+        assert again[mode]["aten::mm"] == LAYERS * matmuls, mode
+        assert again[mode][ATTENTION] == LAYERS * attentions, mode
+        assert again[mode]["aten::silu"] == LAYERS, mode
+    assert (again["every 2nd"]["aten::mm"], again["every 2nd"][ATTENTION]) == (2 * 7, 2)
+
+
+def test_what_is_kept(watched: dict[str, tuple[int, Counter[str]]]) -> None:
+    kept = {mode: size for mode, (size, _) in watched.items()}
+    # q, k, v, attention with the log-sum-exp of each head, o, w2.
+    by_operator = 4 * ARGS.dim + 2 * ARGS.n_kv_heads * ARGS.head_dim + ARGS.n_heads
+    assert kept["op"] - kept["full"] == LAYERS * ROWS * LENGTH * by_operator * 4
+    assert kept["op"] - kept["full"] < (kept["none"] - kept["full"]) / 2
+    assert kept["full"] < kept["every 2nd"] < kept["none"]
+
+
+def _saved_bytes(model: Llama) -> int:
+    """Bytes that autograd keeps of a forward, parameters left out."""
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own:
+            saved[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(TOKENS, labels=LABELS, documents=DOCUMENTS)
+    return sum(saved.values())
+
+
+def test_memory_budget_keeps_less() -> None:
+    expected, plain = gradients(model_with()), _saved_bytes(model_with(backend="aot_eager"))
+    torch._dynamo.reset()
+    model = model_with(ActivationCheckpointing("memory_budget", memory_budget=0.1), "aot_eager")
+    torch.testing.assert_close(gradients(model), expected, rtol=2e-5, atol=1e-5)
+    assert _saved_bytes(model) < plain / 2
+    assert model_with() and compiler.activation_memory_budget == 1.0, "the next run's own"
+
+
+def test_the_choices_of_a_memory_budget_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "run" / "memory_budget"
+    options = ActivationCheckpointing("memory_budget", memory_budget=0.5, pareto_folder=folder)
+    apply_activation_checkpoint(torch.nn.ModuleDict(), options)
+    # A block would do as well, and take ten times as long to draw.
+    torch.compile(lambda x: (x.sin() @ x).cos(), backend="aot_eager")(torch.ones(9, 9, requires_grad=True))
+    assert list(folder.glob("*.svg"))

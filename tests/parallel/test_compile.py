@@ -1,0 +1,141 @@
+"""A compiled run is the run: names, weights, losses and gradients; and each graph is compiled once."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from tests.helpers import run_world
+from tests.models.small_llama import build, small, tokens_and_labels
+from tests.training import small_config, small_trainer, weights_digest
+from toolkit.models.llama.model import Llama
+from toolkit.names import clean_name
+from toolkit.parallel.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpoint
+from toolkit.parallel.compile import CompileClock, Compiling, apply_compile, use_cache
+
+ROWS, LENGTH = 2, 40
+ARGS = small(n_layers=4, head_dim=8)
+TOKENS, LABELS = tokens_and_labels(ROWS, LENGTH)
+DOCUMENTS = (torch.arange(LENGTH) // 7).expand(ROWS, LENGTH)
+
+
+@pytest.fixture(autouse=True)
+def afresh() -> None:
+    """Blocks of all models share their code, for which torch keeps eight compilations at most."""
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def compiled_model(options: Compiling, mode: str = "none", chunk: int = 0) -> Llama:
+    model = build(ARGS, torch.float32, loss_chunk_tokens=chunk)
+    apply_activation_checkpoint(model.layers, ActivationCheckpointing(mode, every=2))
+    apply_compile(model, options)
+    return model
+
+
+def gradients(model: Llama) -> tuple[Tensor, dict[str, Tensor | None]]:
+    model.zero_grad()
+    loss = model(TOKENS, labels=LABELS, documents=DOCUMENTS)
+    loss.backward()
+    return loss.detach(), {clean_name(name): p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_blocks_share_their_graphs(mode: str) -> None:
+    model = compiled_model(Compiling(("model",), "aot_eager"), mode)
+    kinds = 1 if mode == "none" else 2  # of blocks: with their checkpoint and without
+    for _ in range(2):
+        gradients(model)
+    assert counters["stats"]["unique_graphs"] == kinds
+    model.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            model(TOKENS, labels=LABELS, documents=DOCUMENTS)
+    model.train()
+    gradients(model)
+    assert counters["stats"]["unique_graphs"] == 2 * kinds
+
+
+def test_only_the_components_named_are_compiled() -> None:
+    eager = build(ARGS, torch.float32)
+    loss = compiled_model(Compiling(("loss",), "aot_eager"), chunk=33)
+    assert [type(block) for block in loss.layers.values()] == [type(block) for block in eager.layers.values()]
+    torch.testing.assert_close(gradients(loss), gradients(eager), rtol=2e-5, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 2, "chunks of 33, 33 and 14 tokens"
+
+
+def test_the_clock_counts_each_compilation_once() -> None:
+    clock = CompileClock()
+    model = compiled_model(Compiling(backend="aot_eager"))
+    gradients(model)
+    assert clock.take() > 0.01, "a block and the loss, forward and backward"
+    gradients(model)
+    assert clock.take() == 0
+
+
+def test_the_cache_folder_is_the_users_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setenv(variable, "/theirs")
+    use_cache(Path("ours"))
+    assert os.environ[variable] == "/theirs"
+    monkeypatch.delenv(variable)
+    use_cache(Path("ours"))
+    assert os.environ[variable] == "ours"
+
+
+def test_inductor_gives_the_gradients_and_reads_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    expected = gradients(build(ARGS, torch.float32, loss_chunk_tokens=33))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = gradients(compiled_model(Compiling(), "op", chunk=33))
+    assert not [warning for warning in said if "complex" in str(warning.message)]
+    # Fused kernels add in another order.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+    counters.clear()
+    assert gradients(compiled_model(Compiling(), "op", chunk=33)) is not None
+    assert counters["aot_autograd"]["autograd_cache_hit"] == counters["stats"]["unique_graphs"] > 0
+
+
+def _train(folder: str) -> dict[str, Any]:
+    """An eager and a compiled run in one process group."""
+    runs: dict[str, Any] = {}
+    tables = {
+        "compile": {"enable": True, "backend": "aot_eager"},
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
+    }
+    for name in ("eager", "compiled"):
+        torch._dynamo.reset()
+        training = {"steps": 3, "local_batch_size": 4, "loss_chunk_tokens": 100}
+        trainer = small_trainer(
+            small_config(Path(folder, name), training=training, **(tables if name == "compiled" else {}))
+        )
+        weights = weights_digest(trainer.model)
+        assert trainer.run() == 0
+        runs[name] = {
+            "weights": weights,
+            "names": sorted(trainer._tensors(model_only=False)),
+            "losses": [record["loss"] for record in trainer.history],
+            "norms": [record["grad_norm"] for record in trainer.history],
+            "compiling": ["compile_seconds" in record for record in trainer.history],
+        }
+    return runs
+
+
+def test_a_compiled_run_is_the_run(tmp_path: Path) -> None:
+    eager, compiled = run_world(_train, 2, str(tmp_path))[0].values()
+    assert eager["compiling"] == [False] * 3
+    assert compiled["compiling"] == [True, False, False]
+    assert compiled["weights"] == eager["weights"] and compiled["names"] == eager["names"]
+    torch.testing.assert_close(compiled["losses"], eager["losses"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(compiled["norms"], eager["norms"], rtol=1e-5, atol=0)
