@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from toolkit.config import Config
 from toolkit.config.corpora import corpora
-from toolkit.data.cache import TokenCache, tokenized
-from toolkit.data.mixture import Part
+from toolkit.data.cache import Part, TokenCache, tokenized
 from toolkit.data.sources import open_source
 from toolkit.data.tokenizer import Tokenizer, load_tokenizer
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.byte_tokenizer import ByteTokenizer
-from toolkit.data.cache import TokenCache, tokenized
+from toolkit.data.cache import Part, TokenCache, tokenized
 from toolkit.data.loader import FIELDS, Loader, build_loader
-from toolkit.data.mixture import BLOCK, MixtureOrder, Part
+from toolkit.data.mixture import BLOCK, MixtureOrder
 from toolkit.data.sources import Source
 from toolkit.errors import DataError
 from toolkit.loss import IGNORED_LABEL

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 from toolkit.config.arguments import read_arguments
 from toolkit.config.files import Setting, read_files
-from toolkit.config.help import help_text
 from toolkit.config.schema import Config, Field, find_field
 from toolkit.config.values import choices, format_toml, in_words, parse
 from toolkit.errors import ConfigError, Problem
@@ -33,6 +32,8 @@ def load_config(argv: Sequence[str]) -> Config:
     """
     arguments = read_arguments(argv)
     if arguments.help is not None:
+        from toolkit.config.help import help_text
+
         print(help_text(arguments.help))
         sys.exit(0)
     settings: dict[str, Setting] = {}

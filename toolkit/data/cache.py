@@ -27,18 +27,21 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from toolkit.data.content import content_hashes, locked, say, stamps, too_large, unread
-from toolkit.data.progress import Progress
 from toolkit.data.sources import Source, kind
 from toolkit.data.text_files import PIECE_BYTES
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.data.workers import Encoded, encode_all
 from toolkit.durable import sync_file, sync_folder
 from toolkit.errors import DataError
 from toolkit.hardware import cores
+
+if TYPE_CHECKING:
+    from toolkit.data.progress import Progress
+    from toolkit.data.workers import Encoded
 
 FORMAT = 1  # raise it when pieces are cut, or documents are framed, in another way
 ALONE_BYTES = 16 << 20  # of text: up to here helpers would hardly be under way before one process is done
@@ -61,6 +64,15 @@ class TokenCache:
 
     def __reduce__(self) -> tuple:
         return open_cache, (self.folder,)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One corpus of a mixture, under the name that its order is keyed by."""
+
+    name: str
+    weight: float
+    corpus: TokenCache
 
 
 def tokenized(
@@ -180,6 +192,9 @@ def _build(
     source: Source, tokenizer: Tokenizer, key: str, folder: Path, progress: bool, processes: int
 ) -> None:
     """Write the cache under a temporary name and commit it. The caller holds the lock."""
+    from toolkit.data.progress import Progress  # these two only where something is built
+    from toolkit.data.workers import encode_all
+
     building = folder.with_suffix(".building")
     for leftover in (building, folder):  # of a killed build; a damaged cache
         if leftover.exists():

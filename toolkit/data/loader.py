@@ -13,18 +13,20 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from toolkit.data.cache import TokenCache
-from toolkit.data.mixture import MixtureOrder, Part, identity
+from toolkit.data.cache import Part, TokenCache
 from toolkit.data.order import corpus_indices
 from toolkit.data.packing import PADDING, Rows, Sample, corpus_rows
 from toolkit.errors import DataError
+
+if TYPE_CHECKING:
+    from toolkit.data.mixture import MixtureOrder
 
 Batch = dict[str, torch.Tensor | None]
 FIELDS = ("tokens", "labels", "positions", "documents")
@@ -117,11 +119,16 @@ class Loader:
     """
 
     mixture: MixtureOrder | None
-    """The shares of the parts, where there are several."""
+    """The shares of the parts of a mixture."""
 
-    def __init__(self, data: StatefulDataLoader, sampler: _MicroBatches, counted: dict[str, Any]):
-        self._data, self._sampler, self._counted = data, sampler, counted
-        self.mixture = sampler.order if isinstance(sampler.order, MixtureOrder) else None
+    def __init__(
+        self,
+        data: StatefulDataLoader,
+        sampler: _MicroBatches,
+        counted: dict[str, Any],
+        mixture: MixtureOrder | None = None,
+    ):
+        self._data, self._sampler, self._counted, self.mixture = data, sampler, counted, mixture
         self._micro_batches = len(sampler.offsets) // sampler.local_batch_size  # a global batch, of this rank
         self._start = 0
         self._taken = 0
@@ -204,9 +211,14 @@ def build_loader(
         {part.name: part.corpus for part in parts},
         seq_len=seq_len, packing=packing, document_mask=document_mask, pad_id=pad_id or 0,
     )  # fmt: skip
-    order, counted = _order(parts, [len(rows) for rows in dataset.rows], seed=seed, shuffle=shuffle)
-    if isinstance(order, MixtureOrder) and not infinite:
-        raise ValueError("a mixture has no end")
+    lengths = [len(rows) for rows in dataset.rows]
+    order: Order = functools.partial(corpus_indices, n=lengths[0], seed=seed, shuffle=shuffle)
+    mixture, counted = None, {"corpus": parts[0].corpus.fingerprint}
+    if parts[0].name:
+        order = mixture = _mixture(parts, lengths, seed=seed, shuffle=shuffle)
+        counted = _text(parts, mixture)
+        if not infinite:
+            raise ValueError("a mixture has no end")
     sampler = _MicroBatches(
         len(dataset), order, global_batch_size=global_batch_size, local_batch_size=local_batch_size,
         dp_rank=dp_rank, dp_size=dp_size, infinite=infinite,
@@ -219,17 +231,18 @@ def build_loader(
             collate_fn=_as_it_is, persistent_workers=persistent_workers and num_workers > 0,
             prefetch_factor=prefetch_factor if num_workers > 0 else None,
         )  # fmt: skip
-    counted |= {"seq_len": seq_len, "packing": packing, "shuffle": shuffle, "seed": seed}
-    return Loader(data, sampler, counted)
+    options = {"seq_len": seq_len, "packing": packing, "shuffle": shuffle, "seed": seed}
+    return Loader(data, sampler, counted | options, mixture)
 
 
-def _order(
-    parts: Sequence[Part], lengths: Sequence[int], *, seed: int, shuffle: bool
-) -> tuple[Order, dict[str, Any]]:
-    """The order of the samples, and what identifies the text that it is an order of."""
-    if parts[0].name == "":
-        order = functools.partial(corpus_indices, n=lengths[0], seed=seed, shuffle=shuffle)
-        return order, {"corpus": parts[0].corpus.fingerprint}
-    mixture = MixtureOrder({part.name: part.weight for part in parts}, lengths, seed=seed, shuffle=shuffle)
-    corpora = {f"{part.name}.corpus": part.corpus.fingerprint for part in parts}
-    return mixture, identity(mixture.quotas) | corpora
+def _mixture(parts: Sequence[Part], lengths: Sequence[int], *, seed: int, shuffle: bool) -> MixtureOrder:
+    from toolkit.data.mixture import MixtureOrder
+
+    return MixtureOrder({part.name: part.weight for part in parts}, lengths, seed=seed, shuffle=shuffle)
+
+
+def _text(parts: Sequence[Part], mixture: MixtureOrder) -> dict[str, str]:
+    """What identifies the text of a mixture."""
+    from toolkit.data.mixture import identity
+
+    return identity(mixture.quotas) | {f"{part.name}.corpus": part.corpus.fingerprint for part in parts}

@@ -23,24 +23,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
-from toolkit.data.cache import TokenCache
 from toolkit.data.order import corpus_indices, permute
 
 BLOCK = 10_000
-
-
-@dataclass(frozen=True)
-class Part:
-    """One corpus of a mixture, under the name that its order is keyed by."""
-
-    name: str
-    weight: float
-    corpus: TokenCache
 
 
 def shares(weights: Mapping[str, float]) -> dict[str, Fraction]:
