@@ -37,6 +37,7 @@ _RULES = (
     "mixture_parts_differ",
     "corpus_readable",
     "dataset_choices_act",
+    "text_column_acts",
     "template_has_no_escapes",
 )
 

@@ -79,6 +79,13 @@ CASES = [
         "$'{a}",
         prepare=lambda folder: (folder / "a.jsonl").write_text('{"id": "1", "body": "text"}\n'),
     ),
+    bad("text_column_acts", "data.text_column=body", "has columns"),
+    bad(
+        "text_column_acts",
+        f"{CODE}.text_column=body {CODE}.dataset_path=a.txt",
+        "has columns",
+        prepare=lambda folder: (folder / "a.txt").write_text("text"),
+    ),
     bad("dataset_choices_act", "training.dataset_split=test", "'c4_test' has no split to choose"),
     bad("dataset_choices_act", f"{CODE}.dataset_subset=en", "'c4_test' has no subset to choose"),
     bad(

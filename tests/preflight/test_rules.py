@@ -53,6 +53,7 @@ OPTIONS = [
     bad("supported_options", "parallelism.expert_parallel_degree=2", "mixture-of-experts"),
     bad("loader_workers", "training.dataloader.prefetch_factor=2", "num_workers is 0"),
     bad("loader_workers", "validation.dataloader.persistent_workers", "num_workers is 0"),
+    bad("deterministic_options_act", "debug.deterministic_warn_only", "without debug.deterministic"),
 ]
 
 MODEL = [
@@ -385,6 +386,8 @@ def test_what_cannot_be_used_ends_in_3(flag: str, error: type[Exception], folder
         (["--training.steps=400", "--lr_scheduler.decay_ratio=0.8"], 1, CPU, "cut to the 200 after"),
         (["--parallelism.fsdp_wrap_policy=size"], 2, CPU, "a block has 852,480"),
         (["--parallelism.fsdp_sync_each_batch=false"], 2, CPU, "a step is one micro-batch"),
+        (["--parallelism.fsdp_backward_prefetch=2"], 1, CPU, "each rank has all parameters"),
+        (["--training.mixed_precision_output=float32"], 1, CPU, "hands out none"),
     ],
 )
 def test_note(flags: list[str], world: int, hardware: Hardware, note: str, folder: Path) -> None:

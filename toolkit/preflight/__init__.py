@@ -99,6 +99,8 @@ def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
                 f"the {per_rank} samples of a rank are taken {local} at a time: "
                 f"training.local_batch_size {training.local_batch_size} does not divide them"
             )
+    if training.mixed_precision_output != "auto":
+        said.append("training.mixed_precision_output is for logits, of which a training hands out none")
     asks_bf16 = "bfloat16" in (training.dtype, training.mixed_precision_param)
     if asks_bf16 and hardware.device == "cpu" and not hardware.native_bf16:
         said.append("this CPU does not multiply bfloat16 natively: float32 is faster here")

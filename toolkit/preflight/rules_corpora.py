@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from toolkit.config import Config
 from toolkit.config.corpora import CorpusOptions, corpora
 from toolkit.config.schema import find_field
 from toolkit.data.content import too_large, unread
-from toolkit.data.sources import check_source, choices_read, open_source
+from toolkit.data.sources import EMBEDDED, check_source, choices_read, kind, open_source
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.facts import Run, rule
 
@@ -64,6 +65,28 @@ def dataset_choices_act(run: Run) -> list[Problem]:
                 fix = f"remove it, or name in place of {what} what has a {choice}, such as allenai/c4"
                 problems.append(run.problem(key, f"{what} has no {choice} to choose", fix))
     return problems
+
+
+@rule()
+def text_column_acts(run: Run) -> list[Problem]:
+    """JSON, Parquet and datasets have columns; the shipped corpora and .txt files have none to name."""
+    config, readers = run.config, defaultdict(list)
+    for corpus in corpora(config):
+        readers[corpus.column_key].append(corpus)
+    return [
+        run.problem(key, "no corpus that it is for has columns", "remove it")
+        for key, read_by in readers.items()
+        if config.value(key) != "text" and not any(map(_has_columns, read_by))
+    ]
+
+
+def _has_columns(corpus: CorpusOptions) -> bool:
+    if corpus.dataset_path is None:
+        return corpus.dataset not in EMBEDDED
+    try:
+        return any(kind(path) != "text" for path in open_source(**corpus.arguments()).files)
+    except DataError:
+        return True  # another rule says what is wrong
 
 
 @rule(DataError)

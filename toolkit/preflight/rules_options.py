@@ -56,3 +56,13 @@ def loader_workers(run: Run) -> list[Problem]:
                 fix = f"set {table}.num_workers to at least 1, or leave {name} out"
                 problems.append(run.problem(f"{table}.{name}", "needs workers, and num_workers is 0", fix))
     return problems
+
+
+@rule()
+def deterministic_options_act(run: Run) -> list[Problem]:
+    """What to do about algorithms that are not deterministic is asked only where these are unwanted."""
+    options = run.config.debug
+    if options.deterministic or not options.deterministic_warn_only:
+        return []
+    fix = "set debug.deterministic = true, or remove it"
+    return [run.problem("debug.deterministic_warn_only", "does nothing without debug.deterministic", fix)]
