@@ -111,7 +111,8 @@ class ActivationCheckpoint(Table):
     memory_budget: Fraction = 0.5
     """For memory_budget: part of the activations to keep."""
     visualize_memory_budget_pareto: bool = False
-    """For memory_budget: write a picture of the choices."""
+    """For memory_budget: draw what each budget would cost in time into the run's folder memory_budget. Needs
+    the extra plot, and some seconds a graph."""
     preserve_rng_state: bool = True
     """Compute again with the random numbers of the forward; needed only for dropout."""
     determinism_check: Literal["default", "none"] = "default"
@@ -132,7 +133,8 @@ class Compile(Table):
     fullgraph: bool = True
     """A block that cannot be compiled whole is an error; false falls back to eager at graph breaks."""
     cache_folder: str = "~/.cache/llama-toolkit/compile"
-    """Folder of compiled code, which makes the second start fast."""
+    """Folder of compiled code, which makes the second start fast. TORCHINDUCTOR_CACHE_DIR, if set, is used
+    in its place."""
 
 
 class Float8Linear(Table):

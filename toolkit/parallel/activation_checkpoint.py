@@ -12,6 +12,7 @@ it costs time and no FLOPs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -96,6 +97,8 @@ def apply_activation_checkpoint(blocks: nn.ModuleDict, options: ActivationCheckp
 
 
 def _by_operator() -> Callable[[], Any]:
+    # torch.compile warns of operators that work in place, of which a block has none.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     contexts: Any = partial(create_selective_checkpoint_contexts, policy)
     # torch.compile caches graphs with a policy only under a name that stands for its code.
     contexts.cache_hash = "keep attention and matmuls that do not widen"
