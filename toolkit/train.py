@@ -31,7 +31,10 @@ def _check(config: Config, rank: int) -> None:
 
 
 def _train(config: Config) -> int:
+    import torch
+
     from toolkit.distributed import flight_recorder, process_group
+    from toolkit.metrics.memory import out_of_memory_advice
     from toolkit.metrics.phases import Phases
     from toolkit.trainer import Trainer
 
@@ -43,7 +46,11 @@ def _train(config: Config) -> int:
     flight_recorder.enable(config.comm.trace_buf_size, _collectives(config))
     with phases("process group"):
         process_group.start(device, timeout_seconds=config.comm.init_timeout_seconds)
-    code = Trainer(config, data, device, phases).run()
+    try:
+        trainer = Trainer(config, data, device, phases)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(out_of_memory_advice(device, 0, error)) from error
+    code = trainer.run()
     # Only here: after an error, leaving the group would wait for peers that wait for us.
     process_group.stop()
     return code

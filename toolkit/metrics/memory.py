@@ -34,9 +34,10 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 _SAVINGS = (
-    ('activation_checkpoint.mode = "full"', "keeps one activation a block and computes the others again"),
-    ("training.local_batch_size lower", "with global_batch_size set, the run stays the same"),
     ("training.loss_chunk_tokens lower", "the logits of fewer tokens exist at a time"),
+    ("training.local_batch_size lower", "with global_batch_size set, the run stays the same"),
+    ('activation_checkpoint.selective_ac_option = "op"', "computes again what is cheap for its size"),
+    ('activation_checkpoint.mode = "full"', "keeps one activation a block and computes the others again"),
     ("parallelism.sharding_strategy = 1", "FULL_SHARD: no rank keeps whole parameters or gradients"),
     ("training.enable_cpu_offload", "parameters, gradients and optimizer state live on the host, at a price"),
     ("more ranks", "each holds a smaller shard"),
@@ -46,13 +47,14 @@ _SAVINGS = (
 def out_of_memory_advice(
     device: torch.device, step: int, error: BaseException, *, snapshots: Path | None = None
 ) -> str:
-    """What to tell a user whose run ended with ``error``, an out-of-memory error, in ``step``.
+    """What to tell a user whose run ended with ``error``, an out-of-memory error, in ``step`` (0: before).
 
     ``snapshots`` is the folder of memory snapshots, where they are on.
     """
     asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
     lines = [
-        f"step {step}: out of memory on {device}" + (f", {asked[1]} more were asked for" if asked else "")
+        f"{f'step {step}' if step else 'before the first step'}: out of memory on {device}"
+        + (f", {asked[1]} more were asked for" if asked else "")
     ]
     if device.type == "cuda":
         peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
