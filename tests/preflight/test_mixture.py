@@ -34,6 +34,10 @@ def test_the_dataset_of_a_base_gives_way_and_is_noted(
     assert check(config, world_size=1, hardware=CPU) == []
     said = notes(config, world_size=1, hardware=CPU)
     assert said == ['training.dataset = "embedded" (base.toml:2) gives way to [data.mixture]']
+    write("saved.toml", config.to_toml())(tmp_path)
+    again = configure(["--job.config_file=saved.toml"])
+    assert again.data == config.data
+    assert check(again, world_size=1, hardware=CPU) == []
 
 
 def test_a_flag_replaces_the_dataset_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

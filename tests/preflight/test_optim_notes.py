@@ -51,12 +51,15 @@ def test_steps_that_are_set_as_near_or_nearer_contradict_epochs() -> None:
     "flags",
     [
         [EPOCHS],
+        ["--job.config_file=base.toml", EPOCHS],
+        ["--job.config_file=base.toml", "--lr_scheduler.warmup_ratio=0.03"],
         ["--lr_scheduler.warmup_ratio=0.03", "--lr_scheduler.decay_type=step", "--lr_scheduler.step_size=9"],
         ["--optimizer.no_decay=*norm.weight,tok_embeddings.weight", "--optimizer.name=Adam"],
     ],
 )
 def test_a_saved_config_can_be_run_again(flags: list[str]) -> None:
-    """It names every key, defaults too."""
+    """It names every key, defaults too, and shows what was replaced without setting it again."""
+    Path("base.toml").write_text("[training]\nsteps = 600\n[lr_scheduler]\nwarmup_steps = 20\n")
     config = configure(flags)
     assert _problems(config) == []
     Path("saved.toml").write_text(config.to_toml())

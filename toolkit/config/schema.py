@@ -101,7 +101,13 @@ class Config(Table):
                 yield from of_table
 
     def to_toml(self, origins: bool = True) -> str:
-        """Write every value, defaults too, as TOML that loads to an equal config."""
+        """Write every value, defaults too, as TOML that loads to an equal config.
+
+        What another key has taken the place of is a comment: side by side in one file the two contradict.
+        """
+        from toolkit.config.replaced import replaced  # which reads this class
+
+        gone = replaced(self)
         lines: list[str] = []
         table = ""
         for field in self.present_fields():
@@ -110,7 +116,8 @@ class Config(Table):
                 lines += ["", f"[{table}]"]
             value = self.value(field.key)
             unset = value is None and field.default is None
-            line = f"# {field.name} = None" if unset else f"{field.name} = {format_toml(value)}"
+            line = f"{field.name} = {'None' if unset else format_toml(value)}"
+            line = f"# {line}" if unset or field.key in gone else line
             lines.append(f"{line}  # {self.origin(field.key)}" if origins else line)
         return "\n".join(lines[1:]) + "\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from toolkit.config.corpora import corpora
+from toolkit.config.replaced import ONE_CORPUS, is_set, replaced
 from toolkit.config.schema import Field, fields_by_key
 from toolkit.config.values import format_toml
 from toolkit.data.sources import EMBEDDED
@@ -20,8 +21,8 @@ def _key(name: str, option: str) -> str:
 def mixture_or_dataset(run: Run) -> list[Problem]:
     """A mixture and a dataset side by side contradict one another; a mixture replaces the one of a base."""
     problems = []
-    for field in _replaced(run):
-        if not _gives_way(run, field.key):
+    for field in _besides(run):
+        if field.key not in replaced(run.config):
             leave = f"remove it, or set {field.name} = {format_toml(field.default)}, the default"
             add = (
                 f"to train on it as well, make it a part: [data.mixture.NAME] with {field.name} and a weight"
@@ -33,35 +34,18 @@ def mixture_or_dataset(run: Run) -> list[Problem]:
 
 def mixture_notes(run: Run) -> list[str]:
     """What a mixture replaces of the file that the config extends."""
-    config, replaced = run.config, [field.key for field in _replaced(run) if _gives_way(run, field.key)]
+    config = run.config
     return [
         f"{key} = {format_toml(config.value(key))} ({config.origin(key)}) gives way to [data.mixture]"
-        for key in replaced
+        for key in ONE_CORPUS
+        if key in replaced(config)
     ]
 
 
-def _replaced(run: Run) -> list[Field]:
+def _besides(run: Run) -> list[Field]:
     """The keys of the one corpus that are not at their defaults although there is a mixture."""
-    options = ("dataset", "dataset_path", "dataset_subset", "dataset_split")
-    fields = [fields_by_key()[f"training.{option}"] for option in options]
-    return [
-        field for field in fields if run.config.data.mixture and run.config.value(field.key) != field.default
-    ]
-
-
-def _gives_way(run: Run, key: str) -> bool:
-    """Whether a file sets ``key`` and another file or a flag the mixture, nearer as far as can be told."""
-
-    def place(key: str) -> str:
-        origin = run.config.origin(key)
-        return "flags" if origin.startswith("--") else origin.rpartition(":")[0]
-
-    set_by = {
-        place(field.key) for field in run.config.present_fields() if field.key.startswith("data.mixture.")
-    }
-    if place(key) == run.config.job.config_file:
-        return "flags" in set_by and place(key) not in set_by
-    return place(key) not in {"flags", *set_by}
+    config = run.config
+    return [fields_by_key()[key] for key in ONE_CORPUS if config.data.mixture and is_set(config, key)]
 
 
 @rule()

@@ -1,13 +1,10 @@
-"""Rules about the optimizer, its schedule, and how long a run is.
-
-A key counts as set when its value is not the default: the config that a run saves names every key.
-"""
+"""Rules about the optimizer, its schedule, and how long a run is."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from toolkit.config.schema import fields_by_key
+from toolkit.config.replaced import is_set, replaced
 from toolkit.errors import Problem
 from toolkit.models.llama.presets import parameter_names
 from toolkit.optim.schedule import cut_to_fit
@@ -19,23 +16,12 @@ _EARLY = "optimizer.early_step_in_backward"
 _SHOWN = 8
 
 
-def _is_set(run: Run, key: str) -> bool:
-    return run.config.value(key) != fields_by_key()[key].default
-
-
-def _nearness(run: Run, key: str) -> int:
-    """How near to the user a key was set: a flag is nearer than the config file, and that than its bases."""
-    origin = run.config.origin(key)
-    if origin.startswith("--"):
-        return 2
-    return 1 if origin.rpartition(":")[0] == run.config.job.config_file else 0
-
-
 def _both_set(run: Run, key: str, other: str, what: str) -> list[Problem]:
     """``key`` takes the place of ``other`` where it was set nearer, as epochs do of a preset's steps."""
-    if not (_is_set(run, key) and _is_set(run, other)) or _nearness(run, key) > _nearness(run, other):
+    config = run.config
+    if not (is_set(config, key) and is_set(config, other)) or other in replaced(config):
         return []
-    value, where = run.config.value(other), run.config.origin(other)
+    value, where = config.value(other), config.origin(other)
     return [run.problem(key, f"{other} = {value} ({where}) gives {what}, too", "leave one of the two out")]
 
 
@@ -71,7 +57,7 @@ def decay_options_act(run: Run) -> list[Problem]:
             f"leave it out, or set {shapes.get(name, 'decay_type to linear, sqrt or cosine')}",
         )
         for name in keys
-        if _is_set(run, f"lr_scheduler.{name}")
+        if is_set(run.config, f"lr_scheduler.{name}")
     ]
 
 
@@ -158,7 +144,7 @@ def optim_notes(run: Run) -> list[str]:
     """What is allowed but may surprise."""
     schedule, training, optimizer = run.config.lr_scheduler, run.config.training, run.config.optimizer
     said = []
-    if training.epochs and _is_set(run, "training.steps"):
+    if training.epochs and is_set(run.config, "training.steps"):
         where = run.config.origin("training.steps")
         said.append(f"training.epochs {training.epochs} replaces training.steps {training.steps} ({where})")
     steps = schedule.total_steps or (None if training.epochs else training.steps)
