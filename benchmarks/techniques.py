@@ -1,13 +1,15 @@
 """What each technique does to memory and step time, alone and in stacks, on a model of 125M parameters.
 
-    python -m benchmarks.techniques [--only TEXT ...] [--steps 5]
+    python -m benchmarks.techniques [--only TEXT ...] [--steps N]
                                     [--output benchmarks/results/techniques_<device>.md]
 
 A case is a training run in fresh processes. The baseline shards over all ranks (FULL_SHARD) and switches
 nothing else on: fp32, no activation checkpointing, eager, all logits at once, fused AdamW. On CPU two ranks,
-and four where a technique needs them; on CUDA one rank. A step is the median of those after the second,
-without compiling, which is told apart. Memory is that of the rank that has most: on CPU the peak of resident
-memory, less that of a process that has only imported what it needs, on CUDA what tensors took at most.
+and four where a technique needs them; on CUDA one rank. A step is the median of those after the first,
+without compiling, which is told apart. Memory is that of the rank that has most. On CUDA it is what tensors
+took at most. On CPU it is the peak of resident memory, less that of a process that has only imported what it
+needs, in a run of two steps of its own in which malloc gives freed memory back at once: otherwise holes in
+the heap, 0.7 GiB here, hide what a technique saves, and giving memory back costs most of a step's time.
 """
 
 from __future__ import annotations
@@ -30,11 +32,14 @@ import torch
 from benchmarks.machine import describe
 from benchmarks.startup import ROOT
 from tests.helpers import free_port
-from toolkit.hardware import cores
+from toolkit.hardware import cores, cpu_multiplies_bf16
 from toolkit.models.llama.presets import parameter_count, resolve
 
 SHAPE = {"dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 2048, "vocab_size": 32000}
-WARM_UP = 2
+WARM_UP = 1
+STEPS = {"cpu": 3, "cuda": 10}
+# Blocks of a MiB and more are mapped one by one, in huge pages, since faults are what mapping costs.
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "1048576", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 LIMIT_SECONDS = 900.0
 
 BASELINE: dict[str, Any] = {
@@ -48,7 +53,7 @@ BASELINE: dict[str, Any] = {
     "metrics.save_for_all_ranks": "true",
 }
 BATCH = {
-    "cpu": {"training.seq_len": 256, "training.global_batch_size": 4},
+    "cpu": {"training.seq_len": 384, "training.global_batch_size": 4},
     "cuda": {"training.seq_len": 2048, "training.global_batch_size": 8},
 }
 
@@ -168,22 +173,20 @@ def ranks_of(case: Case, device: str) -> int:
     if case.only and case.only != device:
         raise CannotRun(f"needs {case.only}")
     if device == "cpu":
+        if "bfloat16" in case.settings.values() and not cpu_multiplies_bf16():
+            raise CannotRun("needs a CPU that multiplies bf16")
         return case.ranks or 2
     if case.ranks > torch.cuda.device_count():
         raise CannotRun(f"needs {case.ranks} devices")
     return case.ranks or 1
 
 
-def flags(case: Case, device: str, ranks: int, steps: int, folder: Path) -> list[str]:
-    """The command line of a case's training."""
+def flags(case: Case, device: str, ranks: int, folder: Path) -> list[str]:
+    """The command line of a case's training, without its length."""
     values = BASELINE | BATCH[device] | dict(case.settings)
     values["training.local_batch_size"] = values["training.global_batch_size"] // (ranks * case.micro_batches)
-    values |= {
-        "training.steps": steps,
-        "job.dump_folder": folder / "run",
-        "data.cache_folder": folder.parent / "tokens",
-        "compile.cache_folder": folder / "compiled",
-    }
+    values["data.cache_folder"] = folder.parent / "tokens"
+    values["compile.cache_folder"] = folder / "compiled"
     return [f"--{key}={value}" for key, value in values.items()]
 
 
@@ -194,11 +197,33 @@ def run(case: Case, device: str, steps: int, folder: Path) -> Measured:
         CannotRun: this device lacks something, or the run failed.
     """
     ranks = ranks_of(case, device)
-    folder.mkdir()
-    command = [sys.executable, "-m", "toolkit.train", *flags(case, device, ranks, steps, folder)]
+    arguments = flags(case, device, ranks, folder)
+    timed = train([*arguments, f"--training.steps={steps}"], ranks, folder / "timed", {})
+    sized, key = timed, "memory_gib"
+    if device == "cpu":
+        sized = train([*arguments, "--training.steps=2"], ranks, folder / "sized", GIVE_BACK)
+        key = "memory_peak_gib"
+    return Measured(
+        memory=max(record[key] for records in sized for record in records),
+        step=statistics.median(record["step_seconds"] for record in timed[0][WARM_UP:]),
+        compiling=sum(record.get("compile_seconds", 0.0) for record in timed[0]),
+        loss=timed[0][-1]["loss"],
+    )
+
+
+def train(
+    arguments: Sequence[str], ranks: int, folder: Path, environment: Mapping[str, str]
+) -> list[list[dict[str, Any]]]:
+    """What each rank of a run logged, step by step.
+
+    Raises:
+        CannotRun: the run failed.
+    """
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "toolkit.train", *arguments, f"--job.dump_folder={folder}"]
     world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
-    world["MASTER_PORT"] = free_port()
-    world["OMP_NUM_THREADS"] = max(1, cores() // ranks)
+    world |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": max(1, cores() // ranks)}
+    shared = os.environ | environment | {name: str(value) for name, value in world.items()}
     with (folder / "output.txt").open("w") as output:
         processes = [
             subprocess.Popen(
@@ -206,9 +231,7 @@ def run(case: Case, device: str, steps: int, folder: Path) -> Measured:
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ
-                | {name: str(value) for name, value in world.items()}
-                | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(ranks)
         ]
@@ -222,28 +245,14 @@ def run(case: Case, device: str, steps: int, folder: Path) -> Measured:
                 process.kill()
     if any(codes):
         raise CannotRun(_reason((folder / "output.txt").read_text()))
-    return _read(folder / "run", device)
+    names = ["metrics.jsonl", *(f"metrics.rank-{rank}.jsonl" for rank in range(1, ranks))]
+    return [[json.loads(line) for line in (folder / name).read_text().splitlines()] for name in names]
 
 
 def _reason(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     problems = [line for line in lines if "Error" in line or line.startswith("rule")]
     return f"failed: {(problems or lines or ['no output'])[-1][:160]}"
-
-
-def _read(folder: Path, device: str) -> Measured:
-    """What the ranks have logged."""
-    everywhere = [
-        [json.loads(line) for line in file.read_text().splitlines()] for file in folder.glob("metrics*.jsonl")
-    ]
-    chief = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    key = "memory_peak_gib" if device == "cpu" else "memory_gib"
-    return Measured(
-        memory=max(record[key] for records in everywhere for record in records),
-        step=statistics.median(record["step_seconds"] for record in chief[WARM_UP:]),
-        compiling=sum(record.get("compile_seconds", 0.0) for record in chief),
-        loss=chief[-1]["loss"],
-    )
 
 
 def imports_only(device: str) -> float:
@@ -307,17 +316,18 @@ def row(case: Case, got: Measured | str, others: Mapping[str, Measured], device:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", help="only the cases whose names hold one of these, e.g. bf16")
-    parser.add_argument("--steps", type=int, default=5, help=f"of each case; more than {WARM_UP}")
+    parser.add_argument("--steps", type=int, help=f"of each case; more than {WARM_UP}")
     parser.add_argument("--output", type=Path, help="Markdown file to write; default: print only")
     options = parser.parse_args()
-    if options.steps <= WARM_UP:
-        parser.error(f"--steps must be more than {WARM_UP}, which are not timed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    steps = options.steps or STEPS[device]
+    if steps <= WARM_UP:
+        parser.error(f"--steps must be more than {WARM_UP}, which is not timed")
     cases = [case for case in CASES if not options.only or any(text in case.name for text in options.only)]
     imports = imports_only(device)
-    lines, measured = header(device, imports, options.steps), dict[str, Measured]()
+    lines, measured = header(device, imports, steps), dict[str, Measured]()
     print("\n".join(lines), flush=True)
-    for case, got in measure(cases, device, options.steps):
+    for case, got in measure(cases, device, steps):
         if isinstance(got, Measured):
             measured[case.name] = got
         lines.append(row(case, got, measured, device, imports))
