@@ -78,8 +78,15 @@ def kept(folder: Path) -> dict[str, dict[str, Any]]:
     return {layouts.name(result["row"]): result for result in results}
 
 
+def forget_failures(folder: Path) -> None:
+    """Have what failed run again."""
+    whole = [result for result in kept(folder).values() if "run" in result]
+    (folder / "runs.jsonl").write_text("".join(json.dumps(result) + "\n" for result in whole))
+
+
 def run_missing(folder: Path, rows: Sequence[layouts.Row]) -> None:
     """Run the rows that the folder does not have; one that fails is kept as that, and the rest go on."""
+    forget_failures(folder)
     done = kept(folder)
     for ranks in layouts.FACTORS["ranks"]:
         left = [row for row in rows if row["ranks"] == ranks and layouts.name(row) not in done]
@@ -89,7 +96,7 @@ def run_missing(folder: Path, rows: Sequence[layouts.Row]) -> None:
                 run_world(run_into, int(ranks), str(folder), chunk, timeout=LIMIT_SECONDS * len(chunk))
             except (RuntimeError, TimeoutError) as error:
                 done = kept(folder)
-                culprit = next(row for row in chunk if layouts.name(row) not in done)
+                culprit = next((row for row in chunk if layouts.name(row) not in done), chunk[-1])
                 keep(folder, culprit, {"failure": str(error).strip().splitlines()[-1]})
             done = kept(folder)
             left = [row for row in left if layouts.name(row) not in done]

@@ -88,6 +88,8 @@ CHUNKS = {"training.loss_chunk_tokens": 128}
 EARLY = {"optimizer.early_step_in_backward": "true", "training.max_norm": "inf"}
 FULL = _checkpointing("full")
 BY_OPERATOR = _checkpointing("selective", selective_ac_option="op")
+NO_MASK = {"data.document_mask": "false"}
+FLASH = {"model.attention": "flash"}
 REPLICAS = {"data_parallel_replicate_degree": 2}
 
 CASES = [
@@ -139,7 +141,8 @@ CASES = [
     Case("foreach AdamW", {"optimizer.implementation": "foreach"}),
     Case("for-loop AdamW", {"optimizer.implementation": "for-loop"}),
     # Attention
-    Case("bf16, flash", BF16 | {"model.attention": "flash"}, beside="bf16 compute", only="cuda"),
+    Case("bf16, documents not apart", BF16 | NO_MASK, beside="bf16 compute", only="cuda"),
+    Case("the same, flash", BF16 | NO_MASK | FLASH, beside="bf16, documents not apart", only="cuda"),
     Case("bf16, flex", BF16 | {"model.attention": "flex"}, beside="bf16 compute", only="cuda"),
     Case("bf16, varlen", BF16 | {"model.attention": "varlen"}, beside="bf16 compute", only="cuda"),
     # Stacks
