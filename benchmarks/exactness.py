@@ -88,7 +88,7 @@ def run_missing(folder: Path, rows: Sequence[layouts.Row]) -> None:
     """Run the rows that the folder does not have; one that fails is kept as that, and the rest go on."""
     forget_failures(folder)
     done = kept(folder)
-    for ranks in layouts.FACTORS["ranks"]:
+    for ranks in sorted(layouts.FACTORS["ranks"]):  # what is compared with has one
         left = [row for row in rows if row["ranks"] == ranks and layouts.name(row) not in done]
         while left:
             chunk = left[:CHUNK]
