@@ -96,6 +96,7 @@ def test_rope_scaling_factor():
         ("llama3_1", "8B", "model.name", "llama3.1?"),
         ("llama3.1", "8b", "model.flavor", "mean 8B?"),
         ("llama3.1", "debug_model", "model.flavor", "mean debugmodel?"),
+        ("llama3", "70B_varlen_attn", "model.flavor", 'flavor = "70B" and model.attention = "varlen"'),
         ("llama3.1", "1B", "model.flavor", "1B is a flavor of llama3.2"),
         ("qwertyuiop", "8B", "model.name", "set model.name to one of them"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.preflight.bad_runs import Bad, bad
+from tests.preflight.bad_runs import Bad, bad, write
 
 BUDGET = "activation_checkpoint.mode=memory_budget"
 COMPILE = "compile.enable compile.backend=aot_eager"
@@ -45,4 +45,11 @@ CASES: list[Bad] = [
         "compile_backend", "compile.backend=inducter compile.enable", "aot_eager", 'did you mean "inductor"?'
     ),
     bad("compile_backend", "compile.backend=cudagraphs compile.enable", "need a CUDA device"),
+    bad(
+        "folders_writable",
+        f"{COMPILE} compile.cache_folder=a/cache",
+        "a is not a folder",
+        key="compile.cache_folder",
+        prepare=write("a", ""),
+    ),
 ]

@@ -1,4 +1,4 @@
-"""The checks are the same whoever runs them: no account of theirs is seen."""
+"""The checks are the same whoever runs them: no account of theirs is seen, nor a cache that torch chose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+def no_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in (
+        "WANDB_API_KEY",
+        "WANDB_MODE",
+        "WANDB_IDENTITY_TOKEN_FILE",
+        "WANDB_BASE_URL",
+        "TORCHINDUCTOR_CACHE_DIR",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))

@@ -20,6 +20,8 @@ def folders_writable(run: Run) -> list[Problem]:
         folders["checkpoint.folder"] = str(run.checkpoints)
     if config.metrics.enable_tensorboard:
         folders["metrics.save_tb_folder"] = str(run.dump_folder / config.metrics.save_tb_folder)
+    if config.compile.enable and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # which goes before it
+        folders["compile.cache_folder"] = config.compile.cache_folder
     problems: dict[str, Problem] = {}  # by rule: what is wrong with a folder is so of those inside it
     for key, folder in folders.items():
         rule, fix = _unusable(folder)

@@ -237,6 +237,9 @@ def _find(name: str, flavor: str) -> LlamaArgs:
     if flavor not in PRESETS[name]:
         elsewhere = [other for other, flavors in PRESETS.items() if flavor in flavors]
         fix = did_you_mean(flavor, PRESETS[name], "set model.flavor to one of them")
+        size, named = flavor.partition("_")[0], flavor_attention(flavor)
+        if named and size in PRESETS[name]:
+            fix = f'set model.flavor = "{size}" and model.attention = "{named}"'
         if elsewhere:
             fix = f"{flavor} is a flavor of {', '.join(elsewhere)}: set model.name to one of them, or {fix}"
         rule = f"the flavors of {name} are {', '.join(PRESETS[name])}"
