@@ -107,8 +107,9 @@ def judge(result: dict[str, Any], reference: dict[str, Any]) -> tuple[float, flo
     """Worst relative difference of the losses and of the norms, and what is wrong, if anything."""
     from tests.curves import differences
 
-    if "failure" in result:
-        return math.nan, math.nan, result["failure"]
+    for asked, who in ((result, ""), (reference, "what it is compared with: ")):
+        if "failure" in asked:
+            return math.nan, math.nan, who + asked["failure"]
     run, expected = result["run"], reference["run"]
     wrong = [f"other {what}" for what in ("weights", "samples") if run[what] != expected[what]]
     worst = []
@@ -154,8 +155,9 @@ def report(results: dict[str, dict[str, Any]], machine: str, command: str) -> st
 
 def _line(factor: str, level: str, judged: Iterable[tuple[float, float, str]]) -> str:
     judged = list(judged)
-    worst = [max((row[place] for row in judged if row[place] == row[place]), default=0.0) for place in (0, 1)]
-    return f"| {factor} | {level} | {len(judged):,} | {worst[0]:.1e} | {worst[1]:.1e} |"
+    numbers = [[row[place] for row in judged if not math.isnan(row[place])] for place in (0, 1)]
+    loss, norm = (f"{max(values):.1e}" if values else "" for values in numbers)
+    return f"| {factor} | {level} | {len(judged):,} | {loss} | {norm} |"
 
 
 def _part(rows: list[layouts.Row], part: str) -> list[layouts.Row]:
