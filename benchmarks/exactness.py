@@ -3,11 +3,11 @@
     python -m benchmarks.exactness [--whole] [--ranks 1 2 4] [--part 1/3] [--folder FOLDER]
                                    [--output benchmarks/results/exactness.md]
 
-tests/layouts.py has the techniques; the tests try each pair of them, and this their products. Without
-``--whole``: strategy x ranks x accumulation x checkpointing x wrap, all eager, and strategy x ranks x
-checkpointing x compile; with it, these seven and prefetch, all crossed. Factors that are not crossed take
-turns through their levels. Runs are kept in FOLDER as they end, and what is there is not run again: stop the
-command at any time and give it once more, or give it in parts. The table is of all that FOLDER has.
+tests/layouts.py has the techniques; the tests try each pair of them, and this their products: strategy x
+reshard x ranks x accumulation x checkpointing x wrap, all eager, and strategy x ranks x checkpointing x
+compile; with ``--whole`` all of these and prefetch. Factors that are not crossed take turns through their
+levels. Runs are kept in FOLDER as they end, and what is there is not run again: stop the command at any time
+and give it once more, or give it in parts. The table is of all that FOLDER has.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ CHUNK = 20
 """Rows that a world runs: each leaves process groups behind, with their threads and sockets."""
 LIMIT_SECONDS = 120.0
 """For a row, on a busy machine too."""
-SEVEN = ("strategy", "ranks", "accumulation", "checkpointing", "compile", "wrap", "prefetch")
+EAGER = ("strategy", "reshard", "ranks", "accumulation", "checkpointing", "compile", "wrap")
 
 
 def planned(whole: bool) -> list[layouts.Row]:
     """The rows of the products, after the references; no row twice."""
     if whole:
-        rows = list(layouts.every(SEVEN))
+        rows = list(layouts.every((*EAGER, "prefetch")))
     else:
-        eager = layouts.every(("strategy", "ranks", "accumulation", "checkpointing", "compile", "wrap"))
+        eager = layouts.every(EAGER)
         compiled = layouts.every(("strategy", "ranks", "checkpointing", "compile"))
         rows = [row for row in eager if row["compile"] == "off"]
         rows += [row for row in compiled if row["compile"] != "off"]
@@ -66,7 +66,7 @@ def keep(folder: Path, row: layouts.Row, result: dict[str, Any]) -> None:
 
 
 def kept(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the folder has, by the name of the row."""
+    """What the folder has, by the name of the row; rows of other factors than today's are left out."""
     file = folder / "runs.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     results = []
@@ -75,7 +75,8 @@ def kept(folder: Path) -> dict[str, dict[str, Any]]:
             results.append(json.loads(line))
         except json.JSONDecodeError:  # cut off when the command was killed
             continue
-    return {layouts.name(result["row"]): result for result in results}
+    today = [result for result in results if layouts.exists(result["row"])]
+    return {layouts.name(result["row"]): result for result in today}
 
 
 def forget_failures(folder: Path) -> None:
@@ -170,7 +171,7 @@ def _part(rows: list[layouts.Row], part: str) -> list[layouts.Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--whole", action="store_true", help="cross all seven factors")
+    parser.add_argument("--whole", action="store_true", help="cross compile, wrap and prefetch, too")
     parser.add_argument("--ranks", nargs="+", choices=list(layouts.FACTORS["ranks"]), help="only these")
     parser.add_argument("--part", default="1/1", help="i/n: the i-th of n parts")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "exactness"))

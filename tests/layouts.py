@@ -33,8 +33,11 @@ FACTORS: dict[str, dict[str, Settings]] = {
         "NO_SHARD": _strategy("NO_SHARD"),
         "HYBRID_SHARD": _strategy("HYBRID_SHARD", data_parallel_replicate_degree=2),
         "HYBRID_SHARD_ZERO2": _strategy("HYBRID_SHARD_ZERO2", data_parallel_replicate_degree=2),
-        "reshard always": _strategy("FULL_SHARD", fsdp_reshard_after_forward="always"),
-        "reshard over 2": _strategy("FULL_SHARD", fsdp_reshard_after_forward=2),
+    },
+    "reshard": {
+        "by strategy": {},
+        "always": {"parallelism.fsdp_reshard_after_forward": "always"},
+        "over 2": {"parallelism.fsdp_reshard_after_forward": 2},
     },
     "ranks": {"2": {}, "4": {}, "1": {}},
     "accumulation": {"1": {}, "4": {}},
@@ -70,7 +73,9 @@ CURVES = ("clip", "head")
 
 FORBIDDEN: list[dict[str, set[str]]] = [
     {"strategy": {"HYBRID_SHARD", "HYBRID_SHARD_ZERO2"}, "ranks": {"1"}},
-    {"strategy": {"reshard over 2"}, "ranks": {"1", "2"}},  # a divisor of the ranks, and less
+    {"strategy": {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}, "reshard": {"always", "over 2"}},
+    {"strategy": {"NO_SHARD", "HYBRID_SHARD"}, "reshard": {"over 2"}},  # shard groups of one and two ranks
+    {"reshard": {"over 2"}, "ranks": {"1", "2"}},
     {"wrap": {"class"}, "compile": {"aot_eager", "inductor"}},  # units inside a compiled block
     {"checkpointing": {"memory budget"}, "compile": {"off"}},  # the compiler chooses
     {"update": {"in backward"}, "accumulation": {"4"}},
@@ -103,6 +108,11 @@ def settings(row: Row) -> Settings:
 def allowed(row: Mapping[str, str]) -> bool:
     """Whether a row, complete or not, has nothing together that is forbidden."""
     return not any(all(row.get(factor) in levels for factor, levels in rule.items()) for rule in FORBIDDEN)
+
+
+def exists(row: Row) -> bool:
+    """Whether a row has a level of each factor, and no other."""
+    return row.keys() == FACTORS.keys() and all(level in FACTORS[factor] for factor, level in row.items())
 
 
 def name(row: Row) -> str:
