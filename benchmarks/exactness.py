@@ -156,8 +156,8 @@ def report(results: dict[str, dict[str, Any]], machine: str, command: str) -> st
 
 def _line(factor: str, level: str, judged: Iterable[tuple[float, float, str]]) -> str:
     judged = list(judged)
-    numbers = [[row[place] for row in judged if not math.isnan(row[place])] for place in (0, 1)]
-    loss, norm = (f"{max(values):.1e}" if values else "" for values in numbers)
+    measured = [(loss, norm) for loss, norm, _ in judged if not math.isnan(loss)]
+    loss, norm = (f"{max(values):.1e}" for values in zip(*measured, strict=True)) if measured else ("", "")
     return f"| {factor} | {level} | {len(judged):,} | {loss} | {norm} |"
 
 
