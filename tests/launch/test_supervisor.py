@@ -148,6 +148,11 @@ def test_a_hidden_rank_is_heard_when_it_fails_alone(capfd):
     assert log.read_text() == "hello from 1\n"
 
 
+def test_a_shown_rank_that_was_killed_is_named(capfd):
+    assert run("rank == 0 and os.kill(os.getpid(), 9); time.sleep(60)") == 1
+    assert "rank 0 was ended by SIGKILL (by the kernel, if memory ran out" in capfd.readouterr().err
+
+
 def test_the_rank_that_failed_first_is_named_not_the_peer_that_noticed(tmp_path, capfd):
     gone = tmp_path / "gone"
     code = f"""

@@ -279,8 +279,9 @@ def _explain(watch: _Watch, code: int) -> None:
         first = alike[0]
     returned = first.process.returncode
     lines = first.log.read_text(errors="replace").splitlines()[-TAIL_LINES:] if first.log else []
-    if not lines and any(worker.log is None and worker.process.returncode == returned for worker in failed):
-        return  # it left the telling to a rank that is shown
+    shown = [worker.process.returncode for worker in failed if worker.log is None]
+    if not lines and returned > 0 and returned in shown:
+        return  # a rank that is shown has told it, which one that a signal ended cannot
     how = f"was ended by {signal.Signals(-returned).name}" if returned < 0 else f"ended with code {returned}"
     if returned == -signal.SIGKILL and not watch.killed:
         how += " (by the kernel, if memory ran out: see dmesg)"
