@@ -40,6 +40,7 @@ def test_what_is_unknown_is_left_out():
 
 def test_time_spent_elsewhere_is_shown():
     assert format_line(1, 10, {"checkpoint_seconds": 3.21}).endswith("checkpoint 3.2 s")
+    assert format_line(1, 10, {"loss": 1.0, "profiler_seconds": 0.04}).endswith("loss 1.0000")
 
 
 def test_validation():

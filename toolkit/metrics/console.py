@@ -43,7 +43,7 @@ def format_line(step: int, total_steps: int, values: Mapping[str, Any], *, color
     if values.get("step_seconds") and values.get("data_seconds") is not None:
         parts.append(("wait", f"wait {values['data_seconds'] / values['step_seconds']:.1%}"))
     for key, value in values.items():
-        if key.endswith("_seconds") and key not in _HIDDEN:
+        if key.endswith("_seconds") and key not in _HIDDEN and value >= 0.05:  # less rounds to nothing
             parts.append((key, f"{key.removesuffix('_seconds')} {value:.1f} s"))
     return "  ".join(
         _COLORS[key] + text + _RESET if color and key in _COLORS else text for key, text in parts

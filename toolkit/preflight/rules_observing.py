@@ -27,6 +27,14 @@ def profiler_fits(run: Run) -> list[Problem]:
     ]
 
 
+def observing_notes(run: Run) -> list[str]:
+    """What was asked for and will not come."""
+    profiling, training = run.config.profiling, run.config.training
+    if not profiling.enable_profiling or training.epochs or profiling.profile_freq <= training.steps:
+        return []
+    return [f"profiling.profile_freq {profiling.profile_freq}: the {training.steps} steps have no trace"]
+
+
 @rule()
 def memory_snapshot_on_cuda(run: Run) -> list[Problem]:
     """Only the CUDA allocator records its history."""
