@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import typing
 from pathlib import Path
 from types import NoneType
@@ -317,3 +319,12 @@ def test_help_lists_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "--parallelism.data_parallel_shard_degree -1|int  (default -1)" in shown
     assert "[another value is not built yet]" in shown and "--training.steps" not in shown
+
+
+def test_help_whose_reader_has_gone_ends_quietly():
+    """``--help | head``: the pipe is closed while there is text left."""
+    told = subprocess.Popen(
+        [sys.executable, "-m", "toolkit.train", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    told.stdout.close()
+    assert (told.stderr.read(), told.wait()) == (b"", 0)

@@ -6,6 +6,7 @@ reports them all.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +35,10 @@ def load_config(argv: Sequence[str]) -> Config:
     if arguments.help is not None:
         from toolkit.config.help import help_text
 
-        print(help_text(arguments.help))
+        try:
+            print(help_text(arguments.help), flush=True)
+        except BrokenPipeError:  # --help | head; at exit Python would try once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     settings: dict[str, Setting] = {}
     problems = list(arguments.problems)
