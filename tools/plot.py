@@ -157,7 +157,7 @@ def _draw_curve(cell: Any, panel: Panel, places: list[float], values: list[float
 
 
 def _dress(cell: Any, panel: Panel, x: str) -> None:
-    from matplotlib.ticker import EngFormatter, StrMethodFormatter
+    from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
 
     cell.set_title(panel.title, fontsize=11, loc="left")
     cell.set_xlabel(X_LABELS[x])
@@ -168,7 +168,9 @@ def _dress(cell: Any, panel: Panel, x: str) -> None:
     cell.spines[["top", "right"]].set_visible(False)
     cell.margins(x=0.02)
     if panel.from_zero:
-        cell.set_ylim(bottom=0)
+        cell.set_ylim(0, 1.05 * cell.dataLim.ymax or 1)
+    if x == "step":
+        cell.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     if x == "tokens":
         cell.xaxis.set_major_formatter(EngFormatter(sep=""))
     if panel.key == "tokens_per_second":
