@@ -17,6 +17,8 @@ from tests.helpers import run_world
 from toolkit.hardware import Hardware
 from toolkit.preflight import check
 
+pytestmark = pytest.mark.timeout(600)  # the first test waits for all runs
+
 RELATIVE = 1e-5
 ROWS = layouts.pairwise()
 REFERENCE = layouts.reference_row(layouts.plain_row())
@@ -49,7 +51,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return results
 
 
-@pytest.mark.timeout(600)  # the first of these waits for all runs
 @pytest.mark.parametrize("row", ROWS, ids=layouts.name)
 def test_layout_gives_the_run_of_one_process(runs: Runs, row: layouts.Row) -> None:
     reference = runs[layouts.name(layouts.reference_row(row)), "float32"]
