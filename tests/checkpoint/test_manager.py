@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from tests.helpers import run_world
 from toolkit.checkpoint import manager as manager_module
@@ -322,6 +324,26 @@ def test_a_pickle_in_the_metadata_does_not_run(saved, tmp_path):
     with pytest.raises(CheckpointError, match=r"refused: it names posix\.mkdir"):
         saved.load(5, _empty())
     assert not (tmp_path / "harm").exists()
+
+
+class _ByName:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an enum."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_getattr_in_the_metadata_gives_members_of_enums_alone():
+    def load(written):
+        return storage._MetadataUnpickler(io.BytesIO(pickle.dumps(written))).load()
+
+    contiguous = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    assert load(_ByName(_MEM_FORMAT_ENCODING, contiguous.name)) is contiguous
+    with pytest.raises(CheckpointError, match=r"it names builtins\.getattr"):
+        load(_ByName(torch.Size, "count"))
 
 
 def test_a_pickle_in_a_shard_does_not_run(saved, tmp_path):
