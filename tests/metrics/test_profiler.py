@@ -7,6 +7,7 @@ import re
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -54,6 +55,17 @@ def test_a_trace_that_the_end_cuts_short_is_not_written(tmp_path: Path) -> None:
     assert said == []
     steps = re.findall(r'"ProfilerStep#\d"', (tmp_path / "iteration_5" / "rank2_trace.json").read_text())
     assert len(set(steps)) == 3
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's export says nothing of a trace that did not fit, or leaves a part of it."""
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: None)
+    (said,) = traced(tmp_path, range(1, 4), freq=3)
+    assert said == f"the trace of step 3 was not written; is there room in {tmp_path / 'iteration_3'}?"
+    monkeypatch.setattr(
+        torch.profiler.profile, "export_chrome_trace", lambda self, path: Path(path).write_text('{"trace')
+    )
+    assert "was not written" in traced(tmp_path, range(1, 4), freq=3)[0]
 
 
 class Slow(torch.utils.data.Dataset[int]):

@@ -86,7 +86,11 @@ class StepProfiler:
             self._say(self._report(path))
 
     def _report(self, path: Path) -> str:
-        found = split(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+        try:
+            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        except (OSError, ValueError):  # torch does not raise where the disk is full
+            return f"the trace of step {self._step} was not written; is there room in {path.parent}?"
+        found = split(events)
         if found is None:
             return f"profiled step {self._step}: the profiler recorded nothing; trace in {path.parent}"
         last = self._step
