@@ -12,6 +12,18 @@ CASES: list[Bad] = [
     bad("selective_checkpointing", "activation_checkpoint.selective_ac_option=0", "at least 1", '"op"'),
     bad("selective_checkpointing", "activation_checkpoint.selective_ac_option=ops", "at least 1", '"op"'),
     bad(
+        "checkpointing_debug",
+        "activation_checkpoint.debug activation_checkpoint.selective_ac_option=op",
+        'does not offer it for selective_ac_option = "op"',
+        'mode = "full"',
+    ),
+    bad(
+        "checkpointing_debug",
+        f"activation_checkpoint.debug activation_checkpoint.mode=full {COMPILE}",
+        "compiled blocks",
+        "compile.enable = false",
+    ),
+    bad(
         "checkpointing_options_act",
         "activation_checkpoint.memory_budget=0.3",
         'mode is "selective", which does not read it',

@@ -388,6 +388,7 @@ def test_what_cannot_be_used_ends_in_3(flag: str, error: type[Exception], folder
         (["--parallelism.fsdp_sync_each_batch=false"], 2, CPU, "a step is one micro-batch"),
         (["--parallelism.fsdp_backward_prefetch=2"], 1, CPU, "each rank has all parameters"),
         (["--training.mixed_precision_output=float32"], 1, CPU, "hands out none"),
+        (["--compile.enable"], 1, CPU, "the first step compiles"),
     ],
 )
 def test_note(flags: list[str], world: int, hardware: Hardware, note: str, folder: Path) -> None:

@@ -102,6 +102,11 @@ def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
             )
     if training.mixed_precision_output != "auto":
         said.append("training.mixed_precision_output is for logits, of which a training hands out none")
+    if config.compile.enable:
+        said.append(
+            "the first step compiles, some minutes at most; the code is kept in compile.cache_folder "
+            f"({config.compile.cache_folder}) for the next start"
+        )
     asks_bf16 = "bfloat16" in (training.dtype, training.mixed_precision_param)
     if asks_bf16 and hardware.device == "cpu" and not hardware.native_bf16:
         said.append("this CPU does not multiply bfloat16 natively: float32 is faster here")

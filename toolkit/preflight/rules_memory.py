@@ -45,6 +45,21 @@ def selective_checkpointing(run: Run) -> list[Problem]:
 
 
 @rule()
+def checkpointing_debug(run: Run) -> list[Problem]:
+    """torch finds the operation that differs with a context of its own, in place of the chosen one."""
+    options, key = run.config.activation_checkpoint, f"{_TABLE}.debug"
+    if not options.debug or options.mode not in _RECOMPUTES:
+        return []
+    if run.config.compile.enable and "model" in run.config.compile.components:
+        fix = "set compile.enable = false while you look for the operation"
+        return [run.problem(key, "torch does not offer it for compiled blocks", fix)]
+    if options.mode == "selective" and options.selective_ac_option == "op":
+        rule = 'torch does not offer it for selective_ac_option = "op"'
+        return [run.problem(key, rule, f'set {_TABLE}.mode = "full" while you look for the operation')]
+    return []
+
+
+@rule()
 def checkpointing_options_act(run: Run) -> list[Problem]:
     """What one mode reads, another does not."""
     mode = run.config.activation_checkpoint.mode
