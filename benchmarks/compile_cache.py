@@ -10,7 +10,6 @@ fills the token cache. Other arguments go to the run.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.startup import time_first_step
+from benchmarks.startup import main_of, time_first_step
 
 
 def time_start(ranks: int, folder: Path, arguments: Sequence[str]) -> tuple[float, float]:
@@ -81,20 +80,5 @@ def report(ranks: int, timed: Mapping[str, Sequence[tuple[float, float]]]) -> st
     return "\n".join(rows) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="write the table here as well")
-    options, arguments = parser.parse_known_args()
-    text = report(options.ranks, measure(options.ranks, options.repeats, arguments))
-    print("\n" + text)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text)
-
-
 if __name__ == "__main__":
-    main()
+    main_of(__doc__, measure, report, repeats=3)

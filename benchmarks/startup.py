@@ -21,8 +21,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = """
@@ -34,6 +35,7 @@ dist.destroy_process_group()
 """
 POLL_SECONDS = 0.005
 LIMIT_SECONDS = 600.0
+Timed = TypeVar("Timed")
 
 
 def time_command(*command: str) -> float:
@@ -133,12 +135,19 @@ def measure(ranks: int, repeats: int, arguments: Sequence[str]) -> dict[str, lis
     return seconds
 
 
-def main() -> None:
+def main_of(
+    description: str | None,
+    measure: Callable[[int, int, Sequence[str]], Timed],
+    report: Callable[[int, Timed], str],
+    *,
+    repeats: int,
+) -> None:
+    """The command line of a benchmark that repeats starts: measure, print the table, write it."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--output", type=Path, help="write the table here as well")
     options, arguments = parser.parse_known_args()
     text = report(options.ranks, measure(options.ranks, options.repeats, arguments))
@@ -149,4 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main_of(__doc__, measure, report, repeats=5)

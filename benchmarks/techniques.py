@@ -9,7 +9,7 @@ and four where a technique needs them; on CUDA one rank. A step is the median of
 without compiling, which is told apart. Memory is that of the rank that has most. On CUDA it is what tensors
 took at most. On CPU it is the peak of resident memory, less that of a process that has only imported what it
 needs, in a run of two steps of its own in which malloc gives freed memory back at once: otherwise holes in
-the heap, 0.7 GiB here, hide what a technique saves, and giving memory back costs most of a step's time.
+the heap hide what a technique saves, and giving memory back costs most of a step's time.
 """
 
 from __future__ import annotations

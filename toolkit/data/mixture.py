@@ -13,8 +13,7 @@ one length do not share a permutation. The parts go through their epochs each at
 
 What a sample is depends on the seed, on the names, weights and lengths of the parts and on its number; not on
 the order in which the parts are given, nor on ranks or batches. It costs O(1) given the table of its block,
-which takes a few milliseconds for its 10,000 samples and is kept while it is among the last few. A part that
-is drawn over and over costs some tenths of a millisecond an epoch, for the keys of that epoch's permutation.
+which is kept while it is among the last few, and the keys of each part's epoch.
 
 Without shuffling each part gives its samples in the order of its files; the parts stay interleaved as above.
 """

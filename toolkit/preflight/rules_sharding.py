@@ -5,7 +5,7 @@ from __future__ import annotations
 from toolkit.config.layout import strategy
 from toolkit.config.schema import fields_by_key
 from toolkit.errors import Problem
-from toolkit.models.llama.presets import INNER_CLASSES, WRAP_CLASSES, LlamaArgs
+from toolkit.models.llama.presets import INNER_CLASSES, WRAP_CLASSES, LlamaArgs, block_parameters
 from toolkit.preflight.facts import Run, divisors, rule
 from toolkit.wording import did_you_mean
 
@@ -169,7 +169,7 @@ def sharding_notes(run: Run) -> list[str]:
     """Options that change nothing in this run."""
     options, said = run.config.parallelism, []
     if options.fsdp_wrap_policy == "size" and run.model:
-        block = sum(_block_parts(run.model)) + 2 * run.model.dim
+        block = sum(block_parameters(run.model))
         embedding = 0 if run.model.tie_embeddings else run.model.vocab_size * run.model.dim
         if max(block, embedding) < options.fsdp_min_num_params:
             said.append(
@@ -186,10 +186,5 @@ def sharding_notes(run: Run) -> list[str]:
 
 def _smallest_whole_block(model: LlamaArgs) -> int:
     """The lowest ``fsdp_min_num_params`` at which nothing inside a block is a unit by itself."""
-    return max(_block_parts(model)) + 1
-
-
-def _block_parts(model: LlamaArgs) -> tuple[int, int]:
-    """Parameters of a block's attention and feed-forward."""
-    attention = 2 * model.dim * model.head_dim * (model.n_heads + model.n_kv_heads)
-    return attention, 3 * model.dim * model.ffn_dim
+    attention, feed_forward, _ = block_parameters(model)
+    return max(attention, feed_forward) + 1

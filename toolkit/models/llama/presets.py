@@ -216,9 +216,13 @@ def attention_choice(asked: str, flavor: str, *, device: str, documents: bool) -
 def parameter_count(args: LlamaArgs) -> int:
     """Number of distinct parameters; a tied head counts once."""
     embeddings = args.vocab_size * args.dim * (1 if args.tie_embeddings else 2)
+    return embeddings + args.n_layers * sum(block_parameters(args)) + args.dim
+
+
+def block_parameters(args: LlamaArgs) -> tuple[int, int, int]:
+    """Parameters of one block's attention, feed-forward and norms."""
     attention = 2 * args.dim * args.head_dim * (args.n_heads + args.n_kv_heads)
-    block = attention + 3 * args.dim * args.ffn_dim + 2 * args.dim
-    return embeddings + args.n_layers * block + args.dim
+    return attention, 3 * args.dim * args.ffn_dim, 2 * args.dim
 
 
 def parameter_names(args: LlamaArgs) -> list[str]:
