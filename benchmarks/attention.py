@@ -95,11 +95,11 @@ def measure(
         )
         for n in (shape.heads, shape.kv_heads, shape.kv_heads)
     ]
-    like = torch.empty(shape.rows, shape.length, 1, device=device)
+    asked = (documents, shape.rows, shape.length, torch.device(device))
     gradient = torch.randn_like(q)
     before = torch.cuda.memory_allocated() if on_cuda else 0
-    mask_ms = _median_ms(repeats, synchronize, lambda: backend.mask(documents, like))
-    mask = backend.mask(documents, like)
+    mask_ms = _median_ms(repeats, synchronize, lambda: backend.mask(*asked))
+    mask = backend.mask(*asked)
 
     def forward_backward() -> None:
         torch.autograd.grad(backend(q, k, v, mask), leaves, gradient)

@@ -72,7 +72,7 @@ def train(folder: str, row: layouts.Row, precision: str = "float32") -> Run:
     # Compiled code is found again by shapes and not, for one, by the memory budget it was compiled for.
     torch._dynamo.reset()
     trainer = small_trainer(configure(folder, row, precision))
-    weights = weights_digest(trainer.model)
+    weights = weights_digest(trainer.execution.models[0])
     seen: list[torch.Tensor] = []
     take_step = trainer.train_step
 

@@ -55,7 +55,7 @@ def _run(folder: Path, epochs: int) -> dict[str, Any]:
         "rows": rows,
         "rates": {record["step"]: record["lr"] for record in trainer.history},
         "losses": {record["step"]: record["loss"] for record in trainer.history},
-        "weights": weights_digest(trainer.model),
+        "weights": weights_digest(trainer.execution.models[0]),
     }
 
 

@@ -40,15 +40,15 @@ def _config(folder: Path, *, early: bool, steps: int = STEPS, **tables: dict[str
 
 def _result(trainer: Trainer) -> dict[str, Any]:
     trainer.run()
-    state = optimizer_tensors(trainer.model.named_parameters(), trainer.optimizer)
+    state = optimizer_tensors(trainer.execution.models[0].named_parameters(), trainer.optimizer)
     local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in state.items()}
     return {
         "losses": [record["loss"] for record in trainer.history],
         "norms": [record["grad_norm"] for record in trainer.history],
-        "weights": weights_digest(trainer.model),
+        "weights": weights_digest(trainer.execution.models[0]),
         "state": {name: tensor.numpy().tobytes() for name, tensor in local.items()},
         "updates": {tensor.item() for name, tensor in local.items() if name.endswith(".step")},
-        "left": sum(parameter.grad is not None for parameter in trainer.model.parameters()),
+        "left": sum(parameter.grad is not None for parameter in trainer.execution.models[0].parameters()),
     }
 
 
@@ -78,11 +78,11 @@ def _peak_bytes(folder: Path) -> dict[str, Any]:
         peak = max(peak, sum(size for reference, size in alive.items() if not reference.expired()))
         update(self, parameter)
 
-    for parameter in trainer.model.parameters():
+    for parameter in trainer.execution.models[0].parameters():
         parameter._post_accumulate_grad_hooks.clear()
         parameter.register_post_accumulate_grad_hook(watch.__get__(trainer.optimizer))
     trainer.run()
-    sizes = {name: p.to_local().nbytes for name, p in trainer.model.named_parameters()}
+    sizes = {name: p.to_local().nbytes for name, p in trainer.execution.models[0].named_parameters()}
     head = sizes["norm.weight"] + sizes["output.weight"]
     return {"peak": peak, "largest": max(head, sizes["tok_embeddings.weight"]), "all": sum(sizes.values())}
 
@@ -90,7 +90,7 @@ def _peak_bytes(folder: Path) -> dict[str, Any]:
 def _break(folder: Path) -> str:
     """Put an infinity where only the last rank's part of the gradient shows it."""
     trainer = small_trainer(_config(folder, early=True))
-    parameter = trainer.model.get_parameter("layers.1.feed_forward.w2.weight")
+    parameter = trainer.execution.models[0].get_parameter("layers.1.feed_forward.w2.weight")
 
     def poison(parameter: nn.Parameter) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:

@@ -35,7 +35,7 @@ def _run(config: Config) -> dict[str, Any]:
         "code": code,
         "losses": {record["step"]: record["loss"] for record in trainer.history if "loss" in record},
         "tokens": trainer.tokens,
-        "weights": weights_digest(trainer.model),
+        "weights": weights_digest(trainer.execution.models[0]),
     }
 
 
@@ -76,18 +76,18 @@ def _stop(folder: str) -> dict[str, Any]:
 def _break(folder: str) -> dict[str, Any]:
     """Put an infinity where only the last rank's part of the gradient shows it."""
     trainer = small_trainer(_config(Path(folder, "broken")))
-    before = weights_digest(trainer.model)
+    before = weights_digest(trainer.execution.models[0])
     name = "layers.1.feed_forward.w2.weight"
 
     def poison(parameter: torch.nn.Parameter) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
             parameter.grad._local_tensor[0, 0] = torch.inf  # type: ignore[union-attr]
 
-    dict(trainer.model.named_parameters())[name].register_post_accumulate_grad_hook(poison)
+    dict(trainer.execution.named_parameters())[name].register_post_accumulate_grad_hook(poison)
     try:
         trainer.run()
     except TrainingError as error:
-        return {"message": str(error), "unchanged": weights_digest(trainer.model) == before}
+        return {"message": str(error), "unchanged": weights_digest(trainer.execution.models[0]) == before}
     return {"message": "", "unchanged": False}
 
 
@@ -98,7 +98,7 @@ def _start_from_weights(folder: str) -> dict[str, Any]:
     trainer = small_trainer(
         small_config(Path(folder, "child"), checkpoint={"enable": True, "initial_load_path": path})
     )
-    return {"step": trainer.step, "weights": weights_digest(trainer.model)}
+    return {"step": trainer.step, "weights": weights_digest(trainer.execution.models[0])}
 
 
 def _two_runs_in_one_folder(folder: str) -> str:
@@ -116,7 +116,7 @@ def _losses_on_the_same_data(folder: str) -> tuple[float, float]:
     """What validation says of one global batch, and what the next training step says of the same."""
     trainer: Trainer = small_trainer(_config(Path(folder, "same")))
     batches = [batch for batch, _ in zip(trainer.loader, range(trainer.batch.accumulation), strict=False)]
-    said = validate(trainer.model, batches, device=trainer.device, limit=None)
+    said = validate(trainer.execution, batches, device=trainer.device, limit=None)
     return said, trainer.train_step(batches, learning_rate=1e-3).loss
 
 

@@ -37,9 +37,11 @@ def _saved_beside_validation(folder: str) -> list[tuple[bool, str, str]]:
         assert resumed.history[0]["step"] == 3
         shards = all(
             isinstance(parameter, DTensor) and parameter.dtype == torch.float32
-            for parameter in resumed.model.parameters()
+            for parameter in resumed.execution.models[0].parameters()
         )
-        found.append((shards, weights_digest(resumed.model), weights_digest(plain.model)))
+        found.append(
+            (shards, weights_digest(resumed.execution.models[0]), weights_digest(plain.execution.models[0]))
+        )
     return found
 
 

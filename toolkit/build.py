@@ -1,4 +1,4 @@
-"""From a configuration and a mesh to a sharded, initialised model.
+"""From a configuration and a mesh to a sharded, initialised model and its execution.
 
 The model is made on the meta device, sharded there, and only then given storage, so that no rank
 ever holds more than its shards.
@@ -17,6 +17,8 @@ from toolkit.config.layout import reshard_after_forward
 from toolkit.models.llama.model import Llama, init_rule
 from toolkit.models.llama.presets import LlamaArgs, attention_choice, resolve
 from toolkit.parallel.activation_checkpoint import ActivationCheckpointing
+from toolkit.parallel.context import SequenceShards
+from toolkit.parallel.execution import Execution, Whole
 from toolkit.parallel.fsdp import Sharding
 from toolkit.parallel.initialize import initialize
 from toolkit.parallel.mesh import Mesh
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from toolkit.parallel.compile import Compiling
     from toolkit.parallel.wrap import Wrapping
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def model_args(config: Config, *, tokenizer_vocab: int) -> LlamaArgs:
@@ -113,14 +115,22 @@ def _wrapping(config: Config) -> Wrapping | None:
     return Wrapping(options.fsdp_wrap_policy, tuple(options.fsdp_wrap_classes), options.fsdp_min_num_params)
 
 
+def _shards(config: Config, mesh: Mesh) -> SequenceShards | None:
+    if mesh.cp is None:
+        return None
+    balanced = config.parallelism.context_parallel_load_balancer is not None
+    return SequenceShards(mesh.cp.get_local_rank(), mesh.cp.size(), balanced=balanced)
+
+
 def build_model(
     config: Config, args: LlamaArgs, mesh: Mesh, device: torch.device, *, how: Sharding, seed: int
-) -> Llama:
+) -> Execution:
     """A model sharded over ``mesh`` on ``device``, its weights a function of ``seed`` alone."""
     if compiles(config, device):
         from toolkit.parallel.compile import use_cache
 
         use_cache(Path(config.compile.cache_folder).expanduser())
+    shards = _shards(config, mesh)
     with torch.device("meta"):
         model = Llama(
             args, attention=_attention(config, device), loss_chunk_tokens=config.training.loss_chunk_tokens
@@ -133,7 +143,9 @@ def build_model(
         compiling=_compiling(config),
         wrapping=_wrapping(config),
         sharding=how,
+        shards=shards,
+        loss_parallel=not config.parallelism.disable_loss_parallel,
     )
     model.to_empty(device="cpu" if how.cpu_offload else device)
-    initialize(model, seed, lambda name: init_rule(name, args))
-    return model
+    initialize(model.named_parameters(), seed, lambda name: init_rule(name, args))
+    return Whole(model, mesh, shards, how)

@@ -17,14 +17,10 @@ from torch import Tensor
 
 from toolkit.errors import TrainingError
 from toolkit.loss import IGNORED_LABEL
-from toolkit.models.llama.model import Llama
-from toolkit.names import clean_name
 from toolkit.optim.clip import clip_, global_norm, nonfinite_parameters
 from toolkit.optim.in_backward import StepInBackward
-from toolkit.parallel.fsdp import Sharding, begin_micro_batch
+from toolkit.parallel.execution import Execution, MicroBatch
 from toolkit.wording import first_few
-
-MicroBatch = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -36,23 +32,6 @@ class StepResult:
     grad_norm: float
     tokens: int
     stop: bool
-
-
-def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Move a micro-batch; None (no documents, no positions) stays None."""
-    return {
-        name: None if value is None else value.to(device, non_blocking=True) for name, value in batch.items()
-    }
-
-
-def loss_sum(model: Llama, batch: MicroBatch) -> Tensor:
-    """Summed cross-entropy of a micro-batch, as a scalar of at least fp32."""
-    return model(
-        batch["tokens"],
-        positions=batch["positions"],
-        documents=batch["documents"],
-        labels=batch["labels"],
-    )
 
 
 def count_valid(batches: Iterable[MicroBatch]) -> Tensor:
@@ -69,15 +48,13 @@ class TrainStep:
 
     def __init__(
         self,
-        model: Llama,
+        execution: Execution,
         optimizer: torch.optim.Optimizer,
         *,
-        sharding: Sharding,
         max_norm: float,
         device: torch.device,
     ):
-        self.model = model
-        self.sharding = sharding
+        self.execution = execution
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.device = device
@@ -96,17 +73,19 @@ class TrainStep:
                 unless they were updated in backward.
         """
         assert self.early is None or len(batches) == 1, "the preflight refuses to accumulate here"
-        batches = [to_device(batch, self.device) for batch in batches]
-        counts = torch.stack([count_valid(batches), torch.tensor(int(stop), device=self.device)])
+        execution = self.execution
+        batches = [execution.prepare(batch, self.device) for batch in batches]
+        valid = count_valid(batches) * execution.counts
+        counts = torch.stack([valid, torch.tensor(int(stop), device=self.device)])
         dist.all_reduce(counts)
         tokens, stops = counts.unbind()
         # A batch without a single valid label has loss 0 and gradient 0, not 0/0.
         scale = 1.0 / tokens.clamp(min=1).double()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        total = self._backward(batches, scale)
+        total = execution.backward(batches, scale)
         dist.all_reduce(total)
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        parameters = [parameter for _, parameter in execution.named_parameters()]
         norm = (
             self.early.gradient_norm(device=self.device)
             if self.early
@@ -117,20 +96,10 @@ class TrainStep:
             [total * scale, norm, tokens.double(), stops.double()]
         ).tolist()
         self._check_finite(mean, grad_norm)
-        clip_(parameters, self.max_norm, grad_norm)
+        clip_([*parameters, *(copy for _, copy in execution.copies())], self.max_norm, grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return StepResult(mean, grad_norm, int(count), stop=stop_count > 0)
-
-    def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
-        """Forward and backward of each micro-batch; returns this rank's summed loss, an fp64 scalar."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, batch in enumerate(batches):
-            begin_micro_batch(self.model, self.sharding, last=index == len(batches) - 1)
-            loss = loss_sum(self.model, batch)
-            (loss * scale.to(loss.dtype)).backward()
-            total += loss.detach()
-        return total
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -139,7 +108,7 @@ class TrainStep:
             names = self.early.nonfinite()
             updated = "were updated by this step already, in backward (optimizer.early_step_in_backward)"
         else:
-            names = [clean_name(name) for name in nonfinite_parameters(self.model.named_parameters())]
+            names = nonfinite_parameters(self.execution.named_parameters())
             updated = "were not updated by this step"
         gathered: list[list[str] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, names)

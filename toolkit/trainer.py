@@ -37,7 +37,6 @@ from toolkit.metrics.memory import memory, out_of_memory_advice
 from toolkit.metrics.phases import Phases
 from toolkit.metrics.speed import SpeedMeter
 from toolkit.metrics.summary import summary
-from toolkit.names import clean_name
 from toolkit.observers import observers
 from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
 from toolkit.optim.schedule import learning_rate
@@ -119,7 +118,7 @@ class Trainer:
         config = self.config
         layout = degrees(config.parallelism, dist.get_world_size())
         assert layout is not None, "the preflight checks the world size"
-        self.mesh = build_mesh(self.device, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard)
+        self.mesh = build_mesh(self.device, **asdict(layout))
         process_group.set_timeout(config.comm.init_timeout_seconds)
         self.patient_group = process_group.patient_group()
         shape = batch_shape(
@@ -135,10 +134,10 @@ class Trainer:
         self.args = model_args(config, tokenizer_vocab=self.data.tokenizer.n_words)
         self.param_dtype = compute_dtype(config, self.device)
         how = sharding(config, param_dtype=self.param_dtype)
-        self.model = build_model(config, self.args, self.mesh, self.device, how=how, seed=self.seed)
+        self.execution = build_model(config, self.args, self.mesh, self.device, how=how, seed=self.seed)
         options = config.optimizer
         self.optimizer = build_optimizer(
-            self.model.named_parameters(),
+            [*self.execution.named_parameters(), *self.execution.copies()],
             name=options.name,
             lr=options.lr,
             beta1=options.beta1,
@@ -150,7 +149,7 @@ class Trainer:
             step_in_backward=options.early_step_in_backward,
         )
         self.train_step = TrainStep(
-            self.model, self.optimizer, sharding=how, max_norm=config.training.max_norm, device=self.device
+            self.execution, self.optimizer, max_norm=config.training.max_norm, device=self.device
         )
 
     def _compile_clock(self) -> Callable[[], float]:
@@ -164,8 +163,8 @@ class Trainer:
     # Checkpoints
 
     def _tensors(self, *, model_only: bool) -> dict[str, torch.Tensor]:
-        named = list(self.model.named_parameters())
-        tensors: dict[str, torch.Tensor] = {f"model.{clean_name(name)}": tensor for name, tensor in named}
+        named = list(self.execution.named_parameters())
+        tensors: dict[str, torch.Tensor] = {f"model.{name}": tensor for name, tensor in named}
         return tensors if model_only else tensors | optimizer_tensors(named, self.optimizer)
 
     def _restore(self) -> None:
@@ -304,7 +303,10 @@ class Trainer:
         steps = self.config.validation.steps
         with speed.apart("validation"):
             loss = validate(
-                self.model, self.validation_loader, device=self.device, limit=None if steps == -1 else steps
+                self.execution,
+                self.validation_loader,
+                device=self.device,
+                limit=None if steps == -1 else steps,
             )
         self.compile_clock()  # what validation compiles is in its own seconds already
         if self.best_validation is None or loss < self.best_validation:

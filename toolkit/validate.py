@@ -7,31 +7,28 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
-from toolkit.models.llama.model import Llama
-from toolkit.step import MicroBatch, count_valid, loss_sum, to_device
+from toolkit.parallel.execution import Execution, MicroBatch
+from toolkit.step import count_valid
 
 
 @torch.no_grad()
 def validate(
-    model: Llama, batches: Iterable[MicroBatch], *, device: torch.device, limit: int | None
+    execution: Execution, batches: Iterable[MicroBatch], *, device: torch.device, limit: int | None
 ) -> float:
     """Mean loss a token (nats) over all ranks' micro-batches, at most ``limit`` of them on each rank.
 
     Every rank must bring equally many micro-batches: sharded parameters are gathered in each.
     """
-    model.eval()
+    for model in execution.models:
+        model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in islice(batches, limit):
-        batch = to_device(batch, device)
-        sums[0] += loss_sum(model, batch)
-        sums[1] += count_valid([batch])
+        batch = execution.prepare(batch, device)
+        sums[0] += execution.loss(batch)
+        sums[1] += count_valid([batch]) * execution.counts
     dist.all_reduce(sums)
-    # Units that wait for their backward would stay gathered: full copies in the computing precision, which
-    # a checkpoint would then save in place of the shards.
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    model.train()
+    execution.end_evaluation()
+    for model in execution.models:
+        model.train()
     return (sums[0] / sums[1].clamp(min=1)).item()

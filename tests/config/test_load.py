@@ -111,7 +111,10 @@ def test_unknown_key_beside_every_key(field: Field, tmp_path: Path) -> None:
         ("[optimizer]\nbeta2 = 1", "must be a number of at least 0 and below 1"),
         ("[parallelism]\ndata_parallel_shard_degree = 0", "must be -1 or an integer of at least 1"),
         ("[optimizer]\nlr = nan", "must be a number of at least 0"),
-        ('[training]\ndtype = "float16"', 'must be one of "bfloat16", "float32"; float16 would need'),
+        (
+            '[training]\ndtype = "float16"',
+            'must be one of "bfloat16", "float32", "float64"; float16 would need',
+        ),
         ('[training]\ndtype = "float16"', 'did you mean dtype = "bfloat16"?'),
         ("[training]\nsteps = 3\nsteps = 4", "run.toml:3: training.steps is given twice, first in line 2"),
         ("[training]\n[model]\n[training]", "run.toml:3: training is given twice, first in line 1"),

@@ -30,7 +30,7 @@ def inputs(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64, head_d
 
 def attend(name: str, qkv: list[Tensor], documents: Tensor | None) -> Tensor:
     backend = attention_backend(name)
-    return backend(*qkv, backend.mask(documents, qkv[0].flatten(-2)))
+    return backend(*qkv, backend.mask(documents, ROWS, LENGTH, qkv[0].device))
 
 
 def with_gradients(name: str, qkv: list[Tensor], documents: Tensor | None) -> list[Tensor]:

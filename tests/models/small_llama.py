@@ -29,7 +29,7 @@ def build(args: LlamaArgs, dtype: torch.dtype = torch.float64, **options) -> Lla
         return Init(std=0.2) if name.endswith(("wq.weight", "wk.weight")) else init_rule(name, args)
 
     model = Llama(args, **options).to(dtype)
-    initialize(model, 1, rule)
+    initialize(model.named_parameters(), 1, rule)
     return model
 
 

@@ -57,7 +57,7 @@ def test_a_tied_head_stays_tied_when_storage_is_replaced():
     with torch.device("meta"):
         model = Llama(small("llama3.2"))
     model = model.to_empty(device="cpu").double()
-    initialize(model, 1, lambda name: init_rule(name, model.args))
+    initialize(model.named_parameters(), 1, lambda name: init_rule(name, model.args))
     tokens, _ = tokens_and_labels(1, 4)
     before = model(tokens)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_a_tied_head_stays_tied_when_storage_is_replaced():
 def test_loss_starts_near_that_of_a_uniform_guess(name):
     args = resolve(name, "debugmodel", vocab_size=4096, n_layers=3)
     model = Llama(args)
-    initialize(model, 1, lambda parameter: init_rule(parameter, args))
+    initialize(model.named_parameters(), 1, lambda parameter: init_rule(parameter, args))
     tokens = torch.randint(4096, (2, 129), generator=torch.Generator().manual_seed(0))
     loss = model(tokens[:, :-1], labels=tokens[:, 1:]).item() / 256
     # Logits of variance one put the expectation at ln(V) + 1/2; a tied head of variance one is far above.

@@ -65,7 +65,9 @@ def sharded(
 def fill(model: Llama) -> Llama:
     sharp = Init(std=0.2)
     initialize(
-        model, 1, lambda n: sharp if n.endswith(("wq.weight", "wk.weight")) else init_rule(n, model.args)
+        model.named_parameters(),
+        1,
+        lambda n: sharp if n.endswith(("wq.weight", "wk.weight")) else init_rule(n, model.args),
     )
     return model
 

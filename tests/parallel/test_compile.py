@@ -129,7 +129,7 @@ def _train(folder: str) -> dict[str, Any]:
         trainer = small_trainer(
             small_config(Path(folder, name), training=training, **(tables if name == "compiled" else {}))
         )
-        weights = weights_digest(trainer.model)
+        weights = weights_digest(trainer.execution.models[0])
         assert trainer.run() == 0
         steps = [record for record in trainer.history if "loss" in record]
         runs[name] = {

@@ -28,7 +28,7 @@ def llama(shape: str) -> Llama:
 
 def fill(model: Llama, seed: int = 7) -> Llama:
     model.to_empty(device="cpu")
-    initialize(model, seed, lambda name: init_rule(name, model.args))
+    initialize(model.named_parameters(), seed, lambda name: init_rule(name, model.args))
     return model
 
 
@@ -56,7 +56,7 @@ def matrix(mesh: DeviceMesh | None = None, placements: list[Placement] | None = 
     weight: Tensor = torch.empty(MATRIX)
     module = nn.Module()
     module.weight = nn.Parameter(distribute_tensor(weight, mesh, placements) if mesh else weight)
-    initialize(module, 7, lambda name: Init(std=1.0, cut=1.5))
+    initialize(module.named_parameters(), 7, lambda name: Init(std=1.0, cut=1.5))
     return digests(module)
 
 
@@ -90,7 +90,7 @@ def test_every_layout_has_the_same_bits():
 def vector(size: int, rule: Init, *, seed: int = 0, name: str = "weight") -> Tensor:
     module = nn.Module()
     module.register_parameter(name, nn.Parameter(torch.empty(size)))
-    initialize(module, seed, lambda _: rule)
+    initialize(module.named_parameters(), seed, lambda _: rule)
     return module.get_parameter(name).detach()
 
 
@@ -135,4 +135,4 @@ def test_other_dtypes_are_the_fp32_numbers_cast():
 def test_a_model_without_storage_is_refused():
     model = llama("one block")
     with pytest.raises(ValueError, match="tok_embeddings.weight is on the meta device"):
-        initialize(model, 0, lambda name: init_rule(name, model.args))
+        initialize(model.named_parameters(), 0, lambda name: init_rule(name, model.args))

@@ -57,7 +57,7 @@ class Parallelism(Table):
     fsdp_sync_each_batch: bool = True
     """Reduce gradients after each micro-batch. false communicates once a step and keeps whole gradients
     until then, as no_sync does."""
-    tensor_parallel_degree: Annotated[Positive, NotBuilt()] = 1
+    tensor_parallel_degree: Positive = 1
     """Ranks over which each matrix is split."""
     disable_loss_parallel: Annotated[bool, _TP] = False
     """Gather the logits of a tensor-parallel head before the loss."""
@@ -81,7 +81,7 @@ class Parallelism(Table):
     """Samples of a pipeline micro-batch."""
     pipeline_parallel_expert_parallel_overlap: Annotated[bool, _MOE] = True
     """Overlap of pipeline and expert communication."""
-    context_parallel_degree: Annotated[Positive, NotBuilt()] = 1
+    context_parallel_degree: Positive = 1
     """Ranks over which each sequence is split."""
     context_parallel_load_balancer: Annotated[Literal["headtail"] | None, _CP] = "headtail"
     """Give each rank a piece from the head and one from the tail of a sequence, so that causal attention

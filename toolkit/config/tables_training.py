@@ -168,12 +168,12 @@ class Training(Table):
     """Optimizer steps."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in CPU memory."""
-    dtype: Literal["bfloat16", "float32"] = "float32"
+    dtype: Literal["bfloat16", "float32", "float64"] = "float32"
     """Precision in which parameters and optimizer state are kept."""
-    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
+    mixed_precision_param: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
     """Precision of the computation. auto is bfloat16 where the device multiplies it natively, else float32
     (torchtitan's default is bfloat16)."""
-    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    mixed_precision_reduce: Literal["float32", "bfloat16", "float64"] = "float32"
     """Precision in which gradients are reduced; bfloat16 halves the traffic and rounds every sum."""
     mixed_precision_output: Literal["auto", "float32"] = "auto"
     """Precision of the logits that the model hands out; auto is that of the computation. The loss is always

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -33,8 +33,10 @@ BLOCK_ELEMENTS = 1 << 18
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int, rules: Callable[[str], Init]) -> None:
-    """Fill every parameter, DTensor or plain, in place; bit-identical on any mesh.
+def initialize(
+    parameters: Iterable[tuple[str, nn.Parameter]], seed: int, rules: Callable[[str], Init]
+) -> None:
+    """Fill each parameter, DTensor or plain, in place; bit-identical on any mesh.
 
     ``rules`` gives the distribution of a parameter by its name without wrappers' prefixes.
 
@@ -42,7 +44,7 @@ def initialize(model: nn.Module, seed: int, rules: Callable[[str], Init]) -> Non
         ValueError: a parameter is on the meta device and has no storage to fill.
     """
     with ThreadPoolExecutor(_threads()) as pool:
-        for wrapped_name, parameter in model.named_parameters():
+        for wrapped_name, parameter in parameters:
             name = clean_name(wrapped_name)
             local, offset = _local_part(parameter)
             if local.is_meta:

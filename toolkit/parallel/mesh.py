@@ -1,7 +1,9 @@
 """The device mesh of a run and the groups that each technique uses.
 
-Dimensions, outermost first: ``dp_replicate`` × ``dp_shard``. Ranks next to each other lie in the same
-``dp_shard`` group, so that the heavier traffic stays inside a node.
+Dimensions, outermost first: ``pp`` × ``dp_replicate`` × ``dp_shard`` × ``cp`` × ``tp``. Ranks next to each
+other lie in the same ``tp`` group, the next ones in the same ``cp`` and ``dp_shard`` groups, so that the
+heavier traffic stays inside a node. Parameters are sharded over ``dp_shard`` and ``cp`` together: ranks
+that hold pieces of one sequence hold the same weights, and sum their gradients, as data-parallel ones do.
 """
 
 from __future__ import annotations
@@ -14,35 +16,46 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @dataclass(frozen=True)
 class Mesh:
-    """``world`` has all dimensions; ``fsdp`` is what ``fully_shard`` takes (2-D where it replicates)."""
+    """``fsdp`` is what ``fully_shard`` takes (2-D where it replicates); ``pp``, ``cp`` and ``tp`` are 1-D,
+    and None where their size is 1."""
 
     world: DeviceMesh
-    dp_replicate: int
-    dp_shard: int
-
-    @property
-    def fsdp(self) -> DeviceMesh:
-        return self.world if self.dp_replicate > 1 else self.world["dp_shard"]
-
-    @property
-    def dp_size(self) -> int:
-        """How many ways a global batch is split."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def dp_rank(self) -> int:
-        """Which part of a global batch this rank reads."""
-        return self.world.get_local_rank("dp_replicate") * self.dp_shard + self.world.get_local_rank(
-            "dp_shard"
-        )
+    fsdp: DeviceMesh
+    pp: DeviceMesh | None
+    cp: DeviceMesh | None
+    tp: DeviceMesh | None
+    dp_size: int
+    """How many ways a global batch is split."""
+    dp_rank: int
+    """Which part of a global batch this rank reads. Ranks of one pp, cp and tp group read the same."""
+    counts: bool
+    """Whether this rank counts what those of its pp and tp groups have alike, such as labels."""
+    shape: str
+    """Sizes in words."""
 
     def __str__(self) -> str:
-        return f"dp_replicate {self.dp_replicate} × dp_shard {self.dp_shard}"
+        return self.shape
 
 
-def build_mesh(device: torch.device, *, dp_replicate: int, dp_shard: int) -> Mesh:
+def build_mesh(
+    device: torch.device, *, dp_replicate: int = 1, dp_shard: int = 1, pp: int = 1, cp: int = 1, tp: int = 1
+) -> Mesh:
     """Lay the world out; the degrees multiply to the world size."""
-    world = init_device_mesh(
-        device.type, (dp_replicate, dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
+    shard = "dp_shard_cp" if cp > 1 else "dp_shard"
+    names = ("pp", "dp_replicate", shard, "tp")
+    world = init_device_mesh(device.type, (pp, dp_replicate, dp_shard * cp, tp), mesh_dim_names=names)
+    within = world[shard]._unflatten(0, (dp_shard, cp), ("dp_shard", "cp")) if cp > 1 else None
+    sharder = world.get_local_rank(shard) // cp
+    sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
+    sizes |= {name: size for name, size in {"cp": cp, "tp": tp, "pp": pp}.items() if size > 1}
+    return Mesh(
+        world=world,
+        fsdp=world["dp_replicate", shard] if dp_replicate > 1 else world[shard],
+        pp=world["pp"] if pp > 1 else None,
+        cp=within["cp"] if within else None,
+        tp=world["tp"] if tp > 1 else None,
+        dp_size=dp_replicate * dp_shard,
+        dp_rank=world.get_local_rank("dp_replicate") * dp_shard + sharder,
+        counts=world.get_local_rank("pp") == 0 and world.get_local_rank("tp") == 0,
+        shape=" × ".join(f"{name} {size}" for name, size in sizes.items()),
     )
-    return Mesh(world, dp_replicate, dp_shard)

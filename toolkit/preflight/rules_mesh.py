@@ -88,7 +88,7 @@ def tensor_parallel_divides(run: Run) -> list[Problem]:
             problems.append(
                 run.problem(_DEGREES["tp"], f"must divide {name}, which is {getattr(model, name)}", fix)
             )
-    for name in ("vocab_size", "ffn_dim", "dim"):
+    for name in ("vocab_size", "ffn_dim"):
         size = getattr(model, name)
         if size % tp:
             fix = f"the nearest size that does is model.{name} = {_nearest_size(name, size, tp)}"

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 AttentionMask = Any
 """What a back end's own ``mask`` returns, made once a forward and handed to every block."""
@@ -19,14 +20,18 @@ AttentionMask = Any
 class AttentionBackend(Protocol):
     """softmax(q kᵀ / √E) v, causal and within documents, each key head serving H / K query heads."""
 
-    def mask(self, documents_BS: Tensor | None, h_BSD: Tensor) -> AttentionMask:
+    def mask(
+        self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
+    ) -> AttentionMask:
         """What attention may see: documents (B, S) of equal ids, or one document a row for None.
 
-        The tokens of a document lie next to one another. ``h_BSD`` gives the shape and the device.
+        The tokens of a document lie next to one another. B is ``rows``. Keys are those of the first
+        ``length`` tokens of S, queries those from ``first`` on: all S of both, unless the sequence is
+        split over ranks.
         """
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
-        """Returns (B, S, H, E)."""
+        """Returns the shape of the queries."""
 
 
 def attention_backend(name: str) -> AttentionBackend:
@@ -46,8 +51,12 @@ def attention_backend(name: str) -> AttentionBackend:
 class SDPA:
     """torch's scaled_dot_product_attention: every device, with a dense mask where there are documents."""
 
-    def mask(self, documents_BS: Tensor | None, h_BSD: Tensor) -> Tensor | None:
-        return attention_mask(documents_BS)
+    def mask(
+        self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
+    ) -> Tensor | None:
+        if documents_BS is None:
+            return causal_mask(length, device, first)
+        return attention_mask(documents_BS[:, :length], first)
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:
         return sdpa(q_BSHE, k_BSKE, v_BSKE, mask)
@@ -56,36 +65,48 @@ class SDPA:
 class Flash:
     """:class:`SDPA` that raises where torch would take another kernel than flash, which has no masks."""
 
-    def mask(self, documents_BS: Tensor | None, h_BSD: Tensor) -> None:
+    def mask(
+        self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
+    ) -> Tensor | None:
         if documents_BS is not None:
             raise ValueError("the flash kernel takes no mask, so that documents would see one another")
+        return causal_mask(length, device, first)
 
-    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: None) -> Tensor:
+    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return sdpa(q_BSHE, k_BSKE, v_BSKE, None)
+            return sdpa(q_BSHE, k_BSKE, v_BSKE, mask)
 
 
-def attention_mask(documents_BS: Tensor | None) -> Tensor | None:
-    """Causal attention within documents: tokens of one document have one id, whatever it is.
+def attention_mask(documents_BS: Tensor, first: int = 0) -> Tensor:
+    """Causal attention within documents: tokens of one document have one id, whatever it is. (B, 1, Q, S)
+    for the Q queries from ``first`` on.
 
     Padding has an id of its own: it sees itself, so that no row of the softmax is empty.
     """
-    if documents_BS is None:
+    same_B1QS = documents_BS[:, None, first:, None] == documents_BS[:, None, None, :]
+    return same_B1QS.tril_(first)
+
+
+def causal_mask(length: int, device: torch.device, first: int = 0) -> Tensor | None:
+    """Of the queries from ``first`` on to ``length`` keys; None is torch's own causal mask, of all."""
+    if first == 0:
         return None
-    same_B1SS = documents_BS[:, None, :, None] == documents_BS[:, None, None, :]
-    return same_B1SS.tril_()
+    if device.type == "cuda":  # a form that the flash kernel takes, where a dense mask is not
+        return causal_lower_right(length - first, length)
+    return torch.ones(length - first, length, dtype=torch.bool, device=device).tril_(first)
 
 
 def sdpa(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:
     """softmax(q kᵀ / √E) v over what the mask allows, with each key head serving H / K query heads.
 
-    Returns (B, S, H, E).
+    Returns the shape of the queries.
     """
     q_BHSE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
     group = q_BHSE.shape[1] // k_BKSE.shape[1]
     # Of CUDA's fused kernels only cuDNN's, which torch prefers on few GPUs, takes both a mask and grouped
     # heads (sdp_utils.cpp); the fallback keeps all S x S scores, beside which repeated keys are small.
-    grouped = group > 1 and (mask is None or not q_BHSE.is_cuda)
+    plain = mask is None or isinstance(mask, CausalBias)
+    grouped = group > 1 and (plain or not q_BHSE.is_cuda)
     if group > 1 and not grouped:
         k_BKSE, v_BKSE = (torch.repeat_interleave(x, group, dim=1) for x in (k_BKSE, v_BKSE))
     out_BHSE = F.scaled_dot_product_attention(

@@ -26,18 +26,22 @@ _OPTIONS: dict[str, Any] = (
 class FlexAttention:
     """torch's flex_attention over a mask of 128 x 128 blocks."""
 
-    def mask(self, documents_BS: Tensor | None, h_BSD: Tensor) -> BlockMask:
-        rows, length = h_BSD.shape[:2]
-
+    def mask(
+        self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
+    ) -> BlockMask:
         def within_document(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             assert documents_BS is not None
-            return (query >= key) & (documents_BS[row, query] == documents_BS[row, key])
+            same = documents_BS[row, query + first] == documents_BS[row, key]
+            return (query + first >= key) & same
 
-        # Compiled, it never holds the S x S booleans that it counts.
-        make = _compiled(create_block_mask) if h_BSD.is_cuda else create_block_mask
+        def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return query + first >= key
+
+        # Compiled, it never holds the booleans of all pairs that it counts.
+        make = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
         if documents_BS is None:
-            return make(_causal, None, None, length, length, device=h_BSD.device)
-        return make(within_document, rows, None, length, length, device=h_BSD.device)
+            return make(causal, None, None, length - first, length, device=device)
+        return make(within_document, rows, None, length - first, length, device=device)
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: BlockMask) -> Tensor:
         q_BHSE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
@@ -48,10 +52,6 @@ class FlexAttention:
             q_BHSE, k_BKSE, v_BKSE, block_mask=mask, enable_gqa=q_BHSE.shape[1] != k_BKSE.shape[1]
         )
         return out_BHSE.transpose(1, 2)
-
-
-def _causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return query >= key
 
 
 @functools.cache

@@ -24,32 +24,38 @@ _GROUPED: dict[str, Any] = (
 
 
 class Documents(NamedTuple):
-    """``bounds`` (N + 1,) int32: the token at which each document begins, and T. None is longer than
-    ``longest``."""
+    """Where the documents begin among all keys and among all queries, and the ends: (N + 1,) int32. No
+    row has more keys or queries than the last two say."""
 
-    bounds: Tensor
-    longest: int
+    keys: Tensor
+    queries: Tensor
+    most_keys: int
+    most_queries: int
 
 
 class VarlenAttention:
     """All rows as one sequence of T tokens, in which a row begins a document as a new id does."""
 
-    def mask(self, documents_BS: Tensor | None, h_BSD: Tensor) -> Documents:
-        rows, length = h_BSD.shape[:2]
+    def mask(
+        self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
+    ) -> Documents:
         if documents_BS is None:
-            bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=h_BSD.device)
+            keys = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
         else:
-            bounds = document_bounds(documents_BS)
+            keys = document_bounds(documents_BS[:, :length])
+        queries = query_bounds(keys, length, first) if first else keys
         # One graph of a compiled block for any number of documents; for the same reason the row's length
         # stands in for the longest document's.
-        torch._dynamo.mark_dynamic(bounds, 0)
-        return Documents(bounds, length)
+        torch._dynamo.mark_dynamic(keys, 0)
+        torch._dynamo.mark_dynamic(queries, 0)
+        return Documents(keys, queries, length, length - first)
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Documents) -> Tensor:
         q_THE, k_TKE, v_TKE = (x.flatten(0, 1) for x in (q_BSHE, k_BSKE, v_BSKE))
-        bounds, longest = mask
+        keys, queries, most_keys, most_queries = mask
+        # The last query of a document is at its last key: the kernel aligns them there.
         out_THE = varlen_attn(
-            q_THE, k_TKE, v_TKE, bounds, bounds, longest, longest, window_size=_CAUSAL, **_GROUPED
+            q_THE, k_TKE, v_TKE, queries, keys, most_queries, most_keys, window_size=_CAUSAL, **_GROUPED
         )
         assert isinstance(out_THE, Tensor)  # a pair where more is asked for
         return out_THE.unflatten(0, q_BSHE.shape[:2])
@@ -61,3 +67,9 @@ def document_bounds(documents_BS: Tensor) -> Tensor:
     begins_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
     begins_N = begins_BS.flatten().nonzero().flatten()
     return torch.nn.functional.pad(begins_N, (0, 1), value=documents_BS.numel()).to(torch.int32)
+
+
+def query_bounds(keys: Tensor, length: int, first: int) -> Tensor:
+    """The bounds ``keys`` of rows of ``length`` tokens, counted in tokens from ``first`` of each row on."""
+    row, place = keys // length, keys % length
+    return (row * (length - first) + (place - first).clamp(min=0)).to(torch.int32)

@@ -1,10 +1,28 @@
-"""How a Llama may be cut over devices, as data: the units that FSDP gathers and frees together."""
+"""How a Llama may be cut over devices, as data: the units that FSDP gathers and frees together, and what
+tensor parallelism does to each module."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from toolkit.models.llama.model import Llama
+
+
+def tensor_plan(*, loss_parallel: bool = True) -> dict[str, str]:
+    """Styles of :mod:`toolkit.parallel.tensor` by patterns of modules' names."""
+    return {
+        "tok_embeddings": "embedding",
+        "layers.*.attention_norm": "norm",
+        "layers.*.attention": "gather",
+        "layers.*.attention.w[qkv]": "column",
+        "layers.*.attention.wo": "row",
+        "layers.*.ffn_norm": "norm",
+        "layers.*.feed_forward": "gather",
+        "layers.*.feed_forward.w[13]": "column",
+        "layers.*.feed_forward.w2": "row",
+        "norm": "norm",
+        "output": "head" if loss_parallel else "gathered head",
+    }
 
 
 def root_modules(model: Llama) -> set[nn.Module]:

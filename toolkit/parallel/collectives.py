@@ -1,0 +1,60 @@
+"""Collectives within a forward, with gradients: each one's backward is the other.
+
+They are torch's functional ones, which torch.compile traces and can overlap with matmuls, waited for on
+the spot: torch 2.13 drops the gradient of one that is still under way where it enters a compiled block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_ops = torch.ops._c10d_functional
+
+
+def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' parts put together along ``dim``, in rank order. Each rank's gradient of the whole is
+    its share of it: shares are summed, and a rank gets its part back."""
+    return _Gather.apply(x, dim, group)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part, along ``dim``, of the sum over ranks."""
+    return _ReduceScatter.apply(x, dim, group)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gathered(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered(grad, ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _scattered(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(grad, ctx.dim, ctx.group), None, None
+
+
+def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    size = group.size()
+    parts = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
+    return parts if dim == 0 else torch.cat(parts.chunk(size), dim)
+
+
+def _scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    size = group.size()
+    parts = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim))
+    return _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", size, group.group_name))

@@ -1,0 +1,93 @@
+"""Context parallelism: each sequence split over ranks; only attention needs the others' part of it.
+
+Every rank computes the queries of its tokens and gathers the keys and values of all (the method of the
+Llama 3 paper, arXiv:2407.21783, section 3.3.2): with grouped heads they are small, and a mask of any kind is
+a mask of rows. A sequence is cut into 2·cp pieces, of which rank r takes the r-th and the r-th from the end,
+so that the work of causal attention, which grows with the position, is the same on all. Without balancing
+there are cp pieces, and rank r takes the r-th.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from toolkit.models.llama.attention import AttentionBackend, AttentionMask
+from toolkit.models.llama.model import Attention, Llama
+from toolkit.parallel.collectives import gather
+
+
+@dataclass(frozen=True)
+class SequenceShards:
+    """Which tokens of a sequence the ``rank``-th of ``size`` ranks has."""
+
+    rank: int
+    size: int
+    balanced: bool = True
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a sequence; its length must divide by it."""
+        return self.size * 2 if self.balanced else self.size
+
+    def of(self, rank: int) -> list[int]:
+        """The pieces of ``rank``, in ascending order."""
+        return [rank, 2 * self.size - 1 - rank] if self.balanced else [rank]
+
+    def cut(self, x_BS: Tensor) -> Tensor:
+        """This rank's columns of ``x_BS``, in ascending order."""
+        parts = x_BS.chunk(self.pieces, dim=1)
+        return torch.cat([parts[piece] for piece in self.of(self.rank)], dim=1)
+
+    def whole(self, gathered: Tensor) -> Tensor:
+        """In the sequence's own order: ``gathered`` (B, S, …) that has the ranks' parts one after another."""
+        parts = gathered.chunk(self.pieces, dim=1)
+        held = [piece for rank in range(self.size) for piece in self.of(rank)]
+        return torch.cat([parts[held.index(piece)] for piece in range(self.pieces)], dim=1)
+
+
+class ContextParallelAttention:
+    """A back end's attention of this rank's queries to the keys and values of all ranks.
+
+    A piece of queries sees no key after its own end, so that each is computed with just the keys until
+    then.
+    """
+
+    def __init__(self, inner: AttentionBackend, shards: SequenceShards, mesh: DeviceMesh):
+        self.inner = inner
+        self.shards = shards
+        self.group = mesh.get_group()
+
+    def mask(
+        self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
+    ) -> list[AttentionMask]:
+        """``documents_BS`` are of whole sequences, ``length`` this rank's tokens of one."""
+        pieces = self.shards.of(self.shards.rank)
+        size = length // len(pieces)
+        return [
+            self.inner.mask(documents_BS, rows, (piece + 1) * size, device, first=piece * size)
+            for piece in pieces
+        ]
+
+    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
+        heads = k_BSKE.shape[2]
+        both = self.shards.whole(gather(torch.cat([k_BSKE, v_BSKE], dim=2), 1, self.group))
+        k_BSKE, v_BSKE = both.split(heads, dim=2)
+        pieces = self.shards.of(self.shards.rank)
+        size = q_BSHE.shape[1] // len(pieces)
+        outputs = [
+            self.inner(q, k_BSKE[:, : (piece + 1) * size], v_BSKE[:, : (piece + 1) * size], its_mask)
+            for piece, q, its_mask in zip(pieces, q_BSHE.split(size, dim=1), mask, strict=True)
+        ]
+        return torch.cat(outputs, dim=1)
+
+
+def apply_context_parallel(model: Llama, shards: SequenceShards, mesh: DeviceMesh) -> None:
+    """Give every block of ``model`` the attention of split sequences, in place."""
+    model.attention = ContextParallelAttention(model.attention, shards, mesh)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.backend = model.attention

@@ -1,0 +1,108 @@
+"""What of the model this rank has, and how a batch goes through it.
+
+One model, or under pipeline parallelism some of its stages (:mod:`toolkit.parallel.pipeline`). Losses are
+sums over tokens, of which each rank returns a share: over the world they add up to the batch's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from toolkit.models.llama.model import Llama
+from toolkit.names import clean_name
+from toolkit.parallel.context import SequenceShards
+from toolkit.parallel.fsdp import Sharding, begin_micro_batch
+from toolkit.parallel.mesh import Mesh
+
+MicroBatch = dict[str, Tensor | None]
+"""``tokens``, ``labels`` (B, S); ``positions`` and ``documents`` (B, S), or None."""
+
+
+class Execution(ABC):
+    """``models`` are the stages on this rank, in order. ``counts`` is whether this rank's labels count, or
+    another's, that are the same ones."""
+
+    def __init__(self, models: Sequence[Llama], mesh: Mesh, shards: SequenceShards | None):
+        self.models = models
+        self.counts = mesh.counts
+        self.shards = shards
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank by clean names, each of the model's on some rank."""
+        for model in self.models:
+            for name, parameter in model.named_parameters():
+                yield clean_name(name), parameter
+
+    def copies(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters beside these, by the names of those that they repeat on another rank, or here."""
+        return iter(())
+
+    def prepare(self, batch: MicroBatch, device: torch.device) -> MicroBatch:
+        """The micro-batch on ``device``, cut to what this rank computes of its sequences. Documents stay
+        whole, since attention looks at all of them."""
+        batch = {
+            name: None if value is None else value.to(device, non_blocking=True)
+            for name, value in batch.items()
+        }
+        if self.shards is None:
+            return batch
+        tokens = batch["tokens"]
+        assert tokens is not None
+        if batch["positions"] is None:
+            batch["positions"] = torch.arange(tokens.shape[1], device=device)[None]
+        cut = {name: batch[name] for name in ("tokens", "labels", "positions")}
+        return batch | {name: None if x is None else self.shards.cut(x) for name, x in cut.items()}
+
+    @abstractmethod
+    def backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+        """Forward and backward of a step's prepared micro-batches, the loss times ``scale``.
+
+        Gradients are summed over all ranks. Returns this rank's share of the summed loss without
+        ``scale``, an fp64 scalar.
+        """
+
+    @abstractmethod
+    def loss(self, batch: MicroBatch) -> Tensor:
+        """This rank's share of the summed loss of a prepared batch, for use without gradients."""
+
+    def end_evaluation(self) -> None:
+        """Free what :meth:`loss` has gathered: units that wait for their backward would stay gathered, full
+        copies in the computing precision, which a checkpoint would then save in place of the shards."""
+        for model in self.models:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+
+class Whole(Execution):
+    """The whole model on this rank; micro-batches one after the other."""
+
+    def __init__(self, model: Llama, mesh: Mesh, shards: SequenceShards | None, sharding: Sharding):
+        super().__init__([model], mesh, shards)
+        self.model = model
+        self.sharding = sharding
+
+    def backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=scale.device)
+        for index, batch in enumerate(batches):
+            begin_micro_batch(self.model, self.sharding, last=index == len(batches) - 1)
+            loss = self._forward(batch)
+            (loss * scale.to(loss.dtype)).backward()
+            total += loss.detach()
+        return total * self.counts  # ranks of a tp group have the same loss
+
+    def loss(self, batch: MicroBatch) -> Tensor:
+        return self._forward(batch) * self.counts
+
+    def _forward(self, batch: MicroBatch) -> Tensor:
+        return self.model(
+            batch["tokens"],
+            positions=batch["positions"],
+            documents=batch["documents"],
+            labels=batch["labels"],
+        )
