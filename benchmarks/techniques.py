@@ -53,7 +53,7 @@ BASELINE: dict[str, Any] = {
     "metrics.save_for_all_ranks": "true",
 }
 BATCH = {
-    "cpu": {"training.seq_len": 384, "training.global_batch_size": 4},
+    "cpu": {"training.seq_len": 128, "training.global_batch_size": 4},
     "cuda": {"training.seq_len": 2048, "training.global_batch_size": 8},
 }
 

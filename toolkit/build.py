@@ -14,6 +14,7 @@ import torch
 from toolkit import hardware
 from toolkit.config import Config
 from toolkit.config.layout import reshard_after_forward
+from toolkit.config.stages import pipeline_stages
 from toolkit.models.llama.model import Llama, init_rule
 from toolkit.models.llama.presets import LlamaArgs, attention_choice, resolve
 from toolkit.parallel.activation_checkpoint import ActivationCheckpointing
@@ -131,21 +132,58 @@ def build_model(
 
         use_cache(Path(config.compile.cache_folder).expanduser())
     shards = _shards(config, mesh)
-    with torch.device("meta"):
-        model = Llama(
-            args, attention=_attention(config, device), loss_chunk_tokens=config.training.loss_chunk_tokens
+    stages = pipeline_stages(config.parallelism, args.n_layers)
+    models = []
+    for stage in stages.of_ranks[mesh.pp.get_local_rank()] if mesh.pp else [0]:
+        with torch.device("meta"):
+            model = Llama(
+                args,
+                attention=_attention(config, device),
+                loss_chunk_tokens=config.training.loss_chunk_tokens,
+            )
+        if mesh.pp:
+            from toolkit.parallel.pipeline import cut
+
+            cut(model, stages.modules[stage])
+        parallelize(
+            model.to(DTYPES[config.training.dtype]),
+            mesh,
+            checkpointing=_checkpointing(config),
+            compiling=_compiling(config),
+            wrapping=_wrapping(config),
+            sharding=how,
+            shards=shards,
+            loss_parallel=not config.parallelism.disable_loss_parallel,
         )
-    model = model.to(DTYPES[config.training.dtype])
-    parallelize(
-        model,
+        models.append(model.to_empty(device="cpu" if how.cpu_offload else device))
+    execution = _execution(config, models, mesh, shards, how, device)
+    named = [*execution.named_parameters(), *execution.copies()]
+    initialize(named, seed, lambda name: init_rule(name, args))
+    return execution
+
+
+def _execution(
+    config: Config,
+    models: list[Llama],
+    mesh: Mesh,
+    shards: SequenceShards | None,
+    how: Sharding,
+    device: torch.device,
+) -> Execution:
+    if mesh.pp is None:
+        return Whole(models[0], mesh, shards, how)
+    from toolkit.parallel.pipeline import Pipeline
+
+    options = config.parallelism
+    csv = options.pipeline_parallel_schedule_csv
+    return Pipeline(
+        models,
         mesh,
-        checkpointing=_checkpointing(config),
-        compiling=_compiling(config),
-        wrapping=_wrapping(config),
-        sharding=how,
-        shards=shards,
-        loss_parallel=not config.parallelism.disable_loss_parallel,
+        shards,
+        stages_of_ranks=pipeline_stages(options, models[0].args.n_layers).of_ranks,
+        schedule=options.pipeline_parallel_schedule,
+        csv=Path(csv).expanduser() if csv else None,
+        micro_batch=options.pipeline_parallel_microbatch_size,
+        hidden_dtype=how.param_dtype,
+        device=device,
     )
-    model.to_empty(device="cpu" if how.cpu_offload else device)
-    initialize(model.named_parameters(), seed, lambda name: init_rule(name, args))
-    return Whole(model, mesh, shards, how)

@@ -162,8 +162,9 @@ class Trainer:
 
     # Checkpoints
 
-    def _tensors(self, *, model_only: bool) -> dict[str, torch.Tensor]:
-        named = list(self.execution.named_parameters())
+    def _tensors(self, *, model_only: bool, copies: bool = False) -> dict[str, torch.Tensor]:
+        """Of this rank, or those of its ``copies``, which no checkpoint holds."""
+        named = list(self.execution.copies() if copies else self.execution.named_parameters())
         tensors: dict[str, torch.Tensor] = {f"model.{name}": tensor for name, tensor in named}
         return tensors if model_only else tensors | optimizer_tensors(named, self.optimizer)
 
@@ -178,9 +179,15 @@ class Trainer:
         elif options.initial_load_path:
             source = Path(options.initial_load_path).expanduser()
             if options.initial_load_model_only:
-                self.checkpoints.load(source, self._tensors(model_only=True), exclude=self._excluded())
+                self._load(source, model_only=True)
             else:
                 self._resume(source)
+
+    def _load(self, where: int | Path, *, model_only: bool) -> dict[str, Any]:
+        tensors = self._tensors(model_only=model_only)
+        manifest = self.checkpoints.load(where, tensors, exclude=self._excluded())
+        self.execution.refresh_copies(tensors, self._tensors(model_only=model_only, copies=True))
+        return manifest
 
     def _excluded(self) -> list[str]:
         prefixes = {"model": "model", "optimizer": "optim"}
@@ -188,7 +195,7 @@ class Trainer:
 
     def _resume(self, where: int | Path) -> None:
         excluded = self.config.checkpoint.exclude_from_loading
-        manifest = self.checkpoints.load(where, self._tensors(model_only=False), exclude=self._excluded())
+        manifest = self._load(where, model_only=False)
         run = manifest["run"]
         if "train_state" not in excluded:
             self.step = manifest["step"]

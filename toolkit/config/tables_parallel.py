@@ -12,7 +12,6 @@ from toolkit.config.fields import (
     DefaultOnly,
     Fraction,
     NonNegative,
-    NotBuilt,
     Positive,
     Table,
 )
@@ -63,7 +62,7 @@ class Parallelism(Table):
     """Gather the logits of a tensor-parallel head before the loss."""
     enable_async_tensor_parallel: Annotated[bool, _TP] = False
     """Overlap the communication of tensor parallelism with its matmuls; needs compile."""
-    pipeline_parallel_degree: Annotated[Positive, NotBuilt()] = 1
+    pipeline_parallel_degree: Positive = 1
     """Ranks over which the blocks are spread in order."""
     module_fqns_per_model_part: Annotated[list[list[str]] | None, _PP] = None
     """Module names of each pipeline stage, to cut by hand."""
@@ -73,8 +72,20 @@ class Parallelism(Table):
     """Blocks that the last stage has less, for the head."""
     pipeline_parallel_layers_per_stage: Annotated[Positive | None, _PP] = None
     """Blocks of one stage, which sets the number of stages."""
-    pipeline_parallel_schedule: Annotated[str, _PP] = "1F1B"
-    """Schedule, by torch's name."""
+    pipeline_parallel_schedule: Annotated[
+        Literal[
+            "GPipe",
+            "1F1B",
+            "Interleaved1F1B",
+            "LoopedBFS",
+            "InterleavedZeroBubble",
+            "ZBVZeroBubble",
+            "DualPipeV",
+        ],
+        _PP,
+    ] = "1F1B"
+    """Schedule, by torch's name. All but GPipe and 1F1B give each rank several stages; those with a split
+    backward (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV) need fsdp_reshard_after_forward = never."""
     pipeline_parallel_schedule_csv: Annotated[str | None, _PP] = ""
     """File of a schedule of one's own."""
     pipeline_parallel_microbatch_size: Annotated[Positive, _PP] = 1

@@ -7,7 +7,7 @@ sums over tokens, of which each rank returns a share: over the world they add up
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,10 @@ class Execution(ABC):
     def copies(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters beside these, by the names of those that they repeat on another rank, or here."""
         return iter(())
+
+    def refresh_copies(self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
+        """Set the tensors of ``copies`` to those of the same names in ``tensors``, wherever these are."""
+        assert not copies, "a whole model has none"
 
     def prepare(self, batch: MicroBatch, device: torch.device) -> MicroBatch:
         """The micro-batch on ``device``, cut to what this rank computes of its sequences. Documents stay

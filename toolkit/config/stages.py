@@ -1,0 +1,97 @@
+"""How a pipeline cuts the model into stages and hands them to ranks: arithmetic, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.config.tables_parallel import Parallelism
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``stages`` a rank needs: just as many, or at least as many where ``more`` are possible. ``v_shaped``
+    gives a rank the r-th and the r-th stage from the end. ``split_backward`` computes the gradients of
+    weights apart from those of inputs."""
+
+    stages: int = 1
+    more: bool = False
+    v_shaped: bool = False
+    split_backward: bool = False
+
+
+SCHEDULES = {
+    "GPipe": Schedule(),
+    "1F1B": Schedule(),
+    "Interleaved1F1B": Schedule(2, more=True),
+    "LoopedBFS": Schedule(2, more=True),
+    "InterleavedZeroBubble": Schedule(2, more=True, split_backward=True),
+    "ZBVZeroBubble": Schedule(2, v_shaped=True, split_backward=True),
+    "DualPipeV": Schedule(2, v_shaped=True, split_backward=True),
+}
+"""torch's pipeline schedules by name."""
+
+
+def stage_count(
+    n_layers: int,
+    pp: int,
+    schedule: Schedule,
+    *,
+    layers_per_stage: int | None,
+    first_less: int,
+    last_less: int,
+) -> int:
+    """Stages of all ``pp`` ranks. The embedding is ``first_less`` layers, the head ``last_less``."""
+    if layers_per_stage is None:
+        return pp * schedule.stages
+    return -(-(n_layers + first_less + last_less) // layers_per_stage)
+
+
+def stage_modules(n_layers: int, stages: int, *, first_less: int, last_less: int) -> list[list[str]]:
+    """Names of each stage's modules, the layers spread as evenly as they can be, the rest of the division
+    on the first stages. A stage may come out without layers."""
+    share, rest = divmod(n_layers + first_less + last_less, stages)
+    counts = [share + (stage < rest) for stage in range(stages)]
+    counts[0] -= first_less
+    counts[-1] -= last_less
+    modules, layer = [], 0
+    for count in counts:
+        modules.append([f"layers.{index}" for index in range(layer, layer + count)])
+        layer += max(0, count)
+    modules[0].insert(0, "tok_embeddings")
+    modules[-1] += ["norm", "output"]
+    return modules
+
+
+def stages_of_ranks(stages: int, pp: int, schedule: Schedule) -> list[list[int]]:
+    """The stages of each rank, in order."""
+    if schedule.v_shaped:
+        return [[rank, stages - 1 - rank] for rank in range(pp)]
+    return [list(range(rank, stages, pp)) for rank in range(pp)]
+
+
+def module_names(n_layers: int) -> list[str]:
+    """Every module that a stage can hold, in forward order."""
+    return ["tok_embeddings", *(f"layers.{index}" for index in range(n_layers)), "norm", "output"]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """``modules`` are the names of each stage's modules, ``of_ranks`` the stages of each rank."""
+
+    modules: list[list[str]]
+    of_ranks: list[list[int]]
+
+
+def pipeline_stages(parallelism: Parallelism, n_layers: int) -> Stages:
+    """The stages that ``parallelism`` asks for, right or wrong: the preflight checks them."""
+    pp, schedule = parallelism.pipeline_parallel_degree, SCHEDULES[parallelism.pipeline_parallel_schedule]
+    ends = {
+        "first_less": parallelism.pipeline_parallel_first_stage_less_layers,
+        "last_less": parallelism.pipeline_parallel_last_stage_less_layers,
+    }
+    modules = parallelism.module_fqns_per_model_part
+    if modules is None:
+        per_stage = parallelism.pipeline_parallel_layers_per_stage
+        count = stage_count(n_layers, pp, schedule, layers_per_stage=per_stage, **ends)
+        modules = stage_modules(n_layers, count, **ends)
+    return Stages(modules, stages_of_ranks(len(modules), pp, schedule))

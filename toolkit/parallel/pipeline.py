@@ -1,0 +1,241 @@
+"""Pipeline parallelism: the blocks in stages over ranks, run by torch's schedules.
+
+All micro-batches of a step, accumulated ones included, go through one run of the schedule, since each run
+reduces gradients once at its end. Stages have static shapes: the first takes tokens (b, S), the others
+hidden states (b, S, D), of which tensor parallelism holds a piece of S; the last returns its micro-batch's
+summed loss. Every stage gets positions, documents and labels, which all ranks of a pipeline have read.
+
+A tied head lies on another stage than the embedding: it is a copy with the same initial weights, and the
+gradients of both are added, so that both take the same updates. Which of the two ranks adds which to which
+does not matter to the bit, since a sum of two numbers is the same either way around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+from torch.distributed.tensor import DTensor
+
+from toolkit.models.llama.model import Llama
+from toolkit.parallel.context import SequenceShards
+from toolkit.parallel.execution import Execution, MicroBatch
+from toolkit.parallel.mesh import Mesh
+
+TIED, COPY = "tok_embeddings.weight", "output.weight"
+
+
+def cut(model: Llama, modules: Sequence[str]) -> None:
+    """Leave of ``model``, on the meta device, the stage of these modules, in place.
+
+    A tied head without the embedding gets a weight of its own, the copy.
+    """
+    if "tok_embeddings" not in modules:
+        if model.args.tie_embeddings and model.output is not None:
+            model.output.weight = nn.Parameter(
+                torch.empty(model.args.vocab_size, model.args.dim, device="meta")
+            )
+        model.tok_embeddings = None
+    for name in list(model.layers):
+        if f"layers.{name}" not in modules:
+            del model.layers[name]
+    if "output" not in modules:
+        model.norm = model.output = None
+
+
+class Pipeline(Execution):
+    """Stages of this rank, in the order of ``stages_of_ranks``, which has the stages of each rank.
+
+    ``micro_batch`` are the samples of one. ``schedule`` is torch's name; ``csv`` a file of one's own in its
+    place. ``hidden_dtype`` is that of hidden states.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Llama],
+        mesh: Mesh,
+        shards: SequenceShards | None,
+        *,
+        stages_of_ranks: Sequence[Sequence[int]],
+        schedule: str,
+        csv: Path | None,
+        micro_batch: int,
+        hidden_dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__(models, mesh, shards)
+        assert mesh.pp is not None
+        self.group = mesh.pp.get_group()
+        self.device = device
+        self.hidden_dtype = hidden_dtype
+        self.micro_batch = micro_batch
+        self.schedule_name, self.csv = schedule, csv
+        self.tp = mesh.tp.size() if mesh.tp else 1
+        self.rank = mesh.pp.get_local_rank()
+        self.owner = {stage: rank for rank, stages in enumerate(stages_of_ranks) for stage in stages}
+        self.stages = dict(zip(stages_of_ranks[self.rank], models, strict=True))
+        self.last = len(self.owner) - 1
+        # Of a tp group, whose ranks have the same loss, one counts.
+        self.counts_loss = self.last in self.stages and (mesh.tp is None or mesh.tp.get_local_rank() == 0)
+        self.schedule: Any = None  # made at the first step, which knows its shapes
+        self._scale = torch.ones((), dtype=torch.float64, device=device)
+        self._total = torch.zeros((), dtype=torch.float64, device=device)
+
+    # What this rank has
+
+    @property
+    def args(self) -> Any:
+        return self.models[0].args
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        copies = {parameter for _, parameter in self.copies()}
+        for name, parameter in super().named_parameters():
+            if parameter not in copies:
+                yield name, parameter
+
+    def copies(self) -> Iterator[tuple[str, nn.Parameter]]:
+        head = self.stages[self.last].output if self.last in self.stages else None
+        if self.args.tie_embeddings and head is not None and head.weight is not None:
+            yield TIED, head.weight
+
+    def refresh_copies(self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
+        """Set the tensors of ``copies`` to those of the same names in ``tensors``, wherever these are."""
+        if not self.args.tie_embeddings:
+            return
+        first, last = self.owner[0], self.owner[self.last]
+        mine = (
+            [_local(tensors[name]) for name in sorted(tensors) if TIED in name] if self.rank == first else []
+        )
+        theirs = [_local(copies[name]) for name in sorted(copies)] if self.rank == last else []
+        if first == last:
+            for source, target in zip(mine, theirs, strict=True):
+                target.copy_(source)
+        for source in mine if first != last else []:
+            dist.send(source.to(self.device), group=self.group, group_dst=last)
+        for target in theirs if first != last else []:
+            received = torch.empty_like(target, device=self.device)
+            dist.recv(received, group=self.group, group_src=first)
+            target.copy_(received)
+
+    # A step
+
+    def backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+        tokens, positions, documents, labels = self._inputs(batches)
+        if self.schedule is None:
+            self.schedule = self._new_schedule(len(tokens) // self.micro_batch, tokens.shape[1])
+        self._scale = scale
+        self._total.zero_()
+        extra = {"positions": positions, "documents": documents, "labels": labels}
+        self.schedule.step(
+            *([tokens] if 0 in self.stages else []),
+            target=labels if self.last in self.stages else None,
+            return_outputs=False,
+            **{name: x for name, x in extra.items() if x is not None},
+        )
+        self._add_tied_gradients()
+        return self._total * self.counts_loss
+
+    def _inputs(self, batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """All rows of the step's micro-batches, as the schedule cuts them again."""
+
+        def joined(name: str) -> Tensor | None:
+            parts = [batch[name] for batch in batches]
+            return torch.cat(parts) if parts[0] is not None else None  # type: ignore[arg-type]
+
+        tokens, labels, positions = joined("tokens"), joined("labels"), joined("positions")
+        assert tokens is not None and labels is not None
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        if len(positions) < len(tokens):  # one row for all of each micro-batch
+            positions = positions[:1].expand_as(tokens)
+        return tokens, positions, joined("documents"), labels
+
+    def _new_schedule(self, count: int, length: int) -> Any:
+        """The schedule of ``count`` micro-batches of ``length`` tokens on this rank."""
+        tokens = torch.empty(self.micro_batch, length, dtype=torch.int64, device="meta")
+        hidden = self._hidden(self.micro_batch, length, "meta").requires_grad_()
+        loss_dtype = torch.promote_types(self.hidden_dtype, torch.float32)
+        loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
+        stages = [
+            PipelineStage(
+                model,
+                index,
+                len(self.owner),
+                self.device,
+                input_args=(tokens if index == 0 else hidden,),
+                output_args=(loss if index == self.last else hidden,),
+                group=self.group,
+            )
+            for index, model in self.stages.items()
+        ]
+        options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._scaled, "scale_grads": False}
+        if self.csv:
+            schedule = _PipelineScheduleRuntime(stages, **options)
+            schedule._load_csv(str(self.csv))
+            return schedule
+        chosen = get_schedule_class(self.schedule_name)
+        return chosen(stages[0] if issubclass(chosen, PipelineScheduleSingle) else stages, **options)
+
+    def _scaled(self, loss: Tensor, labels: Tensor) -> Tensor:
+        self._total += loss.detach()
+        return loss * self._scale.to(loss.dtype)
+
+    def _add_tied_gradients(self) -> None:
+        """Give the embedding and its copy the sum of both gradients."""
+        if not self.args.tie_embeddings:
+            return
+        first, last = self.owner[0], self.owner[self.last]
+        mine = [parameter for name, parameter in self.named_parameters() if name == TIED]
+        mine += [parameter for _, parameter in self.copies()]
+        if not mine:
+            return
+        gradients = [_local(parameter.grad) for parameter in mine]  # type: ignore[arg-type]
+        if first == last:
+            total = gradients[0] + gradients[1]
+            for gradient in gradients:
+                gradient.copy_(total)
+            return
+        peer = last if self.rank == first else first
+        sent = gradients[0].to(self.device).contiguous()
+        received = torch.empty_like(sent)
+        pair = [
+            dist.P2POp(dist.isend, sent, group=self.group, group_peer=peer),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=peer),
+        ]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+        gradients[0].add_(received.to(gradients[0].device))
+
+    # Without gradients
+
+    def loss(self, batch: MicroBatch) -> Tensor:
+        """The rows of ``batch`` through all stages in turn, at whatever shape they have."""
+        tokens, positions, documents, labels = self._inputs([batch])
+        hidden, share = tokens, torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, model in self.stages.items():
+            if index and self.owner[index - 1] != self.rank:
+                hidden = self._hidden(len(tokens), tokens.shape[1], self.device)
+                dist.recv(hidden, group=self.group, group_src=self.owner[index - 1])
+            hidden = model(hidden, positions=positions, documents=documents, labels=labels)
+            if index == self.last:
+                share = hidden * self.counts_loss
+            elif self.owner[index + 1] != self.rank:
+                dist.send(hidden, group=self.group, group_dst=self.owner[index + 1])
+        return share
+
+    def _hidden(self, rows: int, length: int, device: torch.device | str) -> Tensor:
+        return torch.empty(rows, length // self.tp, self.args.dim, dtype=self.hidden_dtype, device=device)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
