@@ -84,6 +84,14 @@ FORBIDDEN: list[dict[str, set[str]]] = [
 ]
 """Levels that no run may have together."""
 
+COSTLY: list[dict[str, set[str]]] = [
+    # Four ranks on two cores compile the same code four times at once.
+    {"compile": {"inductor"}, "ranks": {"4"}, "reshard": {"by strategy", "always"}},
+    # Many small collectives in each of many micro-batches.
+    {"wrap": {"class"}, "ranks": {"4"}, "accumulation": {"4"}},
+]
+"""Levels that the rows of :func:`pairwise` do not have together, to save time; each two of them they have."""
+
 
 def plain_row() -> Row:
     return {factor: next(iter(levels)) for factor, levels in FACTORS.items()}
@@ -105,9 +113,10 @@ def settings(row: Row) -> Settings:
     return {key: value for factor, level in row.items() for key, value in FACTORS[factor][level].items()}
 
 
-def allowed(row: Mapping[str, str]) -> bool:
-    """Whether a row, complete or not, has nothing together that is forbidden."""
-    return not any(all(row.get(factor) in levels for factor, levels in rule.items()) for rule in FORBIDDEN)
+def allowed(row: Mapping[str, str], *, cheap: bool = False) -> bool:
+    """Whether a row, complete or not, has nothing together that is forbidden, or if ``cheap`` costly."""
+    rules = FORBIDDEN + COSTLY if cheap else FORBIDDEN
+    return not any(all(row.get(factor) in levels for factor, levels in rule.items()) for rule in rules)
 
 
 def exists(row: Row) -> bool:
@@ -124,14 +133,14 @@ def name(row: Row) -> str:
     return ", ".join([f"ranks {row['ranks']}", *told])
 
 
-def completed(row: Row) -> Row | None:
+def completed(row: Row, *, cheap: bool = False) -> Row | None:
     """An allowed row with these levels, the others as plain as they can be; None where there is none."""
-    if not allowed(row):
+    if not allowed(row, cheap=cheap):
         return None
     open_factor = next((factor for factor in FACTORS if factor not in row), None)
     if open_factor is None:
         return row
-    tries = (completed(row | {open_factor: level}) for level in FACTORS[open_factor])
+    tries = (completed(row | {open_factor: level}, cheap=cheap) for level in FACTORS[open_factor])
     return next((found for found in tries if found), None)
 
 
@@ -157,7 +166,9 @@ def pairwise() -> list[Row]:
     while untried:
         row = dict(next(iter(untried)))
         for factor in [factor for factor in FACTORS if factor not in row]:
-            choices = [level for level in FACTORS[factor] if completed(row | {factor: level})]
+            choices = [
+                level for level in FACTORS[factor] if completed(row | {factor: level}, cheap=True)
+            ]
             fresh = [len(untried.keys() & pairs(row | {factor: level})) for level in choices]
             row[factor] = choices[fresh.index(max(fresh))]
         rows.append(row)
@@ -193,7 +204,7 @@ def _plainer(rows: list[Row]) -> list[Row]:
             for level in levels:
                 changed = row | {factor: level}
                 lost, won = pairs(row) - pairs(changed), pairs(changed) - pairs(row)
-                if level == row[factor] or (allowed(changed) and all(tried[pair] > 1 for pair in lost)):
+                if level == row[factor] or (allowed(changed, cheap=True) and all(tried[pair] > 1 for pair in lost)):
                     tried.subtract(lost)
                     tried.update(won)
                     row = changed

@@ -124,7 +124,7 @@ def names(folders: Sequence[Path]) -> list[str]:
 
 def draw(runs: dict[str, list[Record]], output: Path, *, x: str) -> None:
     """Draw ``runs``, records by name, into the PNG ``output``."""
-    plt = _matplotlib()
+    plt = pyplot()
     panels = [
         panel
         for panel in PANELS
@@ -177,17 +177,22 @@ def _dress(cell: Any, panel: Panel, x: str) -> None:
         cell.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
-def _matplotlib() -> Any:
+def pyplot() -> Any:
+    """matplotlib's, which draws into files.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
         import matplotlib
     except ImportError:
         fix = 'pip install "llama-toolkit[plot]"'
         raise ConfigError(Problem("drawing needs matplotlib, which is not installed", fix)) from None
     matplotlib.use("Agg")  # no display is needed
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
-    pyplot.rcParams["figure.constrained_layout.use"] = True
-    return pyplot
+    plt.rcParams["figure.constrained_layout.use"] = True
+    return plt
 
 
 def main(argv: Sequence[str]) -> int:

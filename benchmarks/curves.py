@@ -1,0 +1,139 @@
+"""Whether a run is the same on any mesh: the debug run on eight layouts of eight ranks and on one process.
+
+    python -m benchmarks.curves [--steps 200] [--precision float32] [--folder FOLDER]
+                                [--output benchmarks/results/curves.md] [--plot docs/curves.png]
+
+The curves lie over one another in one plot, and below it the relative difference of each from one process.
+In bf16, where rounding differs from layout to layout by itself, the curve of another seed is run as well:
+its distance says how much of a difference is noise. Runs are kept in FOLDER as they end, and what is there
+is not run again. Needs matplotlib (extra ``plot``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe
+
+CONFIG = "train_configs/debug_model.toml"
+_PIPELINE = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
+# Four stages of the four blocks.
+_EVEN = {"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0}
+_LOOPED = _EVEN | {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "LoopedBFS"}
+_ZERO_BUBBLE = _EVEN | {
+    "pipeline_parallel_degree": 2,
+    "pipeline_parallel_schedule": "ZBVZeroBubble",
+    "fsdp_reshard_after_forward": "never",
+}
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp_shard 8": {},
+    "dp_replicate 2 × dp_shard 4": {"data_parallel_replicate_degree": 2},
+    "dp_shard 4 × tp 2": {"tensor_parallel_degree": 2},
+    "dp_shard 4 × cp 2": {"context_parallel_degree": 2},
+    "dp_shard 4 × pp 2": _PIPELINE,
+    "dp_shard 2 × cp 2 × tp 2": {"context_parallel_degree": 2, "tensor_parallel_degree": 2},
+    "cp 2 × tp 2 × pp 2": _LOOPED | {"context_parallel_degree": 2, "tensor_parallel_degree": 2},
+    "dp_replicate 2 × tp 2 × pp 2": _ZERO_BUBBLE
+    | {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1, "tensor_parallel_degree": 2},
+}
+"""Options of ``parallelism`` for eight ranks."""
+
+ONE, OTHER_SEED = "one process", "one process, another seed"
+
+
+def losses(folder: Path) -> list[float]:
+    """Of each step of a finished run."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for line in lines if "loss" in (record := json.loads(line))]
+
+
+def train(folder: Path, name: str, ranks: int, options: dict[str, Any], arguments: list[str]) -> list[float]:
+    """The losses of the run ``name``, which is in ``folder`` or is run there."""
+    place = folder / name.replace(" ", "_")
+    if not (place / "done").exists():
+        flags = [f"--parallelism.{key}={value}" for key, value in options.items()]
+        flags += [f"--job.dump_folder={place}", "--metrics.log_freq=1", "--checkpoint.enable=false", *arguments]
+        environment = os.environ | {"CONFIG_FILE": CONFIG, "NGPU": str(ranks)}
+        subprocess.run(["./run_train.sh", *flags], env=environment, check=True, stdout=subprocess.DEVNULL)
+        (place / "done").touch()
+        print(f"{name}: {losses(place)[-1]:.4f}", flush=True)
+    return losses(place)
+
+
+def differences(run: list[float], reference: list[float]) -> list[float]:
+    """Relative, of each step."""
+    return [abs(a / b - 1) for a, b in zip(run, reference, strict=True)]
+
+
+def report(runs: dict[str, list[float]], precision: str, command: str, machine: str) -> str:
+    """The table in Markdown."""
+    steps = len(runs[ONE])
+    lines = [
+        f"# One curve, {precision}",
+        "",
+        f"`{command}`: {steps} steps of {CONFIG} on eight ranks, compared with one process. {machine}",
+        "",
+        f"| layout | loss of step {steps} | relative difference there | largest of all steps |",
+        "|---|---|---|---|",
+    ]
+    for name, run in runs.items():
+        apart = differences(run, runs[ONE])
+        lines.append(f"| {name} | {run[-1]:.6f} | {apart[-1]:.1e} | {max(apart):.1e} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(runs: dict[str, list[float]], output: Path, title: str) -> None:
+    """All curves over one another, and their differences from one process, into the PNG ``output``."""
+    from tools.plot import pyplot
+
+    plt = pyplot()
+    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2))
+    for number, (name, run) in enumerate(runs.items()):
+        steps, color = range(1, len(run) + 1), f"C{number}"
+        above.plot(steps, run, color=color, linewidth=4 if name == ONE else 1, alpha=0.3 if name == ONE else 1)
+        if name != ONE:
+            below.plot(steps, [max(x, 1e-9) for x in differences(run, runs[ONE])], color=color, linewidth=1)
+        above.plot([], [], color=color, linewidth=2, label=name)
+    above.set(title=title, ylabel="loss, nats a token")
+    below.set(xlabel="step", ylabel="relative difference", yscale="log")
+    above.legend(fontsize=8, frameon=False)
+    for cell in (above, below):
+        cell.grid(True, color="0.9")
+        cell.spines[["top", "right"]].set_visible(False)
+    figure.savefig(output, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "curves"))
+    parser.add_argument("--output", type=Path, help="Markdown file to write; default: print only")
+    parser.add_argument("--plot", type=Path, help="PNG to write")
+    options = parser.parse_args()
+    machine = describe()
+    folder = options.folder / options.precision / str(options.steps)
+    common = [f"--training.steps={options.steps}", f"--training.mixed_precision_param={options.precision}"]
+    runs = {ONE: train(folder, ONE, 1, {}, common)}
+    for name, layout in LAYOUTS.items():
+        runs[name] = train(folder, name, 8, layout, common)
+    if options.precision != "float32":
+        runs[OTHER_SEED] = train(folder, OTHER_SEED, 1, {}, [*common, "--debug.seed=1"])
+    command = f"python -m benchmarks.curves --steps {options.steps} --precision {options.precision}"
+    text = report(runs, options.precision, command, machine)
+    print(text)
+    if options.output:
+        options.output.write_text(text)
+    if options.plot:
+        draw(runs, options.plot, f"{options.steps} steps, {options.precision}: eight layouts, one process")
+
+
+if __name__ == "__main__":
+    main()
