@@ -82,6 +82,16 @@ def reshard_after_forward(parallelism: Parallelism) -> str | int:
     return asked
 
 
+def strategy_in_effect(parallelism: Parallelism, mesh: Degrees) -> str:
+    """The name of the sharding strategy that the degrees and ``fsdp_reshard_after_forward`` make."""
+    kept = reshard_after_forward(parallelism) == "never"
+    if mesh.dp_replicate == 1:
+        return "SHARD_GRAD_OP" if kept else "FULL_SHARD"
+    if mesh.dp_shard * mesh.cp == 1:
+        return "NO_SHARD"
+    return "HYBRID_SHARD_ZERO2" if kept else "HYBRID_SHARD"
+
+
 @dataclass(frozen=True)
 class BatchShape:
     """Samples of a step: ``total`` are ``accumulation`` micro-batches of ``local`` on each rank."""

@@ -7,9 +7,10 @@ in 3 when nothing in the config itself is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from toolkit.config import Config
+from toolkit.config.layout import Degrees, strategy_in_effect
 from toolkit.errors import ConfigError, Problem
 from toolkit.hardware import Hardware, detect
 from toolkit.models.llama.presets import parameter_count
@@ -114,7 +115,7 @@ def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
 
 
 def summary(config: Config, *, world_size: int, hardware: Hardware) -> str:
-    """Describe a run that passed :func:`check`: model, mesh and batch."""
+    """Describe a run that passed :func:`check`: model, mesh, techniques, batch."""
     facts = Run(config, world_size, hardware)
     model, mesh, batch = facts.model, facts.mesh, facts.batch
     assert model is not None and mesh is not None and batch is not None
@@ -123,9 +124,28 @@ def summary(config: Config, *, world_size: int, hardware: Hardware) -> str:
         [
             f"model  {config.model.name} {config.model.flavor}, {parameter_count(model):,} parameters",
             f"mesh   {mesh} on {hardware.name}",
+            f"with   {', '.join(_techniques(facts, mesh))}",
             f"batch  {batch.total} samples ({cut}) of {config.training.seq_len} tokens",
         ]
     )
+
+
+def _techniques(facts: Run, mesh: Degrees) -> Iterator[str]:
+    """How the model is sharded, computed and made to fit."""
+    options, checkpointing = facts.config.parallelism, facts.config.activation_checkpoint
+    yield strategy_in_effect(options, mesh)
+    if mesh.pp > 1:
+        yield f"schedule {options.pipeline_parallel_schedule}"
+    every = checkpointing.selective_ac_option
+    modes = {
+        "none": "all activations kept",
+        "full": "every block recomputed",
+        "selective": "recomputed by operator" if every == "op" else f"one block of {every} recomputed",
+        "memory_budget": f"recomputed to a memory budget of {checkpointing.memory_budget:g}",
+    }
+    yield modes[checkpointing.mode]
+    yield f"{rules_attention.attention_of(facts)} attention"
+    yield "compiled" if facts.config.compile.enable else "eager"
 
 
 def describe(config: Config, *, world_size: int, hardware: Hardware) -> str:

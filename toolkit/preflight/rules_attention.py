@@ -14,7 +14,7 @@ _NOT_ON_CPU = {
 }
 
 
-def _choice(run: Run) -> str:
+def attention_of(run: Run) -> str:
     """The back end that the run will take."""
     model, documents = run.config.model, run.config.data.document_mask
     return attention_choice(model.attention, model.flavor, device=run.hardware.device, documents=documents)
@@ -39,7 +39,7 @@ def attention_runs_on_device(run: Run) -> list[Problem]:
 @rule()
 def attention_keeps_documents_apart(run: Run) -> list[Problem]:
     """The flash kernel takes no mask; varlen is the same kernel, told where documents begin."""
-    if run.hardware.device == "cpu" or _choice(run) != "flash" or not run.config.data.document_mask:
+    if run.hardware.device == "cpu" or attention_of(run) != "flash" or not run.config.data.document_mask:
         return []
     return [
         run.problem(
@@ -56,7 +56,7 @@ def attention_takes_precision(run: Run) -> list[Problem]:
     precision = run.config.training.mixed_precision_param
     if precision == "auto":
         precision = "bfloat16" if run.hardware.native_bf16 else "float32"
-    choice = _choice(run)
+    choice = attention_of(run)
     if run.hardware.device == "cpu" or choice not in _FLASH_KERNEL or precision == "bfloat16":
         return []
     fix = 'set model.attention = "flex" or "sdpa"'
@@ -70,7 +70,7 @@ def attention_takes_head_dim(run: Run) -> list[Problem]:
     """Kernels are made for some sizes of a head."""
     if run.model is None or run.hardware.device == "cpu":
         return []
-    head_dim, choice = run.model.head_dim, _choice(run)
+    head_dim, choice = run.model.head_dim, attention_of(run)
     # SDPA pads to a multiple of 8 before it calls the flash kernel; varlen does not.
     limit = {
         "flex": "at least 16" if head_dim < 16 else "",
@@ -86,7 +86,7 @@ def attention_takes_head_dim(run: Run) -> list[Problem]:
 def attention_notes(run: Run) -> list[str]:
     """What becomes of a choice that was made otherwise than here, and of one that is dear."""
     model, named = run.config.model, flavor_attention(run.config.model.flavor)
-    choice = _choice(run)
+    choice = attention_of(run)
     said = []
     if named and choice != named:
         why = _NOT_ON_CPU[named] if model.attention == "auto" else "model.attention goes before it"
