@@ -124,9 +124,17 @@ def _shards(config: Config, mesh: Mesh) -> SequenceShards | None:
 
 
 def build_model(
-    config: Config, args: LlamaArgs, mesh: Mesh, device: torch.device, *, how: Sharding, seed: int
+    config: Config,
+    args: LlamaArgs,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    how: Sharding,
+    seed: int,
+    storage: bool = True,
 ) -> Execution:
-    """A model sharded over ``mesh`` on ``device``, its weights a function of ``seed`` alone."""
+    """A model sharded over ``mesh`` on ``device``, its weights a function of ``seed`` alone; without
+    ``storage`` it stays on the meta device, to be looked at."""
     if compiles(config, device):
         from toolkit.parallel.compile import use_cache
 
@@ -155,10 +163,11 @@ def build_model(
             shards=shards,
             loss_parallel=not config.parallelism.disable_loss_parallel,
         )
-        models.append(model.to_empty(device="cpu" if how.cpu_offload else device))
+        models.append(model.to_empty(device="cpu" if how.cpu_offload else device) if storage else model)
     execution = _execution(config, models, mesh, shards, how, device)
-    named = [*execution.named_parameters(), *execution.copies()]
-    initialize(named, seed, lambda name: init_rule(name, args))
+    if storage:
+        named = [*execution.named_parameters(), *execution.copies()]
+        initialize(named, seed, lambda name: init_rule(name, args))
     return execution
 
 

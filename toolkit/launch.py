@@ -13,7 +13,6 @@ kill the ranks 30 s into a save. Elastic restarts remain torchrun's: it can star
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,24 +21,9 @@ from toolkit import preflight
 from toolkit.config import load_config
 from toolkit.corpora import open_data
 from toolkit.distributed.supervisor import Launch, say, supervise
-from toolkit.errors import ConfigError, Problem, ToolkitError, report
+from toolkit.environment import environment_error, shown_ranks, whole_number
+from toolkit.errors import ToolkitError, report
 from toolkit.hardware import Hardware, detect
-
-
-def _integer(environ: Mapping[str, str], name: str, default: int, least: int, most: float = math.inf) -> int:
-    text = environ.get(name, "").strip()
-    if not text:
-        return default
-    if not text.isdecimal() or not least <= int(text) <= most:
-        bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-        raise _environment_error(name, text, f"{name} is a whole number {bounds}")
-    return int(text)
-
-
-def _environment_error(name: str, value: str, rule: str, fix: str = "") -> ConfigError:
-    return ConfigError(
-        Problem(rule, fix or f"set {name} to such a value, or unset it", name, value, "environment")
-    )
 
 
 def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
@@ -49,39 +33,33 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
         ConfigError: a value is no such number, more ranks than GPUs are asked for, or one of several
             nodes does not know the address of the first.
     """
-    processes = _integer(environ, "NGPU", hardware.count, 1)
+    processes = whole_number(environ, "NGPU", hardware.count, 1)
     if hardware.device == "cuda" and processes > hardware.count:
-        raise _environment_error(
+        raise environment_error(
             "NGPU",
             str(processes),
             f"each rank needs a GPU of its own, and {hardware.count} are visible here",
             f"set NGPU to at most {hardware.count}, or train on the CPU with CUDA_VISIBLE_DEVICES=",
         )
-    nodes = _integer(environ, "NNODES", 1, 1)
-    node_rank = _integer(environ, "NODE_RANK", 0, 0)
+    nodes = whole_number(environ, "NNODES", 1, 1)
+    node_rank = whole_number(environ, "NODE_RANK", 0, 0)
     if node_rank >= nodes:
-        raise _environment_error("NODE_RANK", str(node_rank), f"with NNODES = {nodes} it is below {nodes}")
+        raise environment_error("NODE_RANK", str(node_rank), f"with NNODES = {nodes} it is below {nodes}")
     address, port = "127.0.0.1", 0  # whatever an outer job exports: runs on one node do not meet
     if nodes > 1:
-        address, port = environ.get("MASTER_ADDR", ""), _integer(environ, "MASTER_PORT", 29500, 1, 65535)
+        address, port = environ.get("MASTER_ADDR", ""), whole_number(environ, "MASTER_PORT", 29500, 1, 65535)
         if not address:
-            raise _environment_error(
+            raise environment_error(
                 "MASTER_ADDR", "", f"{nodes} nodes meet at the first one", "set MASTER_ADDR to its host name"
             )
-    shown = environ.get("LOG_RANK", "").strip() or "0"
-    if not all(item.strip().isdecimal() for item in shown.split(",")):
-        raise _environment_error("LOG_RANK", shown, "LOG_RANK is a list of ranks such as 0,1")
-    if all(int(item) >= processes * nodes for item in shown.split(",")):
-        rule = f"none of the {processes * nodes} ranks would be heard"
-        raise _environment_error("LOG_RANK", shown, rule, "name at least one that there is: they start at 0")
     return Launch(
         processes=processes,
         nodes=nodes,
         node_rank=node_rank,
         master_addr=address,
         master_port=port,
-        shown=frozenset(int(item) for item in shown.split(",")),
-        shutdown_timeout=float(_integer(environ, "SHUTDOWN_TIMEOUT", 600, 1)),
+        shown=frozenset(shown_ranks(environ, processes * nodes, default="0")),
+        shutdown_timeout=float(whole_number(environ, "SHUTDOWN_TIMEOUT", 600, 1)),
     )
 
 
@@ -89,6 +67,8 @@ def main(argv: Sequence[str]) -> int:
     """Check the configuration that ``argv`` describes, tokenise its corpus, then run ``toolkit.train``."""
     try:
         config = load_config(argv)
+        if config.comm.mode == "fake_backend":  # one process that takes the place of all, which needs torch
+            os.execv(sys.executable, [sys.executable, "-m", "toolkit.train", *argv])
         hardware = detect()
         launch = launch_from(os.environ, hardware)
         preflight.run(config, world_size=launch.world_size, hardware=hardware)

@@ -78,6 +78,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = load_config(argv)
         debug = config.job.debug
+        if config.comm.mode == "fake_backend":
+            from toolkit.plan.dry_run import dry_run
+
+            return dry_run(config, os.environ)
         _check(config, rank)
     except ToolkitError as error:  # the same on every rank
         return report(error, show=rank == 0, debug=debug)

@@ -40,12 +40,14 @@ class NotBuilt:
 
 @dataclass(frozen=True)
 class DefaultOnly:
-    """A key of torchtitan's that has no meaning here, accepted at its default for the ``reason``."""
+    """A key of torchtitan's that has no meaning here for the ``reason``: refuse ``values``, or all but the
+    default if empty."""
 
     reason: str
+    values: tuple[Any, ...] = ()
 
     def refuses(self, value: object, default: object) -> bool:
-        return value != default
+        return value in self.values if self.values else value != default
 
 
 @dataclass(frozen=True)

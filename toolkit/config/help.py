@@ -73,5 +73,6 @@ def _note(mark: object) -> str:
         refused = " and ".join(format_toml(value) for value in mark.values) or "another value"
         return f"[{refused} is not built yet]"
     if isinstance(mark, DefaultOnly):
-        return f"[only the default: {mark.reason}]"
+        allowed = f"not {' or '.join(map(format_toml, mark.values))}" if mark.values else "only the default"
+        return f"[{allowed}: {mark.reason}]"
     return f"[acts with {mark.switch}]" if isinstance(mark, ActsWith) else ""

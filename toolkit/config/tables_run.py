@@ -139,10 +139,12 @@ class Comm(Table):
     mode: Annotated[
         Literal["default", "fake_backend", "local_tensor"],
         DefaultOnly(
-            "runs without real communication are not supported; every parallelism runs on CPU with gloo"
+            "one process does not compute for several ranks; each parallelism runs on the CPU with real ones",
+            ("local_tensor",),
         ),
     ] = "default"
-    """torchtitan's simulated back ends."""
+    """fake_backend checks and describes a run of NGPU x NNODES ranks, the mesh and what each rank holds, in
+    one process without GPUs, and trains nothing. LOG_RANK names the ranks to describe."""
 
 
 class MemoryEstimation(Table):

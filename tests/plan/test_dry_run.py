@@ -1,0 +1,188 @@
+"""A run of any size described by one process: what it says, how long it takes, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.config import load_config
+from toolkit.config.layout import Degrees
+from toolkit.errors import ConfigError
+from toolkit.hardware import detect
+from toolkit.parallel.mesh import build_mesh
+from toolkit.plan.dry_run import _few, _modules, _ranges, _size, coordinates, strides, target, world_size
+from toolkit.plan.ranks import _pretended
+from toolkit.preflight import check
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+
+degree = st.integers(1, 7)
+
+
+@given(st.builds(Degrees, degree, degree, degree, degree, degree), st.data())
+def test_every_rank_has_its_own_coordinates(layout: Degrees, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    place, apart = coordinates(layout, rank), strides(layout)
+    assert all(0 <= place[name] < getattr(layout, name) for name in apart)
+    assert sum(place[name] * apart[name] for name in apart) == rank
+
+
+def test_neighbours_are_those_of_the_mesh() -> None:
+    layout = Degrees(pp=3, dp_replicate=2, dp_shard=2, cp=2, tp=2)
+    for rank in (0, 21, 47):
+        with _pretended(rank, layout.world_size):
+            mesh = build_mesh(torch.device("cpu"), pp=3, dp_replicate=2, dp_shard=2, cp=2, tp=2)
+            groups = {name: getattr(mesh, name).get_group() for name in ("pp", "cp", "tp")}
+            groups["dp_replicate"] = mesh.fsdp["dp_replicate"].get_group()
+            found = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+            sharded = dist.get_process_group_ranks(mesh.fsdp["dp_shard_cp"].get_group())
+        place, apart = coordinates(layout, rank), strides(layout)
+        for name, ranks in found.items():
+            first = rank - place[name] * apart[name]
+            assert ranks == [first + step * apart[name] for step in range(getattr(layout, name))]
+        assert sharded == [
+            r
+            for r in range(layout.world_size)
+            if all(coordinates(layout, r)[name] == place[name] for name in ("pp", "dp_replicate", "tp"))
+        ]
+
+
+def test_the_world_is_a_launchs() -> None:
+    assert world_size({"NGPU": "8", "NNODES": "2048", "WORLD_SIZE": "3"}) == 16384
+    assert world_size({"NGPU": "16384"}) == 16384
+    assert world_size({"WORLD_SIZE": "24"}) == 24  # as torchrun says it
+    assert world_size({"NGPU": "", "NNODES": "3"}) == 3 * detect().count
+    with pytest.raises(ConfigError, match="NGPU"):
+        world_size({"NGPU": "many"})
+
+
+def test_a_machine_without_gpus_checks_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    detect.cache_clear()
+    try:
+        assert target({}).device == "cuda" and "none is here" in target({}).name
+        assert target({"CUDA_VISIBLE_DEVICES": ""}).device == "cpu"
+    finally:
+        detect.cache_clear()
+
+
+def test_words() -> None:
+    assert _ranges([0, 1, 2, 7, 9, 10]) == "0–2, 7, 9–10"
+    assert _few(list("abcd")) == "a, b, c, d" and _few(list("abcde")) == "a, b, c, …, e"
+    assert _modules(["tok_embeddings", "layers.0", "layers.1"]) == "tok_embeddings, layers 0–1 (2)"
+    assert _modules(["layers.4", "norm", "output"]) == "layers 4 (1), norm, output"
+    assert [_size(n) for n in (7, 1536, 3 << 30)] == ["7 bytes", "1.50 KiB", "3.00 GiB"]
+
+
+def _dry(
+    *flags: str, program: str = "toolkit.launch", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", program, "--comm.mode", "fake_backend", *flags],
+        cwd=ROOT,
+        env=inherited | {"CUDA_VISIBLE_DEVICES": ""} | environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+
+
+def _lines(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+DEBUG = ("--job.config_file", "train_configs/debug_model.toml")
+MESH = (
+    "--parallelism.tensor_parallel_degree=2",
+    "--parallelism.pipeline_parallel_degree=4",
+    "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+    "--parallelism.pipeline_parallel_last_stage_less_layers=0",
+    "--training.global_batch_size=32",
+)
+
+
+def test_what_is_said(tmp_path: Path) -> None:
+    folder = f"--job.dump_folder={tmp_path / 'run'}"
+    done = _dry(*DEBUG, *MESH, folder, NGPU="16", NNODES="2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not (tmp_path / "run").exists()
+    said = _lines(done.stdout)
+    assert "mesh   pp 4 × dp_shard 4 × tp 2 on CPU" in done.stdout
+    assert "rank = 8·pp + 2·dp_shard + tp; rank 0 is with" in done.stdout
+    assert ["dp_shard", "4", "0,", "2,", "4,", "6"] in said
+    # 4,096 tokens of 256 numbers; a block: 196,608 in attention, 589,824 in its feed-forward, 512 in norms.
+    assert ["0", "0", "1,835,520", "tok_embeddings,", "layers", "0", "(1)"] in said
+    assert ["3", "24", "1,835,776", "layers", "3", "(1),", "norm,", "output"] in said
+    # The first, the second, which the third is like, and the last stage.
+    assert [words[1] for words in said if words[:1] == ["rank"] and words[1] != "="] == ["0", "8", "24"]
+    assert ["alike:", "the", "ranks", "16"] in said
+    # A matrix is cut by tp, then its rows by the 4 ranks of dp_shard.
+    assert "layers.0.attention.wq.weight" in done.stdout
+    (row,) = [words for words in said if words[:1] == ["layers.1.feed_forward.w2.weight"]]
+    assert " ".join(row[1:]) == "256 × 768 → 64 × 384"
+    # All but the norms is cut by tp.
+    cut, norms = [1048576 + 786432, 786432, 1048576 + 786432], [512, 512, 768]
+    bytes_held = [matrices // 8 * 4 + norm // 4 * 4 for matrices, norm in zip(cut, norms, strict=True)]
+    sizes = [words[1:3] for words in said if words[:1] == ["parameters"]]
+    assert sizes == [[f"{size / 1024:.2f}", "KiB"] for size in bytes_held]
+
+
+def test_the_ranks_asked_for(tmp_path: Path) -> None:
+    done = _dry(*DEBUG, *MESH, NGPU="32", LOG_RANK="13,2", program="toolkit.train")
+    assert done.returncode == 0
+    assert "\nrank 2 (pp 0, dp_shard 1, tp 0), stage 0\n" in done.stdout
+    assert "\nrank 13 (pp 1, dp_shard 2, tp 1), stage 1\n" in done.stdout
+    assert done.stdout.count("optimizer state") == 2 and "alike" not in done.stdout
+
+
+def test_mistakes_are_those_of_a_start() -> None:
+    done = _dry(*DEBUG, *MESH, NGPU="36")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "does not divide the world size 36" in done.stderr and done.stderr.count("error:") == 1
+    done = _dry(*DEBUG, NGPU="many")
+    assert done.returncode == 2 and "NGPU = 'many'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_is_missing_here_is_told_last() -> None:
+    done = _dry(*DEBUG, "--model.hf_assets_path=no/such", "--model.vocab_size=4352", NGPU="2")
+    assert done.returncode == 3 and "no/such" in done.stderr
+    assert "optimizer state" in done.stdout
+
+
+def test_one_process_for_several_ranks_is_refused() -> None:
+    config = load_config([*DEBUG, "--comm.mode=local_tensor"])
+    (problem,) = check(config, world_size=4, hardware=detect())
+    assert problem.key == "comm.mode" and "one process does not compute for several" in problem.rule
+
+
+def test_405b_on_16384_ranks() -> None:
+    """Under 30 s: the test allows for a busy machine. The parameters of a rank are what arithmetic says."""
+    before = os.times()
+    done = _dry(
+        "--job.config_file=train_configs/llama3_405b.toml",
+        "--parallelism.tensor_parallel_degree=8",
+        "--parallelism.pipeline_parallel_degree=16",
+        "--training.global_batch_size=2048",
+        "--model.hf_assets_path=tests/assets/tokenizer",
+        NNODES="2048",
+        NGPU="8",
+    )
+    after = os.times()
+    assert done.returncode == 0, done.stderr
+    assert "pp 16 × dp_shard 128 × tp 8" in done.stdout
+    assert "rank = 1024·pp + 8·dp_shard + tp" in done.stdout
+    block = 2 * 16384 * 128 * (128 + 8) + 3 * 16384 * 53248
+    assert f"{8 * block + 8 * 2 * 16384:,}" in done.stdout
+    assert math.isclose(block / 1e9, 3.19, rel_tol=0.01)
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 60

@@ -1,0 +1,115 @@
+"""What is said of a rank that does not run is what one that runs has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tests.helpers import run_world
+from tests.parallel.sharded import groups
+from tests.training import small_config, small_trainer
+from toolkit.config.layout import degrees
+from toolkit.optim.optimizer import optimizer_tensors
+from toolkit.plan.ranks import holding
+
+V_SCHEDULES = torch.__version__ >= "2.13"
+PIPELINE = {
+    "pipeline_parallel_degree": 2,
+    "pipeline_parallel_first_stage_less_layers": 0,
+    "pipeline_parallel_last_stage_less_layers": 0,
+}
+
+# Of 4 ranks. A vocabulary of 516 is cut unevenly by FSDP, and so is a feed-forward of 172 after tp.
+RUNS: dict[str, dict[str, dict[str, Any]]] = {
+    "uneven shards": {"model": {"vocab_size": 4361}},
+    "tp and replicas": {
+        "parallelism": {"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2},
+        "model": {"ffn_dim": 172},
+    },
+    "tp and cp, in units of attention": {
+        "parallelism": {
+            "tensor_parallel_degree": 2,
+            "context_parallel_degree": 2,
+            "fsdp_wrap_policy": "class",
+            "fsdp_wrap_classes": ["TransformerBlock", "Attention", "OutputHead"],
+        },
+    },
+    "a tied head": {
+        "model": {"name": "llama3.2"},
+        "training": {"dtype": "bfloat16"},
+        "optimizer": {"implementation": "fused"},
+    },
+    "a tied head on another stage": {
+        "parallelism": {**PIPELINE, "tensor_parallel_degree": 2},
+        "model": {"name": "llama3.2", "n_layers": 3},
+        "activation_checkpoint": {"mode": "full"},
+    },
+    "stages in a V": {
+        "parallelism": {
+            **PIPELINE,
+            "pipeline_parallel_schedule": "ZBVZeroBubble" if V_SCHEDULES else "Interleaved1F1B",
+            "fsdp_reshard_after_forward": "never",
+        },
+        "model": {"n_layers": 5, "name": "llama3.2"},
+    },
+    "compiled": {
+        "compile": {"enable": True, "backend": "eager"},
+        "optimizer": {"implementation": "for-loop"},
+    },
+}
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+
+
+def _run(folder: Path, tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Train two steps and say what this rank then holds."""
+    trainer = small_trainer(
+        small_config(folder, **{**tables, "training": {**tables.get("training", {}), "steps": 2}})
+    )
+    trainer.run()
+    named = [*trainer.execution.named_parameters(), *trainer.execution.copies()]
+    records = [record for model in trainer.execution.models for record in groups(model)]
+    return {
+        "layout": degrees(trainer.config.parallelism, dist.get_world_size()),
+        "args": trainer.args,
+        "parts": [
+            (name, tuple(parameter.shape), tuple(parameter.to_local().shape), _bytes(parameter))
+            for name, parameter in named
+        ],
+        "optimizer": sum(map(_bytes, optimizer_tensors(named, trainer.optimizer).values())),
+        "units": [
+            sum(parameter._orig_size.numel() for parameter in record.fsdp_params) for record in records
+        ],
+    }
+
+
+def _world(folder: Path) -> dict[str, dict[str, Any]]:
+    return {name: _run(folder / name, tables) for name, tables in RUNS.items()}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """What each of 4 ranks held after each of ``RUNS``."""
+    return run_world(_world, 4, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_rank_holds_what_it_holds_in_a_real_run(name, ran, tmp_path):
+    config = small_config(tmp_path, **RUNS[name])
+    for rank, real in enumerate(found[name] for found in ran):
+        said = holding(config, real["args"], real["layout"], rank)
+        assert [(part.name, part.whole, part.local, part.bytes) for part in said.parts] == real["parts"]
+        assert said.optimizer_bytes == real["optimizer"]
+        # FSDP's own records come in the order of the modules, in which the root is the first.
+        assert sorted(unit.gathered for unit in said.units) == sorted(real["units"])
+        assert sum(unit.stored for unit in said.units) == sum(
+            torch.Size(part.local).numel() for part in said.parts
+        )
+    assert not dist.is_initialized()

@@ -1,0 +1,1 @@
+"""What a run would be, without running it."""

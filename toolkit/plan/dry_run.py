@@ -1,0 +1,251 @@
+"""``comm.mode = "fake_backend"``: a run of any size checked and described by one process without a GPU.
+
+    NGPU=16384 ./run_train.sh --comm.mode fake_backend --job.config_file FILE
+
+The preflight, then the mesh, the stages of a pipeline and what single ranks hold. These are the ranks of
+LOG_RANK, by default the first of each pipeline stage that differs from the others: of the ranks of a stage
+the first has the largest part, where parameters do not divide evenly. No step is taken: activations are
+not counted, and neither corpus nor checkpoint is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from toolkit import preflight
+from toolkit.config import Config
+from toolkit.config.layout import Degrees, reshard_after_forward
+from toolkit.environment import shown_ranks, whole_number
+from toolkit.errors import EXIT_FINISHED, CheckpointError, DataError
+from toolkit.hardware import Hardware, detect
+from toolkit.models.llama.presets import block_parameters
+from toolkit.preflight.facts import Run
+
+if TYPE_CHECKING:  # it imports torch, which a mistake shall not wait for
+    from toolkit.plan.ranks import Holding, Part
+
+_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+_SHOWN = 3
+
+
+def dry_run(config: Config, environ: Mapping[str, str]) -> int:
+    """Check and describe the run that ``config`` and the variables of a launch ask for.
+
+    Raises:
+        ConfigError: the run cannot be.
+        DataError, CheckpointError: it cannot be here, for want of a file; raised after the description.
+    """
+    run = Run(config, world_size(environ), target(environ))
+    missing = None
+    try:
+        preflight.run(config, world_size=run.world_size, hardware=run.hardware)
+    except (DataError, CheckpointError) as error:
+        missing = error
+    if config.job.print_config:
+        print(config.to_toml())
+    print("dry    nothing is trained, and no corpus or checkpoint is read")
+    print(preflight.describe(config, world_size=run.world_size, hardware=run.hardware))
+    print("\n".join(_describe_mesh(run)))
+    if run.stages:
+        print("\n".join(_describe_stages(run)))
+    from toolkit.plan.ranks import holding
+
+    assert run.mesh and run.model, "the preflight found nothing wrong with the config"
+    alike = _distinct(run)
+    for rank in shown_ranks(environ, run.world_size, ",".join(map(str, alike))):
+        found = holding(config, run.model, run.mesh, rank)
+        print("\n".join(_describe_rank(run, found, alike.get(rank, []))), flush=True)
+    if missing:
+        raise missing
+    return EXIT_FINISHED
+
+
+def world_size(environ: Mapping[str, str]) -> int:
+    """NGPU × NNODES as of a launch, else WORLD_SIZE as of torchrun, else what is here."""
+    here = detect().count
+    if environ.get("NGPU") or environ.get("NNODES"):
+        return whole_number(environ, "NGPU", here, 1) * whole_number(environ, "NNODES", 1, 1)
+    return whole_number(environ, "WORLD_SIZE", here, 1)
+
+
+def target(environ: Mapping[str, str]) -> Hardware:
+    """What the run is meant for: the GPUs here; where there is none, GPUs elsewhere, or the CPU for who
+    hides GPUs by an empty CUDA_VISIBLE_DEVICES."""
+    here = detect()
+    if here.device == "cuda" or "CUDA_VISIBLE_DEVICES" in environ:
+        return here
+    return Hardware("cuda", "GPUs, of which none is here", here.count, native_bf16=True, float8=True)
+
+
+# The mesh
+
+
+def strides(layout: Degrees) -> dict[str, int]:
+    """How far apart in rank the neighbours in each dimension lie, outermost first."""
+    found, stride = {}, 1
+    for name in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
+        found[name] = stride
+        stride *= getattr(layout, name)
+    return dict(reversed(found.items()))
+
+
+def coordinates(layout: Degrees, rank: int) -> dict[str, int]:
+    """Where ``rank`` is in each dimension."""
+    return {name: rank // stride % getattr(layout, name) for name, stride in strides(layout).items()}
+
+
+def _used(layout: Degrees) -> dict[str, int]:
+    return {name: stride for name, stride in strides(layout).items() if getattr(layout, name) > 1}
+
+
+def _describe_mesh(run: Run) -> Iterator[str]:
+    assert run.mesh
+    if run.world_size == 1:
+        return
+    used = _used(run.mesh)
+    formula = " + ".join(name if stride == 1 else f"{stride}·{name}" for name, stride in used.items())
+    yield f"\nrank = {formula}; rank 0 is with"
+    for name, stride in used.items():
+        size = getattr(run.mesh, name)
+        yield f"  {name:<12} {size:>5}  {_few([str(place * stride) for place in range(size)])}"
+
+
+def _few(items: Sequence[str]) -> str:
+    """``items``, of many the first ones and the last."""
+    return ", ".join(items if len(items) <= _SHOWN + 1 else [*items[:_SHOWN], "…", items[-1]])
+
+
+# The pipeline
+
+
+def _describe_stages(run: Run) -> Iterator[str]:
+    assert run.stages and run.mesh
+    stride = strides(run.mesh)["pp"]
+    yield f"\n{'stage':>5}  {'first rank':>10}  {'parameters':>15}  modules"
+    owner = {stage: place for place, stages in enumerate(run.stages.of_ranks) for stage in stages}
+    for stage, modules in enumerate(run.stages.modules):
+        numbers = f"{_parameters(run, modules):,}"
+        yield f"{stage:>5}  {owner[stage] * stride:>10}  {numbers:>15}  {_modules(modules)}"
+
+
+def _parameters(run: Run, modules: Sequence[str]) -> int:
+    """Numbers in the parameters of a stage; a tied head on another than the embedding is a copy of it."""
+    assert run.model
+    table = run.model.vocab_size * run.model.dim
+    tied = run.model.tie_embeddings and "tok_embeddings" in modules
+    sizes = {"tok_embeddings": table, "norm": run.model.dim, "output": 0 if tied else table}
+    return sum(sizes.get(name, sum(block_parameters(run.model))) for name in modules)
+
+
+def _modules(names: Sequence[str]) -> str:
+    """Names of modules, those of blocks with their numbers in one."""
+    layers = [int(name.partition(".")[2]) for name in names if name.startswith("layers.")]
+    others = [name for name in names if not name.startswith("layers.")]
+    first = [name for name in others if name == "tok_embeddings"]
+    shown = [f"layers {_ranges(layers)} ({len(layers)})"] if layers else []
+    return ", ".join([*first, *shown, *(name for name in others if name not in first)])
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0–3, 7 for 0, 1, 2, 3, 7."""
+    runs = [list(group) for _, group in groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0])]
+    ends = [(run[0][1], run[-1][1]) for run in runs]
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in ends)
+
+
+def _distinct(run: Run) -> dict[int, list[int]]:
+    """The first rank of each pipeline rank whose stages are unlike those before, and the ranks like it."""
+    if run.stages is None:
+        return {0: []}
+    assert run.mesh
+    stride, stages = strides(run.mesh)["pp"], run.stages
+    found: dict[object, list[int]] = {}
+    for place, held in enumerate(stages.of_ranks):
+        kinds = tuple(
+            tuple("layers" if name.startswith("layers.") else name for name in stages.modules[stage])
+            for stage in held
+        )
+        found.setdefault(kinds, []).append(place * stride)
+    return {ranks[0]: ranks[1:] for ranks in found.values()}
+
+
+# A rank
+
+
+def _describe_rank(run: Run, found: Holding, alike: Sequence[int]) -> Iterator[str]:
+    assert run.mesh
+    place = coordinates(run.mesh, found.rank)
+    where = ", ".join(f"{name} {place[name]}" for name in _used(run.mesh))
+    stages = ""
+    if run.stages:
+        held = run.stages.of_ranks[place["pp"]]
+        stages = f", {'stage' if len(held) == 1 else 'stages'} {' and '.join(map(str, held))}"
+    yield f"\nrank {found.rank}{f' ({where})' if where else ''}{stages}"
+    if alike:
+        yield f"  alike: the ranks {_few([str(rank) for rank in alike])}"
+    for name, size, said in _memory(run, found):
+        yield f"  {name:<20} {_size(size):>11}  {said}".rstrip()
+    rows = list(_rows(found.parts))
+    width = max(len(name) for name, _, _ in rows)
+    for name, whole, local in rows:
+        yield f"  {name:<{width}}  {whole:>15} → {local}"
+
+
+def _memory(run: Run, found: Holding) -> Iterator[tuple[str, int, str]]:
+    """What is held where, in bytes."""
+    training, options = run.config.training, run.config.parallelism
+    assert run.mesh and run.batch
+    where = "in CPU memory" if training.enable_cpu_offload else ""
+    stored = found.parameter_bytes
+    gradients, said = stored, where
+    if run.config.optimizer.early_step_in_backward and run.mesh.dp_replicate == 1:
+        gradients, said = max(unit.stored for unit in found.units) * _BYTES[training.dtype], "of one unit"
+    yield "parameters", stored, ", ".join(filter(None, [training.dtype, where]))
+    yield "gradients", gradients, said
+    yield "optimizer state", found.optimizer_bytes, where
+    yield "together", stored + gradients + found.optimizer_bytes, ""
+    dtype = compute_dtype(run)
+    largest = max(found.units, key=lambda unit: unit.gathered)
+    whole = sum(unit.gathered for unit in found.units)
+    pipeline = run.mesh.pp > 1
+    yield "largest unit", largest.gathered * _BYTES[dtype], f"{largest.name}, gathered in {dtype}"
+    if pipeline or reshard_after_forward(options) == "never":
+        said = "gathered, until the step ends" if pipeline else "gathered, until backward"
+        yield "all units", whole * _BYTES[dtype], said
+    if pipeline or (not options.fsdp_sync_each_batch and run.batch.accumulation > 1):
+        reduced = training.mixed_precision_reduce
+        yield "whole gradients", whole * _BYTES[reduced], f"{reduced}, until the step's last micro-batch"
+
+
+def compute_dtype(run: Run) -> str:
+    """The precision of forward and backward."""
+    asked = run.config.training.mixed_precision_param
+    if asked != "auto":
+        return asked
+    return "bfloat16" if run.hardware.native_bf16 else "float32"
+
+
+def _rows(parts: Sequence[Part]) -> Iterator[tuple[str, str, str]]:
+    """Name, whole and local shape; blocks with the same shapes in one row."""
+    blocks: dict[tuple[str, ...], list[int]] = {}
+    for part in parts:
+        layer, name = [], part.name
+        if name.startswith("layers."):
+            _, number, name = name.split(".", 2)
+            layer = [int(number)]
+        blocks.setdefault((name, _shape(part.whole), _shape(part.local)), []).extend(layer)
+    for (name, whole, local), layers in blocks.items():
+        yield f"layers.{_ranges(layers)}.{name}" if layers else name, whole, local
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return " × ".join(map(str, sizes))
+
+
+def _size(count: int) -> str:
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 1 << power:
+            return f"{count / (1 << power):.2f} {unit}"
+    return f"{count} bytes"

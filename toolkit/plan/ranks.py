@@ -1,0 +1,149 @@
+"""What single ranks of a run hold, found by building their part of the model without its numbers.
+
+A process group that sends nothing stands in for the world, so that one process takes the place of any rank
+of any number. The model is built as for training, on the meta device, where a tensor has a shape and no
+storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from toolkit.build import DTYPES, build_model, sharding
+from toolkit.config import Config
+from toolkit.config.layout import Degrees
+from toolkit.models.llama.presets import LlamaArgs
+from toolkit.names import clean_name
+from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
+from toolkit.parallel.execution import Execution
+from toolkit.parallel.mesh import build_mesh
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of the parameter ``name``, of shape ``whole``, the rank stores ``local``."""
+
+    name: str
+    whole: tuple[int, ...]
+    local: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What FSDP gathers together: the numbers that the rank then has, which tensor parallelism has cut, and
+    those that it stores."""
+
+    name: str
+    gathered: int
+    stored: int
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What ``rank`` holds of the model and of the optimizer."""
+
+    rank: int
+    parts: list[Part]
+    units: list[Unit]
+    optimizer_bytes: int
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+
+def holding(config: Config, args: LlamaArgs, layout: Degrees, rank: int) -> Holding:
+    """What ``rank`` of a run that passed the preflight holds after its first step. Needs no process group,
+    and must not be called where there is one."""
+    with _pretended(rank, layout.world_size):
+        device = torch.device("cpu")
+        # The precision of the computation changes nothing of what is stored.
+        how = sharding(config, param_dtype=DTYPES[config.training.dtype])
+        mesh = build_mesh(device, **asdict(layout))
+        execution = build_model(config, args, mesh, device, how=how, seed=0, storage=False)
+        named = [*execution.named_parameters(), *execution.copies()]
+        return Holding(
+            rank=rank,
+            parts=[_part(name, parameter) for name, parameter in named],
+            units=list(_units(execution)),
+            optimizer_bytes=_optimizer_bytes(config, named),
+        )
+
+
+@contextmanager
+def _pretended(rank: int, world_size: int) -> Iterator[None]:
+    """This process as ``rank`` of a world whose other ranks do not exist: collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the back end
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _part(name: str, parameter: nn.Parameter) -> Part:
+    return Part(name, tuple(parameter.shape), tuple(_local(parameter).shape), _local(parameter).nbytes)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _optimizer_bytes(config: Config, named: Sequence[tuple[str, nn.Parameter]]) -> int:
+    options = config.optimizer
+    # The kernels differ in speed alone, and the fused ones are for devices that compute.
+    optimizer = build_optimizer(
+        named,
+        name=options.name,
+        lr=options.lr,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        implementation="for-loop",
+        no_decay=options.no_decay,
+    )
+    return sum(_local(tensor).nbytes for tensor in optimizer_tensors(named, optimizer).values())
+
+
+def _units(execution: Execution) -> Iterator[Unit]:
+    """The FSDP units of the stages here, in order. Modules that are gathered together share a state."""
+    for model in execution.models:
+        modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        states = {name: fully_shard.state(module) for name, module in modules.items()}
+        held: dict[object, list[nn.Parameter]] = {state: [] for state in states.values()}
+        for name, parameter in model.named_parameters():
+            holder = name.rpartition(".")[0]
+            while holder not in states:
+                holder = holder.rpartition(".")[0]
+            held[states[holder]].append(parameter)
+        for state, parameters in held.items():
+            if not parameters:  # a root whose units have all
+                continue
+            names = [clean_name(name) or "the rest" for name in states if states[name] is state]
+            yield Unit(
+                ", ".join(names),
+                gathered=sum(_gathered(parameter) for parameter in parameters),
+                stored=sum(_local(parameter).numel() for parameter in parameters),
+            )
+
+
+def _gathered(parameter: nn.Parameter) -> int:
+    """Numbers of a parameter once FSDP has gathered it: all but what tensor parallelism has cut off."""
+    numbers = parameter.numel()
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for name, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=False):
+            if name == "tp" and placement.is_shard():
+                numbers //= mesh[name].size()
+    return numbers
