@@ -181,6 +181,8 @@ class Pipeline(Execution):
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._scaled, "scale_grads": False}
         if self.csv:
             schedule = _PipelineScheduleRuntime(stages, **options)
+            for knows in (schedule, *stages):  # where the file may place stages in a V
+                knows.stage_index_to_group_rank = self.owner
             schedule._load_csv(str(self.csv))
             return schedule
         chosen = get_schedule_class(self.schedule_name)
