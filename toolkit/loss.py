@@ -81,9 +81,9 @@ class _VocabularyParallelSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         softmax_TV, index_T1, mine_T, counted_T = ctx.saved_tensors
-        ones_T1 = mine_T.to(softmax_TV.dtype)[:, None]
-        difference_TV = softmax_TV.scatter_add(1, index_T1, -ones_T1)
-        return difference_TV * (counted_T * grad)[:, None], None, None, None
+        grad_T1 = (counted_T * grad)[:, None]
+        grad_TV = softmax_TV * grad_T1
+        return grad_TV.scatter_add_(1, index_T1, -grad_T1 * mine_T[:, None]), None, None, None
 
 
 def _all_reduce(x: Tensor, operation: str, group: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from toolkit.parallel.initialize import initialize
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.parallelize import parallelize
 from toolkit.parallel.wrap import Wrapping
+
+if TYPE_CHECKING:
+    from toolkit.parallel.compile import Compiling
 
 UNTIED, TIED = small("llama3.1", n_layers=2), small("llama3.2", n_layers=2)
 EXACT = Sharding(param_dtype=torch.float64, reduce_dtype=torch.float64)
@@ -42,22 +45,27 @@ def sharded(
     how: Sharding,
     *,
     replicate: int = 1,
+    tp: int = 1,
     wrapping: Wrapping | None = None,
     checkpointing: str = "none",
+    compiling: Compiling | None = None,
     dtype: torch.dtype = torch.float64,
+    loss_parallel: bool = True,
+    loss_chunk_tokens: int = 2048,
 ) -> Llama:
     """A model over all ranks, with weights under which attention is far from uniform."""
     ranks = dist.get_world_size()
-    mesh = build_mesh(torch.device("cpu"), dp_replicate=replicate, dp_shard=ranks // replicate)
+    mesh = build_mesh(torch.device("cpu"), dp_replicate=replicate, dp_shard=ranks // replicate // tp, tp=tp)
     with torch.device("meta"):
-        model = Llama(args).to(dtype)
+        model = Llama(args, loss_chunk_tokens=loss_chunk_tokens).to(dtype)
     parallelize(
         model,
         mesh,
         checkpointing=ActivationCheckpointing(checkpointing),
-        compiling=None,
+        compiling=compiling,
         wrapping=wrapping,
         sharding=how,
+        loss_parallel=loss_parallel,
     )
     return fill(model.to_empty(device="cpu"))
 

@@ -2,6 +2,9 @@
 
 They are torch's functional ones, which torch.compile traces and can overlap with matmuls, waited for on
 the spot: torch 2.13 drops the gradient of one that is still under way where it enters a compiled block.
+
+torch gathers and scatters along the first dimension. Along another one, parts are put in order by a copy,
+save where there is only one row of them (a single sequence), whose memory is in order already.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 _ops = torch.ops._c10d_functional
+
+always_copy = False
+"""Set for asynchronous tensor parallelism: torch finds what it can fuse with matmuls by its copy."""
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -51,10 +57,19 @@ class _ReduceScatter(torch.autograd.Function):
 def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     size = group.size()
     parts = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
-    return parts if dim == 0 else torch.cat(parts.chunk(size), dim)
+    if _in_order(x, dim):
+        return parts.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+    return torch.cat(parts.chunk(size), dim)
 
 
 def _scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     size = group.size()
-    parts = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim))
-    return _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", size, group.group_name))
+    ordered = _in_order(x, dim)
+    parts = x.contiguous().flatten(0, dim) if ordered else torch.cat(x.chunk(size, dim))
+    part = _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", size, group.group_name))
+    return part.view(*x.shape[:dim], *part.shape) if ordered else part
+
+
+def _in_order(x: Tensor, dim: int) -> bool:
+    """Whether parts along ``dim`` that lie one after another in memory are the whole."""
+    return dim == 0 or (x.shape[:dim].numel() == 1 and not always_copy)

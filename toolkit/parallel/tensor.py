@@ -33,16 +33,24 @@ SEQUENCE = 1
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Split the modules of ``model``, on the meta device, in place: ``plan`` has styles by patterns of names.
+    """Split the modules of ``model``, on the meta device, in place: ``plan`` has styles by patterns of names,
+    the first that fits.
 
     Raises:
-        ValueError: a dimension to be split does not divide by the mesh.
+        ValueError: a dimension to be split does not divide by the mesh, or a parameter is in no module of
+            the plan, so that no rank would add the others' share of its gradient.
     """
     group = mesh.get_group()
     for name, module in list(model.named_modules()):
-        for pattern, style in plan.items():
-            if fnmatchcase(name, pattern):
+        style = next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
+        if style:
+            try:
                 STYLES[style](module, mesh, group)
+            except ValueError as error:
+                raise ValueError(f"{name}.{error}") from None
+    missing = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if missing:
+        raise ValueError(f"the plan of tensor parallelism has no module of {', '.join(missing)}")
 
 
 def local(weight: Tensor, gradient: Placement | None = None) -> Tensor:
