@@ -6,16 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.models.attention_cases import LENGTH, PACKED, PACKINGS, ROWS, inputs, with_gradients
 from tests.models.small_llama import build, small, tokens_and_labels
 from toolkit.parallel.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpoint
 from toolkit.parallel.compile import Compiling, apply_compile
+from toolkit.parallel.context import SequenceShards, apply_context_parallel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,6 +53,8 @@ def _relative(found: Tensor, exact: Tensor) -> float:
 
 KERNELS = [
     ("sdpa", torch.bfloat16, PACKED),
+    ("sdpa", torch.bfloat16, None),
+    ("sdpa", torch.float32, None),
     ("flex", torch.bfloat16, PACKED),
     ("flex", torch.bfloat16, None),
     ("flex", torch.float32, PACKED),
@@ -57,10 +64,11 @@ KERNELS = [
 ]
 
 
+@pytest.mark.parametrize("pieces", [1, 4])
 @pytest.mark.parametrize("kv_heads", [8, 2, 1])
 @pytest.mark.parametrize(("name", "dtype", "documents"), KERNELS)
 def test_attention_is_exact_to_rounding(
-    name: str, dtype: torch.dtype, documents: Tensor | None, kv_heads: int
+    name: str, dtype: torch.dtype, documents: Tensor | None, kv_heads: int, pieces: int
 ) -> None:
     # Beside fp64 on the CPU from the same rounded inputs. bf16 rounds results and, within the kernel,
     # probabilities to 2^-9: 2e-3, several times over in backward. One token too many or too few in a softmax
@@ -68,17 +76,21 @@ def test_attention_is_exact_to_rounding(
     qkv = inputs(8, kv_heads, dtype, head_dim=64)
     exact = with_gradients("sdpa", [x.double() for x in qkv], documents)
     on_device = None if documents is None else documents.cuda()
-    found = with_gradients(name, [x.cuda() for x in qkv], on_device)
+    found = with_gradients(name, [x.cuda() for x in qkv], on_device, pieces)
     for part, truth in zip(found, exact, strict=True):
         assert part.dtype == dtype
         assert _relative(part.cpu(), truth) < (1e-2 if dtype == torch.bfloat16 else 1e-4)
 
 
 def _steps(
-    name: str, dtype: torch.dtype, *, compiled: bool = False, mode: str = "none"
+    name: str, dtype: torch.dtype, *, compiled: bool = False, mode: str = "none", split: bool = False
 ) -> list[list[Tensor]]:
-    """Gradients for each of the packings of a model on the GPU, which compiles for the first alone."""
+    """Gradients for each of the packings of a model on the GPU, which compiles for the first alone. With
+    ``split`` it has the first and the last piece of each sequence, as one of context-parallel ranks, the
+    only one, has."""
     model = build(small(n_layers=2), dtype, attention=name).cuda()
+    if split:
+        apply_context_parallel(model, SequenceShards(0, 1), init_device_mesh("cuda", (1,)))
     apply_activation_checkpoint(model.layers, ActivationCheckpointing(mode=mode))
     if compiled:
         apply_compile(model, Compiling(components=("model",)))
@@ -106,3 +118,46 @@ def test_models_train_alike_with_every_attention(
     for step in zip(_steps(name, dtype, compiled=compiled, mode=mode), rounding, exact, strict=True):
         for found, rounded, truth in zip(*step, strict=True):
             assert _relative(found, truth) <= 1e-4 + 2 * _relative(rounded, truth)
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("sdpa", torch.bfloat16), ("flex", torch.float32), ("varlen", torch.bfloat16)]
+)
+def test_models_of_split_sequences_train_alike(
+    name: str, dtype: torch.dtype, compiled: bool, one_rank: None
+) -> None:
+    # As above; the sums over keys are the same, those over queries are of two parts.
+    exact = _steps("sdpa", torch.float32)
+    rounding = exact if dtype == torch.float32 else _steps("sdpa", dtype)
+    for step in zip(_steps(name, dtype, compiled=compiled, split=True), rounding, exact, strict=True):
+        for found, rounded, truth in zip(*step, strict=True):
+            assert _relative(found, truth) <= 1e-4 + 2 * _relative(rounded, truth)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["sdpa", "flash"])
+def test_split_rows_without_documents_take_the_flash_kernel(
+    name: str, compiled: bool, one_rank: None
+) -> None:
+    def gradients(split: bool) -> list[Tensor]:
+        model = build(small(n_layers=2), torch.bfloat16, attention=name).cuda()
+        if split:
+            apply_context_parallel(model, SequenceShards(0, 1), init_device_mesh("cuda", (1,)))
+        if compiled:
+            apply_compile(model, Compiling(components=("model",)))
+        tokens, labels = (x.cuda() for x in tokens_and_labels(ROWS, LENGTH))
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            model(tokens, labels=labels).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    # bf16 twice, in another order of sums: a key too many or too few moves a gradient by more than half.
+    for found, whole in zip(gradients(True), gradients(False), strict=True):
+        assert _relative(found, whole) < 5e-2

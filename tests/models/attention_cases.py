@@ -28,15 +28,28 @@ def inputs(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64, head_d
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def attend(name: str, qkv: list[Tensor], documents: Tensor | None) -> Tensor:
+def attend(name: str, qkv: list[Tensor], documents: Tensor | None, pieces: int = 1) -> Tensor:
+    """By so many equal pieces of the queries, each with the keys until its end, as ranks that share a
+    sequence do."""
     backend = attention_backend(name)
-    return backend(*qkv, backend.mask(documents, ROWS, LENGTH, qkv[0].device))
+    q, k, v = qkv
+    size = LENGTH // pieces
+    outputs = []
+    for first in range(0, LENGTH, size):
+        end = first + size
+        mask = backend.mask(documents, ROWS, end, q.device, first=first)
+        outputs.append(backend(q[:, first:end], k[:, :end], v[:, :end], mask))
+    return torch.cat(outputs, dim=1)
 
 
-def with_gradients(name: str, qkv: list[Tensor], documents: Tensor | None) -> list[Tensor]:
-    """The result, and the gradients of queries, keys and values of a sum that weighs its elements apart."""
+def with_gradients(name: str, qkv: list[Tensor], documents: Tensor | None, pieces: int = 1) -> list[Tensor]:
+    """The result, and the gradients of queries, keys and values of :func:`weighed`."""
     leaves = [x.clone().requires_grad_() for x in qkv]
-    out = attend(name, leaves, documents)
+    out = attend(name, leaves, documents, pieces)
+    return [out.detach(), *torch.autograd.grad(weighed(out), leaves)]
+
+
+def weighed(out: Tensor) -> Tensor:
+    """A sum that weighs the elements apart."""
     weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=out.device).to(out.dtype)
-    gradients = torch.autograd.grad((out * weights.reshape(out.shape)).sum(), leaves)
-    return [out.detach(), *gradients]
+    return (out * weights.reshape(out.shape)).sum()

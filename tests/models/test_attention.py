@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.attention.bias import CausalBias
 
 from tests.models.attention_cases import LENGTH, PACKED, PACKINGS, ROWS, attend, inputs, with_gradients
 from tests.models.small_llama import build, small, tokens_and_labels
 from tests.models.varlen_on_cpu import give_varlen_a_cpu_kernel
-from toolkit.models.llama.attention import attention_mask
-from toolkit.models.llama.attention_varlen import document_bounds
+from toolkit.models.llama.attention import attention_mask, causal_mask, sdpa
+from toolkit.models.llama.attention_varlen import document_bounds, query_bounds
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -49,6 +50,35 @@ def test_flash_gives_what_sdpa_gives_and_refuses_documents(kv_heads: int) -> Non
         attend("flash", qkv, PACKED)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("pieces", [2, 4, 8])
+@pytest.mark.parametrize("name", ["sdpa", "flash", "flex", "varlen"])
+def test_pieces_of_the_queries_give_what_all_of_them_give(name: str, pieces: int) -> None:
+    give_varlen_a_cpu_kernel()
+    # As above: fp32 where the kernel wants it, no backward of flex.
+    dtype = torch.float32 if name == "flash" else torch.float64
+    near = {} if name == "flash" else {"rtol": 1e-12, "atol": 1e-12}
+    function = attend if name == "flex" else with_gradients
+    for documents in (None,) if name == "flash" else (None, *PACKINGS):
+        qkv = inputs(8, 2, dtype)
+        torch.testing.assert_close(
+            function(name, qkv, documents, pieces), function("sdpa", qkv, documents), **near
+        )
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_the_mask_for_cuda_means_the_dense_one(kv_heads: int) -> None:
+    q, k, v = inputs(8, kv_heads)
+    dense, bias = (causal_mask(LENGTH, torch.device(device), 60) for device in ("cpu", "cuda"))
+    assert dense is not None and type(bias) is CausalBias
+    # The bias makes the same dense mask where no kernel has it built in.
+    assert torch.equal(sdpa(q[:, 60:], k, v, bias), sdpa(q[:, 60:], k, v, dense))
+    compiled = torch.compile(sdpa, backend="aot_eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(
+        compiled(q[:, 60:], k, v, bias), sdpa(q[:, 60:], k, v, dense), rtol=1e-12, atol=1e-12
+    )
+
+
 @st.composite
 def packed_rows(draw: st.DrawFn) -> Tensor:
     """Up to four rows of equal length, cut into runs; neighbours differ within a row."""
@@ -73,6 +103,24 @@ def test_document_bounds_mean_the_dense_mask(documents: Tensor) -> None:
     dense = attention_mask(documents)
     assert dense is not None
     assert torch.equal(blocks, torch.block_diag(*dense[:, 0].int()).bool())
+
+
+@settings(max_examples=100, deadline=None)
+@given(documents=packed_rows(), data=st.data())
+def test_query_bounds_mean_the_last_rows_of_the_mask(documents: Tensor, data: st.DataObject) -> None:
+    rows, length = documents.shape
+    first = data.draw(st.integers(0, length - 1))
+    keys = document_bounds(documents)
+    queries = query_bounds(keys, length, first)
+    assert queries.dtype == torch.int32 and queries[-1] == rows * (length - first)
+    dense = attention_mask(documents, first)[:, 0]
+    blocks = torch.zeros(rows * (length - first), rows * length, dtype=torch.bool)
+    for query, query_end, key, key_end in zip(queries[:-1], queries[1:], keys[:-1], keys[1:], strict=True):
+        # The last queries of a document, none of one that has ended before: aligned at its last key.
+        shape = int(query_end - query), int(key_end - key)
+        assert 0 <= shape[0] <= shape[1]
+        blocks[query:query_end, key:key_end] = torch.ones(shape, dtype=torch.bool).tril(shape[1] - shape[0])
+    assert torch.equal(blocks, torch.block_diag(*dense.int()).bool())
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -17,14 +17,28 @@ def give_varlen_a_cpu_kernel() -> None:
     varlen._varlen_attn_backward.register_kernel("cpu", _backward)
 
 
-def _probabilities(q_THE: Tensor, k_TKE: Tensor, bounds: Tensor, window: list[int], longest: int) -> Tensor:
-    """Softmax (H, T, T) of the queries' scores with the keys of their document, as the window allows."""
-    assert bounds.dtype == torch.int32 and longest >= bounds.diff().max() and window[0] == -1
-    tokens = torch.arange(len(q_THE))
-    index = torch.searchsorted(bounds, tokens, right=True)
-    seen = index[:, None] == index
+def _probabilities(
+    q_THE: Tensor,
+    k_TKE: Tensor,
+    q_bounds: Tensor,
+    k_bounds: Tensor,
+    most_q: int,
+    most_k: int,
+    window: list[int],
+) -> Tensor:
+    """Softmax (H, Q, K) of the queries' scores with the keys of their document, as the window allows: the
+    last query of a document is at its last key, and a document may have no query."""
+    for bounds, tokens, most in ((q_bounds, q_THE, most_q), (k_bounds, k_TKE, most_k)):
+        assert bounds.dtype == torch.int32 and bounds[0] == 0 and bounds[-1] == len(tokens)
+        assert (bounds.diff() >= 0).all() and most >= bounds.diff().max()
+    queries, keys = torch.arange(len(q_THE)), torch.arange(len(k_TKE))
+    query_document = torch.searchsorted(q_bounds, queries, right=True)
+    key_document = torch.searchsorted(k_bounds, keys, right=True)
+    seen = query_document[:, None] == key_document
+    assert window[0] == -1
     if window[1] != -1:
-        seen &= tokens[:, None] >= tokens - window[1]
+        before_end = (q_bounds[query_document] - queries)[:, None]
+        seen &= before_end <= k_bounds[key_document] - keys + window[1]
     k_THE = k_TKE.repeat_interleave(q_THE.shape[1] // k_TKE.shape[1], dim=1)
     scores = torch.einsum("qhe,khe->hqk", q_THE, k_THE) / math.sqrt(q_THE.shape[-1])
     return scores.masked_fill(~seen, -math.inf).softmax(-1)
@@ -32,8 +46,8 @@ def _probabilities(q_THE: Tensor, k_TKE: Tensor, bounds: Tensor, window: list[in
 
 def _forward(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None,
              window_size=None, *_):  # fmt: skip
-    assert is_causal == (window_size == [-1, 0]) and scale is None and cu_seq_q.equal(cu_seq_k)
-    p = _probabilities(query, key, cu_seq_q, window_size, max_q)
+    assert is_causal == (window_size == [-1, 0]) and scale is None
+    p = _probabilities(query, key, cu_seq_q, cu_seq_k, max_q, max_k, window_size)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     out = torch.einsum("hqk,khe->qhe", p, value).contiguous()
     return out, torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
@@ -43,7 +57,7 @@ def _backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, 
               scale=None, window_size=None):  # fmt: skip
     """dS = P (dP - rowsum(dP P)), and the sums over the query heads that share a key head."""
     group = query.shape[1] // key.shape[1]
-    p = _probabilities(query, key, cu_seq_q, window_size, max_q)
+    p = _probabilities(query, key, cu_seq_q, cu_seq_k, max_q, max_k, window_size)
     dp = torch.einsum("qhe,khe->hqk", grad_out, value.repeat_interleave(group, dim=1))
     ds = p * (dp - (dp * p).sum(-1, keepdim=True)) / math.sqrt(query.shape[-1])
     dq = torch.einsum("hqk,khe->qhe", ds, key.repeat_interleave(group, dim=1))

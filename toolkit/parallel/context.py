@@ -5,6 +5,10 @@ Llama 3 paper, arXiv:2407.21783, section 3.3.2): with grouped heads they are sma
 a mask of rows. A sequence is cut into 2·cp pieces, of which rank r takes the r-th and the r-th from the end,
 so that the work of causal attention, which grows with the position, is the same on all. Without balancing
 there are cp pieces, and rank r takes the r-th.
+
+A block gathers once in its forward and scatters once in its backward. Without activation checkpointing the
+gathered keys and values, 2·S·K·E numbers a sample and block, are kept for backward; with it, its forward
+gathers them again.
 """
 
 from __future__ import annotations
@@ -43,9 +47,11 @@ class SequenceShards:
         return torch.cat([parts[piece] for piece in self.of(self.rank)], dim=1)
 
     def whole(self, gathered: Tensor) -> Tensor:
-        """In the sequence's own order: ``gathered`` (B, S, …) that has the ranks' parts one after another."""
-        parts = gathered.chunk(self.pieces, dim=1)
+        """Sequences (B, S, …) from what :meth:`cut` gives each rank, stacked as (size·B, S/size, …)."""
         held = [piece for rank in range(self.size) for piece in self.of(rank)]
+        parts = [
+            part for cut in gathered.chunk(self.size) for part in cut.chunk(len(held) // self.size, dim=1)
+        ]
         return torch.cat([parts[held.index(piece)] for piece in range(self.pieces)], dim=1)
 
 
@@ -65,6 +71,7 @@ class ContextParallelAttention:
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
     ) -> list[AttentionMask]:
         """``documents_BS`` are of whole sequences, ``length`` this rank's tokens of one."""
+        assert first == 0, "which queries these are is what the shards say"
         pieces = self.shards.of(self.shards.rank)
         size = length // len(pieces)
         return [
@@ -74,7 +81,7 @@ class ContextParallelAttention:
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
         heads = k_BSKE.shape[2]
-        both = self.shards.whole(gather(torch.cat([k_BSKE, v_BSKE], dim=2), 1, self.group))
+        both = self.shards.whole(gather(torch.cat([k_BSKE, v_BSKE], dim=2), 0, self.group))
         k_BSKE, v_BSKE = both.split(heads, dim=2)
         pieces = self.shards.of(self.shards.rank)
         size = q_BSHE.shape[1] // len(pieces)

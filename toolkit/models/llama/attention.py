@@ -103,10 +103,12 @@ def sdpa(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) ->
     """
     q_BHSE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
     group = q_BHSE.shape[1] // k_BKSE.shape[1]
-    # Of CUDA's fused kernels only cuDNN's, which torch prefers on few GPUs, takes both a mask and grouped
-    # heads (sdp_utils.cpp); the fallback keeps all S x S scores, beside which repeated keys are small.
+    # Of CUDA's fused kernels flash alone takes grouped heads, which has no masks and no fp32 (cuDNN's, with
+    # both, is preferred on few GPUs: sdp_utils.cpp). The fallback keeps all S x S scores, beside which
+    # repeated keys are small.
     plain = mask is None or isinstance(mask, CausalBias)
-    grouped = group > 1 and (plain or not q_BHSE.is_cuda)
+    flash = plain and q_BHSE.dtype in (torch.bfloat16, torch.float16)
+    grouped = group > 1 and (flash or not q_BHSE.is_cuda)
     if group > 1 and not grouped:
         k_BKSE, v_BKSE = (torch.repeat_interleave(x, group, dim=1) for x in (k_BKSE, v_BKSE))
     out_BHSE = F.scaled_dot_product_attention(
