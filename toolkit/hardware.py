@@ -11,13 +11,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Hardware:
-    """``device`` is "cuda" or "cpu"; ``count`` the processes that a launch starts by default."""
+    """``device`` is "cuda" or "cpu"; ``count`` the processes that a launch starts by default;
+    ``capability`` the compute capability of CUDA, 0 without it."""
 
     device: str
     name: str
     count: int
     native_bf16: bool
     float8: bool
+    capability: float = 0.0
 
 
 def cores() -> int:
@@ -64,6 +66,11 @@ def detect() -> Hardware:
     if gpus:
         capability = min(capability for _, capability in gpus)
         return Hardware(
-            "cuda", gpus[0][0], len(gpus), native_bf16=capability >= 8.0, float8=capability >= 8.9
+            "cuda",
+            gpus[0][0],
+            len(gpus),
+            native_bf16=capability >= 8.0,
+            float8=capability >= 8.9,
+            capability=capability,
         )
     return Hardware("cpu", "CPU", 2, native_bf16=cpu_multiplies_bf16(), float8=False)

@@ -24,6 +24,12 @@ def nearest_multiple(value: int, of: int) -> int:
     return max(1, math.floor(value / of + 0.5)) * of
 
 
+def either(items: Iterable[object]) -> str:
+    """``items`` as a choice: "1, 2 or 3"."""
+    *rest, last = map(str, items)
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
 def first_few(items: Sequence[str], limit: int) -> str:
     """``items`` with commas between; beyond ``limit`` only how many more there are."""
     rest = f" and {len(items) - limit} more" if len(items) > limit else ""

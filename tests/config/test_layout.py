@@ -49,6 +49,29 @@ def test_what_is_set_beside_a_strategy_and_agrees_with_it_stays() -> None:
     assert degrees(shard, 6) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "asked", "meant"),
+    [
+        (None, "default", "never"),
+        (None, "always", "always"),
+        (None, 2, 2),
+        ("FULL_SHARD", "default", "default"),
+        ("NO_SHARD", "default", "default"),
+        ("SHARD_GRAD_OP", "default", "never"),
+    ],
+)
+def test_a_pipeline_keeps_what_it_gathers_unless_it_is_told_otherwise(
+    name: str | None, asked: str | int, meant: str | int
+) -> None:
+    # torchtitan's default: each micro-batch would gather the stage again.
+    options = Parallelism(
+        pipeline_parallel_degree=2,
+        sharding_strategy=name,  # type: ignore[arg-type]
+        fsdp_reshard_after_forward=asked,  # type: ignore[arg-type]
+    )
+    assert reshard_after_forward(options) == meant
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_config_that_a_run_writes_passes_the_preflight(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

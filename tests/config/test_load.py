@@ -321,7 +321,7 @@ def test_help_lists_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert "--parallelism.data_parallel_shard_degree -1|int  (default -1)" in shown
-    assert "[another value is not built yet]" in shown and "--training.steps" not in shown
+    assert "[acts with parallelism.tensor_parallel_degree]" in shown and "--training.steps" not in shown
 
 
 def test_help_whose_reader_has_gone_ends_quietly():

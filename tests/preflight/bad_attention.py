@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from tests.preflight.bad_runs import V100, Bad, bad
-from toolkit.hardware import Hardware
-
-H100 = Hardware("cuda", "NVIDIA H100", 8, native_bf16=True, float8=True)
+from tests.preflight.bad_runs import H100, V100, Bad, bad
 
 CASES: list[Bad] = [
     bad("attention_runs_on_device", "model.attention=flex", "no backward on CPU", '"sdpa"'),

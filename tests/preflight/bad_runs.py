@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "tests" / "assets" / "tokenizer"
 CPU = Hardware("cpu", "CPU", 2, native_bf16=True, float8=False)
 OLD_CPU = Hardware("cpu", "CPU", 2, native_bf16=False, float8=False)
-V100 = Hardware("cuda", "Tesla V100", 8, native_bf16=False, float8=False)
+V100 = Hardware("cuda", "Tesla V100", 8, native_bf16=False, float8=False, capability=7.0)
+H100 = Hardware("cuda", "NVIDIA H100", 8, native_bf16=True, float8=True, capability=9.0)
 SMALL = ["--model.vocab_size=4352", "--training.seq_len=256", "--training.global_batch_size=16"]
 
 
@@ -26,7 +27,8 @@ def configure(flags: list[str]) -> Config:
 
 @dataclass(frozen=True)
 class Bad:
-    """A run that breaks ``rule`` (and ``also``); ``says`` are parts of the message about ``key``."""
+    """A run that breaks ``rule`` (and ``also``); ``says`` are parts of the message about ``key``. It finds
+    torch of version ``torch``."""
 
     rule: str
     flags: list[str]
@@ -36,6 +38,7 @@ class Bad:
     hardware: Hardware
     also: set[str]
     prepare: Callable[[Path], Any]
+    torch: tuple[int, int]
 
 
 def bad(
@@ -47,11 +50,13 @@ def bad(
     hardware: Hardware = CPU,
     also: str = "",
     prepare: Callable[[Path], Any] = lambda folder: None,
+    torch: tuple[int, int] = (2, 13),
 ) -> Bad:
     """A case whose key, if not given, is the first of the flags, which stand without their dashes."""
     words = flags.split()
     key = key or words[0].partition("=")[0]
-    return Bad(rule, [f"--{word}" for word in words], key, says, world, hardware, set(also.split()), prepare)
+    dashed = [f"--{word}" for word in words]
+    return Bad(rule, dashed, key, says, world, hardware, set(also.split()), prepare, torch)
 
 
 def save(folder: Path, step: int, *, model: dict[str, Any] | None = None, **run: Any) -> Path:

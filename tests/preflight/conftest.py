@@ -1,4 +1,5 @@
-"""The checks are the same whoever runs them: no account of theirs is seen, nor a cache that torch chose."""
+"""The checks are the same whoever runs them: no account of theirs is seen, nor a cache that torch chose, nor
+how many ranks a node has."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ def no_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "WANDB_IDENTITY_TOKEN_FILE",
         "WANDB_BASE_URL",
         "TORCHINDUCTOR_CACHE_DIR",
+        "LOCAL_WORLD_SIZE",
+        "NGPU",
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))

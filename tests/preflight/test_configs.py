@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.preflight.bad_runs import H100
 from toolkit.config import Config, load_config
-from toolkit.hardware import Hardware
 from toolkit.models.llama.presets import parameter_count
 from toolkit.preflight import check
 from toolkit.preflight.facts import Run
 
 ROOT = Path(__file__).parents[2]
 TITAN = ROOT / "tests" / "config" / "torchtitan"
-H100 = Hardware("cuda", "NVIDIA H100", 8, native_bf16=True, float8=True)
 
 # Assets that a user fetches.
 LOCAL = ["--model.hf_assets_path=tests/assets/tokenizer", "--training.dataset_path=toolkit/data/embedded"]
@@ -65,7 +64,7 @@ def test_all_our_configs_are_tested() -> None:
         ("debug_model", (1, 2, 8), set()),
         ("llama3_8b", (1, 8, 64), set()),
         ("llama3_70b", (8, 64, 256), set()),
-        ("llama3_405b", (128, 512), {"model.converters"}),
+        ("llama3_405b", (8, 128, 512, 16384), {"model.converters"}),
     ],
 )
 def test_torchtitan_config(

@@ -42,7 +42,7 @@ def test_good_config() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     shown = done.stdout.splitlines()
     assert shown[0].split() == ["OK", DEBUG_MODEL]
-    assert [line.split()[0] for line in shown] == ["OK", "model", "mesh", "batch"]
+    assert [line.split()[0] for line in shown] == ["OK", "model", "mesh", "with", "batch"]
     assert "5,245,184 parameters" in done.stdout and "dp_shard 2" in done.stdout
     assert seconds < 1.5  # 0.25 s here
 

@@ -15,13 +15,14 @@ from tests.preflight import (
     bad_mixture,
     bad_observing,
     bad_optim,
+    bad_pipeline,
     bad_sharding,
+    bad_stages,
+    bad_tensor,
 )
 from tests.preflight.bad_runs import (
-    CP,
     CPU,
     OLD_CPU,
-    PP,
     REPLICATE,
     SHARD,
     TP,
@@ -53,6 +54,12 @@ OPTIONS = [
     bad("supported_options", "parallelism.expert_parallel_degree=2", "mixture-of-experts"),
     bad("loader_workers", "training.dataloader.prefetch_factor=2", "num_workers is 0"),
     bad("loader_workers", "validation.dataloader.persistent_workers", "num_workers is 0"),
+    bad(
+        "validation_has_one_length",
+        "validation.steps=5 validation.enable validation.dataset=embedded_validation validation.samples=9",
+        "batches of a rank",
+        "leave one of the two out",
+    ),
     bad("deterministic_options_act", "debug.deterministic_warn_only", "without debug.deterministic"),
 ]
 
@@ -117,56 +124,6 @@ MESH = [
     bad("world_fills_mesh", f"{TP}=4", "tp 4", "dp_shard 3 × tp 2", key=SHARD, world=6),
     bad("batch_divides", "training.global_batch_size=16", "data-parallel degree 3", "set it to 15", world=3),
     bad("batch_divides", "training.global_batch_size=2", "set it to 4", "of 1 or 2", world=4),
-    bad(
-        "tensor_parallel_divides",
-        f"{TP}=3 model.vocab_size=4353 training.seq_len=255",
-        "must divide n_heads, which is 16",
-        "must divide n_kv_heads, which is 16",
-        "1, 2, 4, 8 or 16",
-        world=3,
-    ),
-    bad(
-        "tensor_parallel_divides",
-        f"{TP}=2 model.vocab_size=4353",
-        "must divide vocab_size, which is 4353",
-        "model.vocab_size = 4354",
-        world=2,
-    ),
-    bad(
-        "tensor_parallel_divides",
-        f"{TP}=2 model.ffn_dim=767",
-        "must divide ffn_dim, which is 767",
-        "model.ffn_dim = 768",
-        world=2,
-    ),
-    bad(
-        "sequence_divides",
-        f"training.seq_len=252 {CP}=4",
-        "2·cp = 8",
-        "nearest is 256",
-        world=4,
-    ),
-    bad(
-        "sequence_divides",
-        f"training.seq_len=254 {CP}=4 parallelism.context_parallel_load_balancer=None",
-        "a multiple of cp = 4",
-        world=4,
-    ),
-    bad(
-        "sequence_divides",
-        f"validation.seq_len=252 validation.enable {CP}=2 {TP}=2",
-        "2·cp = 4 × tp = 2, that is 8",
-        world=4,
-    ),
-    bad("stages_have_layers", f"{PP}=8", "6 layers", "at most 6", world=8, also="built_options"),
-    bad(
-        "stages_have_layers",
-        f"parallelism.pipeline_parallel_layers_per_stage=3 {PP}=2",
-        "3 stages of 6 layers",
-        "it can be 2, 4, 5, 6 or 7",
-        world=2,
-        also="built_options",
-    ),
 ]
 
 FILES = [
@@ -263,7 +220,18 @@ CHECKPOINT = [
     ),
 ]
 
-PARTS = (bad_sharding, bad_memory, bad_optim, bad_corpora, bad_mixture, bad_observing, bad_attention)
+PARTS = (
+    bad_tensor,
+    bad_stages,
+    bad_pipeline,
+    bad_sharding,
+    bad_memory,
+    bad_optim,
+    bad_corpora,
+    bad_mixture,
+    bad_observing,
+    bad_attention,
+)
 BAD = [*OPTIONS, *MODEL, *MESH, *FILES, *CHECKPOINT, *(case for part in PARTS for case in part.CASES)]
 
 
@@ -272,6 +240,7 @@ def test_rule(case: Bad, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case.prepare(folder)
     # Whoever runs the tests as root may write anywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: bool(os.stat(path).st_mode & 0o200))
+    monkeypatch.setattr("toolkit.preflight.facts.torch_version", lambda: case.torch)
     config = configure(case.flags)
     facts = Run(config, case.world, case.hardware)
     found = {name: problems for name, rule in RULES.items() if (problems := rule.check(facts))}
@@ -381,6 +350,12 @@ def test_what_cannot_be_used_ends_in_3(flag: str, error: type[Exception], folder
         (["--parallelism.fsdp_backward_prefetch=2"], 1, CPU, "each rank has all parameters"),
         (["--training.mixed_precision_output=float32"], 1, CPU, "hands out none"),
         (["--compile.enable"], 1, CPU, "the first step compiles"),
+        (
+            ["--validation.enable", "--validation.dataset=embedded_validation", "--validation.steps=3"],
+            2,
+            CPU,
+            "on this mesh 48 samples in all",
+        ),
     ],
 )
 def test_note(flags: list[str], world: int, hardware: Hardware, note: str, folder: Path) -> None:

@@ -35,6 +35,8 @@ class Degrees:
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """Names of ``sharding_strategy``, in the order of their numbers from 1."""
+_KEEPING = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
+"""Those that keep gathered parameters until backward."""
 
 
 def strategy(parallelism: Parallelism) -> str | None:
@@ -71,15 +73,17 @@ def degrees(parallelism: Parallelism, world_size: int) -> Degrees | None:
 
 
 def reshard_after_forward(parallelism: Parallelism) -> str | int:
-    """``fsdp_reshard_after_forward`` as the sharding strategy has it.
+    """``fsdp_reshard_after_forward`` as the sharding strategy has it, or the pipeline where none is named:
+    each of its micro-batches would gather again what the one before has freed.
 
     NO_SHARD frees what it has gathered as FULL_SHARD does: there is nothing to send, but a second copy
     of all parameters would live through the forward.
     """
-    asked = parallelism.fsdp_reshard_after_forward
-    if asked == "default" and strategy(parallelism) in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
-        return "never"
-    return asked
+    asked, name = parallelism.fsdp_reshard_after_forward, strategy(parallelism)
+    if asked != "default":
+        return asked
+    keeps = parallelism.pipeline_parallel_degree > 1 if name is None else name in _KEEPING
+    return "never" if keeps else "default"
 
 
 def strategy_in_effect(parallelism: Parallelism, mesh: Degrees) -> str:

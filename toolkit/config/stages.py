@@ -1,8 +1,10 @@
-"""How a pipeline cuts the model into stages and hands them to ranks: arithmetic, without torch."""
+"""How a pipeline cuts the model into stages and hands them to ranks, and how its schedule fills a step:
+arithmetic, without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from toolkit.config.tables_parallel import Parallelism
 
@@ -11,22 +13,35 @@ from toolkit.config.tables_parallel import Parallelism
 class Schedule:
     """``stages`` a rank needs: just as many, or at least as many where ``more`` are possible. ``v_shaped``
     gives a rank the r-th and the r-th stage from the end. ``split_backward`` computes the gradients of
-    weights apart from those of inputs."""
+    weights apart from those of inputs. ``needs`` is what it asks of the number of micro-batches: at least
+    as many as all "stages", or equally many in each of the "rounds" of about one a rank."""
 
     stages: int = 1
     more: bool = False
     v_shaped: bool = False
     split_backward: bool = False
+    needs: Literal["", "stages", "rounds"] = ""
+
+    def takes_stages(self, count: int, pp: int) -> bool:
+        """Whether it runs ``count`` stages on ``pp`` ranks."""
+        each, rest = divmod(count, pp)
+        return rest == 0 and (each >= self.stages if self.more else each == self.stages)
+
+    def takes_micro_batches(self, count: int, *, stages: int, pp: int) -> bool:
+        """Whether it runs ``count`` micro-batches a step through ``stages`` on ``pp`` ranks."""
+        if self.needs == "stages":
+            return count >= stages
+        return self.needs == "" or count % max(1, count // pp) == 0
 
 
 SCHEDULES = {
     "GPipe": Schedule(),
-    "1F1B": Schedule(),
-    "Interleaved1F1B": Schedule(2, more=True),
+    "1F1B": Schedule(needs="stages"),
+    "Interleaved1F1B": Schedule(2, more=True, needs="rounds"),
     "LoopedBFS": Schedule(2, more=True),
-    "InterleavedZeroBubble": Schedule(2, more=True, split_backward=True),
+    "InterleavedZeroBubble": Schedule(2, more=True, split_backward=True, needs="rounds"),
     "ZBVZeroBubble": Schedule(2, v_shaped=True, split_backward=True),
-    "DualPipeV": Schedule(2, v_shaped=True, split_backward=True),
+    "DualPipeV": Schedule(2, v_shaped=True, split_backward=True, needs="stages"),
 }
 """torch's pipeline schedules by name."""
 
@@ -95,3 +110,21 @@ def pipeline_stages(parallelism: Parallelism, n_layers: int) -> Stages:
         count = stage_count(n_layers, pp, schedule, layers_per_stage=per_stage, **ends)
         modules = stage_modules(n_layers, count, **ends)
     return Stages(modules, stages_of_ranks(len(modules), pp, schedule))
+
+
+def bubble(name: str, micro_batches: int, *, stages: int, pp: int) -> float:
+    """The part of a step that ranks wait for one another, if forward, gradients of inputs and gradients of
+    weights of each stage take one unit of time each and communication none."""
+    each, ends = stages // pp, pp - 1
+    short = max(0, pp - micro_batches)
+    work = 3 * each * micro_batches
+    waits = {
+        "GPipe": 3 * ends,
+        "1F1B": 3 * ends,
+        "Interleaved1F1B": 3 * (ends + (each - 1) * short),
+        "LoopedBFS": 3 * (ends + (each - 1) * short),
+        "InterleavedZeroBubble": max(ends + each * short, 2 * (each * pp + micro_batches) - 1 - work),
+        "ZBVZeroBubble": max(ends, 4 * pp - 2 - 2 * micro_batches),
+        "DualPipeV": 2 * ends,
+    }[name]
+    return waits / (waits + work)

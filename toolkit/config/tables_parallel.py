@@ -40,7 +40,8 @@ class Parallelism(Table):
     """FSDP1's and accelerate's name or number for a choice of the degrees and fsdp_reshard_after_forward."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Ge(2)] = "default"
     """Free a unit's parameters between forward and backward. default: all but the last unit's, which backward
-    needs at once. A number keeps them sharded over that many ranks, a divisor of the shard degree."""
+    needs at once, and with a pipeline none, whose micro-batches would gather them each time. A number keeps
+    them sharded over that many ranks, a divisor of the shard degree."""
     fsdp_wrap_policy: Literal["block", "class", "size"] = "block"
     """What is gathered and freed together. block: the embedding, each block, the head; class: each module of
     fsdp_wrap_classes; size: each module with fsdp_min_num_params that are in no smaller unit."""
@@ -55,23 +56,27 @@ class Parallelism(Table):
     """Units whose parameters are asked for while another computes its backward."""
     fsdp_sync_each_batch: bool = True
     """Reduce gradients after each micro-batch. false communicates once a step and keeps whole gradients
-    until then, as no_sync does."""
+    until then, as no_sync does and a pipeline in any case."""
     tensor_parallel_degree: Positive = 1
-    """Ranks over which each matrix is split."""
+    """Ranks over which each matrix is split, and the sequence between blocks. Divides heads, key and value
+    heads, feed-forward, vocabulary and sequence."""
     disable_loss_parallel: Annotated[bool, _TP] = False
     """Gather the logits of a tensor-parallel head before the loss."""
     enable_async_tensor_parallel: Annotated[bool, _TP] = False
-    """Overlap the communication of tensor parallelism with its matmuls; needs compile."""
+    """Overlap the communication of tensor parallelism with its matmuls. Needs compile and GPUs with NVLink of
+    compute capability 9.0 or above."""
     pipeline_parallel_degree: Positive = 1
     """Ranks over which the blocks are spread in order."""
     module_fqns_per_model_part: Annotated[list[list[str]] | None, _PP] = None
-    """Module names of each pipeline stage, to cut by hand."""
+    """Names of each stage's modules, to cut by hand: tok_embeddings, layers.0 and on, norm, output, in this
+    order. As many stages as the schedule takes."""
     pipeline_parallel_first_stage_less_layers: Annotated[NonNegative, _PP] = 1
-    """Blocks that the first stage has less, for the embedding."""
+    """Blocks that the embedding counts as: the first stage has so many less."""
     pipeline_parallel_last_stage_less_layers: Annotated[NonNegative, _PP] = 1
-    """Blocks that the last stage has less, for the head."""
+    """Blocks that the head counts as: the last stage has so many less."""
     pipeline_parallel_layers_per_stage: Annotated[Positive | None, _PP] = None
-    """Blocks of one stage, which sets the number of stages."""
+    """Blocks of one stage, embedding and head counted, which sets the number of stages. Without it a rank
+    has one stage or two, by the schedule."""
     pipeline_parallel_schedule: Annotated[
         Literal[
             "GPipe",
@@ -84,12 +89,15 @@ class Parallelism(Table):
         ],
         _PP,
     ] = "1F1B"
-    """Schedule, by torch's name. All but GPipe and 1F1B give each rank several stages; those with a split
-    backward (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV) need fsdp_reshard_after_forward = never."""
+    """Schedule, by torch's name. GPipe and 1F1B have one stage a rank, ZBVZeroBubble and DualPipeV two, the
+    others two or more. 1F1B and DualPipeV need a micro-batch for each stage. Those with a split backward
+    (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV) need parameters that stay gathered."""
     pipeline_parallel_schedule_csv: Annotated[str | None, _PP] = ""
-    """File of a schedule of one's own."""
+    """File of a schedule of one's own, a line of actions such as 0F0,0F1,0B0,0B1 for each rank, by which
+    torch runs in place of the named one. That one still says how stages are placed."""
     pipeline_parallel_microbatch_size: Annotated[Positive, _PP] = 1
-    """Samples of a pipeline micro-batch."""
+    """Samples of a pipeline micro-batch. All samples that a rank has of a step go through it, accumulated
+    ones too."""
     pipeline_parallel_expert_parallel_overlap: Annotated[bool, _MOE] = True
     """Overlap of pipeline and expert communication."""
     context_parallel_degree: Positive = 1
@@ -98,7 +106,7 @@ class Parallelism(Table):
     """Give each rank a piece from the head and one from the tail of a sequence, so that causal attention
     costs all the same."""
     context_parallel_rotate_method: Annotated[Literal["allgather", "alltoall"], _CP] = "allgather"
-    """How keys and values reach the other ranks."""
+    """How keys and values reach the other ranks: allgather. A ring is refused."""
     expert_parallel_degree: Annotated[int, _MOE] = 1
     """Ranks over which experts are spread."""
     expert_tensor_parallel_degree: Annotated[int, _MOE] = 1

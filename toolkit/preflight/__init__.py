@@ -26,7 +26,10 @@ from toolkit.preflight import (
     rules_observing,
     rules_optim,
     rules_options,
+    rules_pipeline,
     rules_sharding,
+    rules_stages,
+    rules_tensor,
 )
 from toolkit.preflight.facts import RULES, Rule, Run
 
@@ -41,6 +44,9 @@ _ORDER = (
     rules_model,
     rules_attention,
     rules_mesh,
+    rules_tensor,
+    rules_stages,
+    rules_pipeline,
     rules_sharding,
     rules_files,
     rules_corpora,
@@ -85,6 +91,8 @@ def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
     said = [
         *rules_optim.optim_notes(facts),
         *rules_attention.attention_notes(facts),
+        *rules_tensor.tensor_notes(facts),
+        *rules_pipeline.pipeline_notes(facts),
         *rules_sharding.sharding_notes(facts),
         *rules_mixture.mixture_notes(facts),
         *rules_observing.observing_notes(facts),
@@ -96,11 +104,18 @@ def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
                 f"training.global_batch_size is -1, which on this mesh is {total}; "
                 f"set it to {total} to have the same run on any mesh"
             )
-        if local < min(training.local_batch_size, per_rank):
+        if facts.pp == 1 and local < min(training.local_batch_size, per_rank):
             said.append(
                 f"the {per_rank} samples of a rank are taken {local} at a time: "
                 f"training.local_batch_size {training.local_batch_size} does not divide them"
             )
+    validation = config.validation
+    if facts.mesh and validation.enable and validation.steps != -1:
+        samples = validation.steps * validation.local_batch_size * facts.mesh.dp
+        said.append(
+            f"validation.steps are batches of each rank, on this mesh {samples} samples in all; set "
+            f"validation.samples to {samples} in its place to have the same loss on any mesh"
+        )
     if training.mixed_precision_output != "auto":
         said.append("training.mixed_precision_output is for logits, of which a training hands out none")
     if config.compile.enable:
@@ -120,6 +135,9 @@ def summary(config: Config, *, world_size: int, hardware: Hardware) -> str:
     model, mesh, batch = facts.model, facts.mesh, facts.batch
     assert model is not None and mesh is not None and batch is not None
     cut = f"{mesh.dp} data-parallel × {batch.local} local × {batch.accumulation} accumulated"
+    if facts.pp > 1:
+        size = config.parallelism.pipeline_parallel_microbatch_size
+        cut = f"{mesh.dp} data-parallel × {facts.micro_batches} micro-batches of {size}"
     return "\n".join(
         [
             f"model  {config.model.name} {config.model.flavor}, {parameter_count(model):,} parameters",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
 from toolkit.config import Config
 from toolkit.config.layout import BatchShape, Degrees, batch_shape, degrees
+from toolkit.config.stages import SCHEDULES, Schedule, Stages, pipeline_stages
 from toolkit.data.tokenizer_files import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
@@ -87,6 +89,34 @@ class Run:
             local_batch_size=training.local_batch_size,
             dp=self.mesh.dp,
         )
+
+    @property
+    def pp(self) -> int:
+        return self.config.parallelism.pipeline_parallel_degree
+
+    @property
+    def schedule(self) -> Schedule:
+        return SCHEDULES[self.config.parallelism.pipeline_parallel_schedule]
+
+    @cached_property
+    def stages(self) -> Stages | None:
+        """The stages of a pipeline as they are asked for, which may be no cut of the model."""
+        if self.pp == 1 or self.model is None:
+            return None
+        return pipeline_stages(self.config.parallelism, self.model.n_layers)
+
+    @property
+    def rows(self) -> int | None:
+        """Samples that a rank has in a step."""
+        return self.batch.total // self.mesh.dp if self.mesh and self.batch else None
+
+    @property
+    def micro_batches(self) -> int | None:
+        """Micro-batches of one run of the pipeline, which is a step."""
+        size = self.config.parallelism.pipeline_parallel_microbatch_size
+        if self.pp == 1 or self.rows is None or self.rows % size:
+            return None
+        return self.rows // size
 
     @property
     def dump_folder(self) -> Path:
@@ -169,6 +199,15 @@ def rule(
         return check
 
     return register
+
+
+def torch_version() -> tuple[int, int] | None:
+    """Major and minor, without importing it."""
+    try:
+        major, minor, *_ = importlib.metadata.version("torch").split(".")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return int(major), int(minor)
 
 
 def divisors(value: int) -> list[int]:

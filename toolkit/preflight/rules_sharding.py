@@ -179,7 +179,7 @@ def sharding_notes(run: Run) -> list[str]:
     deeper = options.fsdp_forward_prefetch > 0 or options.fsdp_backward_prefetch > 1
     if deeper and run.mesh and run.mesh.dp_shard == 1:
         said.append("parallelism.fsdp_*_prefetch changes nothing: each rank has all parameters")
-    if not options.fsdp_sync_each_batch and run.batch and run.batch.accumulation == 1:
+    if run.pp == 1 and not options.fsdp_sync_each_batch and run.batch and run.batch.accumulation == 1:
         said.append("parallelism.fsdp_sync_each_batch changes nothing: a step is one micro-batch")
     return said
 

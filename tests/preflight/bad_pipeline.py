@@ -1,0 +1,158 @@
+"""Runs that break the rules of ``rules_pipeline``. A rank has all 16 samples of a step, where nothing else is
+said, in as many micro-batches."""
+
+from __future__ import annotations
+
+from tests.preflight.bad_runs import PP, Bad, bad, write
+
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+SIZE = "parallelism.pipeline_parallel_microbatch_size"
+FILE = "parallelism.pipeline_parallel_schedule_csv"
+RESHARD = "parallelism.fsdp_reshard_after_forward"
+STRATEGY = "parallelism.sharding_strategy"
+PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
+BATCH = "training.global_batch_size"
+TAKES, KEEPS, FITS = "schedule_takes_micro_batches", "split_backward_keeps_parameters", "schedule_file_fits"
+
+
+def _file(lines: str, *says: str, flags: str = f"{PP}=2 {BATCH}=2", world: int = 2) -> Bad:
+    """A run by the schedule of these lines."""
+    return bad(FITS, f"{FILE}=a.csv {flags}", *says, world=world, prepare=write("a.csv", lines))
+
+
+# One stage a rank, two micro-batches.
+GOOD = "0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1,\n"
+
+CASES: list[Bad] = [
+    bad("rows_fill_micro_batches", f"{SIZE}=3 {PP}=2", "which are 16", "set it to 2 or 4", world=2),
+    bad("rows_fill_micro_batches", f"{SIZE}=32 {PP}=2", "set it to 16", world=2),
+    bad(
+        TAKES,
+        f"{SCHEDULE}=1F1B {PP}=4 {BATCH}=3",
+        "3 micro-batches (3 samples",
+        "at least as many as stages, which are 4",
+        f'set {BATCH} to 4, or {SCHEDULE} to "GPipe"',
+        world=4,
+    ),
+    bad(
+        TAKES,
+        f"{SCHEDULE}=1F1B {PP}=2 {SIZE}=4 {BATCH}=8",
+        "1 micro-batches (4 samples",
+        f"set {BATCH} to 16, or {SIZE} to 1 or 2, or",
+        world=4,
+    ),
+    bad(
+        TAKES,
+        f"{SCHEDULE}=1F1B {PP}=4 {BATCH}=-1 training.local_batch_size=2",
+        "set training.local_batch_size to 4",
+        world=4,
+    ),
+    bad(
+        TAKES,
+        f"{SCHEDULE}=DualPipeV {PP}=2 {BATCH}=3",
+        "stages, which are 4",
+        f'set {BATCH} to 4, or {SCHEDULE} to "ZBVZeroBubble"',
+        world=2,
+    ),
+    # 7 on 2 ranks are 3 rounds.
+    bad(
+        TAKES,
+        f"{SCHEDULE}=Interleaved1F1B {PP}=2 {BATCH}=7",
+        "in 3 equal rounds",
+        f'set {BATCH} to 6 or 8, or {SIZE} to 7, or {SCHEDULE} to "LoopedBFS"',
+        world=2,
+    ),
+    bad(
+        TAKES,
+        f"{SCHEDULE}=InterleavedZeroBubble {PP}=2 {BATCH}=10 {SIZE}=2",
+        "5 micro-batches (10 samples",
+        f"set {BATCH} to 8 or 12",
+        world=2,
+    ),
+    bad(
+        KEEPS,
+        f"{RESHARD}=always {PP}=2 {SCHEDULE}=ZBVZeroBubble",
+        "ZBVZeroBubble computes",
+        '"never"',
+        world=2,
+    ),
+    bad(KEEPS, f"{RESHARD}=2 {PP}=2 {SCHEDULE}=DualPipeV", '"never"', '"Interleaved1F1B"', world=8),
+    bad(
+        KEEPS,
+        f"{STRATEGY}=FULL_SHARD {PP}=2 {SCHEDULE}=InterleavedZeroBubble",
+        'set it to "SHARD_GRAD_OP", or',
+        world=4,
+    ),
+    bad(
+        KEEPS,
+        f"{STRATEGY}=FULL_SHARD {PP}=2 {SCHEDULE}=InterleavedZeroBubble {RESHARD}=always",
+        f'set it to "SHARD_GRAD_OP" without {RESHARD}',
+        world=4,
+    ),
+    bad(
+        KEEPS,
+        f"{STRATEGY}=NO_SHARD {PP}=2 {SCHEDULE}=ZBVZeroBubble",
+        "replace it by parallelism.data_parallel_replicate_degree = 2",
+        world=4,
+    ),
+    bad(
+        "v_shape_runs_here",
+        f"{SCHEDULE}=DualPipeV {PP}=2",
+        "needs torch 2.13, this is 2.11",
+        '"InterleavedZeroBubble"',
+        world=2,
+        torch=(2, 11),
+    ),
+    bad(
+        "early_step_without_pipeline",
+        f"optimizer.early_step_in_backward training.max_norm=inf {BATCH}=8 {PP}=2",
+        "when all micro-batches are done",
+        "remove it",
+        world=2,
+    ),
+    bad(FITS, f"{FILE}=a.csv {PP}=2", "No such file", "a line of actions for each rank", world=2),
+    _file("", "it is empty"),
+    _file("0F0,0B0\n,\n", "line 2 has no actions"),
+    _file("0F0,0X0\n1F0,1B0\n", "line 1: 0X0 is no action"),
+    _file("0F0,0B\n1F0,1B0\n", "line 1: 0B is no action"),
+    _file("0F0,0SEND_F0\n1F0,1B0\n", "line 1: 0SEND_F0 is no action"),
+    _file("0F0,0B0\n", "lines for 1 ranks, and the pipeline has 2", "degree to 1"),
+    _file(GOOD.replace("1F1", "1F0"), "1F0 is there 2 times, not once"),
+    _file(GOOD.replace("1B1", ""), "the backward of stage 1 on micro-batch 1 is not there"),
+    _file(GOOD.replace("1B1", "1I1"), "the backward of stage 1 on micro-batch 1 is not there"),
+    _file(GOOD.replace("1F0,1B0", "1B0,1F0"), "cannot go on: rank 0 at 0B0, rank 1 at 1B0 wait"),
+    _file(GOOD.replace("1F1,1B1", "(1F1;1B1)OVERLAP_F_B"), "cannot go on: rank 0 at 0B1, rank 1 at 1F1 wait"),
+    _file(
+        GOOD,
+        "2 micro-batches, and a step of a rank is 4",
+        f"set {BATCH} to 4",
+        flags=f"{PP}=2 {BATCH}=8",
+        world=4,
+    ),
+    _file(
+        "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0\n",
+        'gives rank 0 the stages [0, 2], and parallelism.pipeline_parallel_schedule "1F1B" the stages [0]',
+        f'set {SCHEDULE} = "Interleaved1F1B"',
+        flags=f"{PP}=2 {BATCH}=1",
+    ),
+    _file(
+        "0F0,2F0,4F0,4B0,2B0,0B0\n1F0,3F0,5F0,5B0,3B0,1B0\n",
+        f'set {SCHEDULE} = "Interleaved1F1B", which places 6 stages',
+        f"and {PER_STAGE} so that there are as many",
+        flags=f"{PP}=2 {BATCH}=1",
+    ),
+    _file(
+        "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n",
+        f'set {SCHEDULE} = "ZBVZeroBubble"',
+        flags=f"{PP}=2 {BATCH}=1",
+    ),
+    _file("0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n", "give rank 0 of 2 the stages [0]", flags=f"{PP}=2 {BATCH}=1"),
+    bad(
+        KEEPS,
+        f"{RESHARD}=always {FILE}=a.csv {PP}=2 {BATCH}=1",
+        "the schedule of a.csv computes",
+        "write B for I and W there",
+        world=2,
+        prepare=write("a.csv", "0F0,0I0,0W0\n1F0,1I0,1W0\n"),
+    ),
+]

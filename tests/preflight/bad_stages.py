@@ -1,0 +1,150 @@
+"""Runs that break the rules of ``rules_stages``. A debugmodel has 6 layers, embedding and head count as one
+each."""
+
+from __future__ import annotations
+
+from tests.preflight.bad_runs import PP, Bad, bad
+
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
+PARTS = "parallelism.module_fqns_per_model_part"
+FIRST = "parallelism.pipeline_parallel_first_stage_less_layers"
+LAST = "parallelism.pipeline_parallel_last_stage_less_layers"
+EMBEDDING, HEAD = '"tok_embeddings"', '"norm","output"'
+
+
+def _layers(*numbers: int) -> str:
+    return ",".join(f'"layers.{number}"' for number in numbers)
+
+
+def _parts(*parts: str, says: tuple[str, ...], rule: str = "parts_are_a_cut", flags: str = "") -> Bad:
+    """Stages by hand on as many ranks."""
+    written = ",".join(f"[{part}]" for part in parts)
+    return bad(rule, f"{PARTS}=[{written}] {PP}={len(parts)} {flags}", *says, world=len(parts))
+
+
+CASES: list[Bad] = [
+    # 8 stages of one: the embedding and the head fill theirs.
+    bad(
+        "stages_have_layers",
+        f"{PP}=8",
+        "8 stages of 6 layers leave none to stage 0, 7",
+        "set it to 4",
+        world=8,
+    ),
+    # 2 2 1 1 1 1 less the ends: nothing for the last.
+    bad(
+        "stages_have_layers",
+        f"{PP}=6",
+        "leave none to stage 5, where the embedding counts as 1 and the head as 1",
+        "set pipeline_parallel_last_stage_less_layers = 0, or set it to 3",
+        world=6,
+    ),
+    bad(
+        "stages_have_layers",
+        f"{PP}=3 {SCHEDULE}=Interleaved1F1B training.global_batch_size=18",
+        "6 stages of 6 layers leave none to stage 5",
+        "set pipeline_parallel_last_stage_less_layers = 0",
+        f'{SCHEDULE} = "1F1B"',
+        world=3,
+    ),
+    bad(
+        "stages_have_layers",
+        f"{PP}=4 {SCHEDULE}=ZBVZeroBubble {FIRST}=0 {LAST}=0",
+        "8 stages of 6 layers leave none to stage 6, 7",
+        "set it to 2",
+        f'{SCHEDULE} = "1F1B"',
+        world=4,
+    ),
+    bad(
+        "stages_have_layers",
+        f"{PER_STAGE}=1 {SCHEDULE}=LoopedBFS {PP}=2",
+        "8 stages of 6 layers leave none to stage 0, 7",
+        "set pipeline_parallel_first_stage_less_layers = 0 and pipeline_parallel_last_stage_less_layers = 0",
+        "set it to 2",
+        world=2,
+    ),
+    bad("stages_have_layers", f"{PP}=4 model.n_layers=1", "of 1 layers", "set it to 1", world=4),
+    bad(
+        "schedule_takes_stages",
+        f"{PER_STAGE}=3 {PP}=2",
+        "makes 3 stages of 6 layers, but 1F1B on 2 ranks takes 2, one a rank",
+        "set it to 4",
+        world=2,
+    ),
+    bad(
+        "schedule_takes_stages",
+        f"{PER_STAGE}=2 {PP}=2",
+        "makes 4 stages",
+        "set it to 4",
+        f"{SCHEDULE} to Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV",
+        world=2,
+    ),
+    bad(
+        "schedule_takes_stages",
+        f"{PER_STAGE}=4 {SCHEDULE}=Interleaved1F1B {PP}=2",
+        "takes 4 or a larger multiple of 2",
+        f"set it to 2, or set {SCHEDULE} to GPipe or 1F1B",
+        world=2,
+    ),
+    bad(
+        "schedule_takes_stages",
+        f"{PER_STAGE}=3 {SCHEDULE}=ZBVZeroBubble {PP}=2",
+        "takes 4, two a rank",
+        "set it to 2",
+        world=2,
+    ),
+    bad(
+        "schedule_takes_stages",
+        f"{PER_STAGE}=1 {SCHEDULE}=DualPipeV {PP}=2 model.n_layers=4",
+        "makes 6 stages of 4 layers",
+        "remove it, with pipeline_parallel_last_stage_less_layers = 0",
+        world=2,
+    ),
+    _parts(
+        EMBEDDING + "," + _layers(0, 1, 2),
+        _layers(3, 4, 5) + "," + HEAD,
+        says=("names 2 stages, but Interleaved1F1B on 2 ranks takes 4", "name 4", "GPipe or 1F1B"),
+        rule="schedule_takes_stages",
+        flags=f"{SCHEDULE}=Interleaved1F1B",
+    ),
+    _parts(
+        EMBEDDING + "," + _layers(0, 1, 2),
+        _layers(3, 4, 5, 6) + "," + HEAD,
+        says=("the model has no layers.6", "layers.0 to layers.5, norm and output"),
+    ),
+    _parts(
+        '"tok_embedding",' + _layers(0, 1, 2),
+        _layers(3, 4, 5) + "," + HEAD,
+        says=("the model has no tok_embedding", "did you mean tok_embeddings?"),
+    ),
+    _parts(EMBEDDING + "," + _layers(0, 1, 2, 3, 4, 5) + "," + HEAD, "", says=("stage 1 holds nothing",)),
+    _parts(
+        EMBEDDING + "," + _layers(0, 1, 2, 3),
+        _layers(3, 4, 5) + "," + HEAD,
+        says=("layers.3 is in stages 0 and 1", "leave it in one"),
+    ),
+    _parts(
+        EMBEDDING + "," + _layers(0, 0, 1, 2),
+        _layers(3, 4, 5) + "," + HEAD,
+        says=("layers.0 is twice in stage 0",),
+    ),
+    _parts(
+        EMBEDDING + "," + _layers(0, 1, 2),
+        _layers(4, 5) + "," + HEAD,
+        says=("no stage holds layers.3", "add layers.3 to stage 0"),
+    ),
+    _parts(_layers(0, 1, 2), _layers(3, 4, 5) + "," + HEAD, says=("no stage holds tok_embeddings",)),
+    _parts(
+        EMBEDDING + "," + _layers(0, 1, 3),
+        _layers(2, 4, 5) + "," + HEAD,
+        says=("layers.3 is in stage 0, before layers.2 in stage 1", "order of the forward"),
+    ),
+    _parts(
+        EMBEDDING + "," + _layers(0, 1, 2),
+        _layers(3, 4, 5) + ',"norm"',
+        '"output"',
+        says=("norm is in stage 1 and output in stage 2", "put norm into stage 2"),
+        flags="training.global_batch_size=18",
+    ),
+]

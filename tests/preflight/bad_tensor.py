@@ -1,0 +1,72 @@
+"""Runs that break the rules of ``rules_tensor``."""
+
+from __future__ import annotations
+
+from tests.preflight.bad_runs import CP, H100, TP, V100, bad
+
+ASYNC = "parallelism.enable_async_tensor_parallel"
+ROTATE = "parallelism.context_parallel_rotate_method"
+COMPILED = "compile.enable compile.cache_folder=cache"
+
+CASES = [
+    bad(
+        "tensor_parallel_divides",
+        f"{TP}=3 model.vocab_size=4353 training.seq_len=255",
+        "must divide n_heads, which is 16",
+        "must divide n_kv_heads, which is 16",
+        "1, 2, 4, 8 or 16",
+        world=3,
+    ),
+    bad(
+        "tensor_parallel_divides",
+        f"{TP}=8 model.n_kv_heads=4",
+        "must divide n_kv_heads, which is 4",
+        "tensor_parallel_degree can be 1, 2 or 4",
+        world=8,
+    ),
+    bad(
+        "tensor_parallel_divides",
+        f"{TP}=2 model.vocab_size=4353",
+        "must divide vocab_size, which is 4353",
+        "model.vocab_size = 4354",
+        world=2,
+    ),
+    bad(
+        "tensor_parallel_divides",
+        f"{TP}=2 model.ffn_dim=767",
+        "must divide ffn_dim, which is 767",
+        "model.ffn_dim = 768",
+        world=2,
+    ),
+    bad("async_tensor_parallel_runs", f"{ASYNC} {TP}=2 {COMPILED}", "NVLink", "this is CPU", world=2),
+    bad("async_tensor_parallel_runs", f"{ASYNC} {TP}=2", "this is Tesla V100", world=2, hardware=V100),
+    bad(
+        "async_tensor_parallel_runs",
+        f"{ASYNC} {TP}=2",
+        "the model is not compiled",
+        "compile.enable = true",
+        world=2,
+        hardware=H100,
+    ),
+    bad(
+        "async_tensor_parallel_runs",
+        f"{ASYNC} {TP}=2 {COMPILED} compile.components=loss",
+        '"model" in compile.components',
+        world=2,
+        hardware=H100,
+    ),
+    bad("sequence_divides", f"training.seq_len=252 {CP}=4", "2·cp = 8", "nearest is 256", world=4),
+    bad(
+        "sequence_divides",
+        f"training.seq_len=254 {CP}=4 parallelism.context_parallel_load_balancer=None",
+        "a multiple of cp = 4",
+        world=4,
+    ),
+    bad(
+        "sequence_divides",
+        f"validation.seq_len=252 validation.enable {CP}=2 {TP}=2",
+        "2·cp = 4 × tp = 2, that is 8",
+        world=4,
+    ),
+    bad("keys_are_gathered", f"{ROTATE}=alltoall {CP}=2", "document masks", 'set it to "allgather"', world=2),
+]

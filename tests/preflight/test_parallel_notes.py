@@ -1,0 +1,122 @@
+"""What is said of layouts that are allowed: waiting, slow networks, options that change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.preflight.bad_runs import CPU, H100, PP, SMALL, TP, configure
+from toolkit.hardware import Hardware
+from toolkit.preflight import check, describe, notes
+
+SCHEDULE = "--parallelism.pipeline_parallel_schedule"
+SIZE = "--parallelism.pipeline_parallel_microbatch_size"
+BATCH = "--training.global_batch_size"
+PIPELINE = f"--{PP}=2"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("toolkit.preflight.facts.torch_version", lambda: (2, 13))
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "note"),
+    [
+        # 1 of 3 units of time is waited with 2 micro-batches, 1 of 5 with 4.
+        (
+            [PIPELINE, f"{BATCH}=2"],
+            2,
+            "ranks wait about 33% of a step for one another: 2 micro-batches a step on 2 ranks by 1F1B; "
+            f"with 4 it is 20%: set {BATCH[2:]} to 4",
+        ),
+        (
+            [PIPELINE, f"{BATCH}=8", f"{SIZE}=2"],
+            4,
+            "with 4 it is 20%: set training.global_batch_size to 16, or",
+        ),
+        ([PIPELINE, f"{BATCH}=-1", "--training.local_batch_size=3"], 2, "training.local_batch_size to 4"),
+        # 3 / (3 + 2·m) is at most a fifth from 6 on, and torch takes 6 and 8 of 7.
+        (
+            [f"--{PP}=4", "--model.n_layers=14", f"{SCHEDULE}=Interleaved1F1B", f"{BATCH}=4"],
+            4,
+            "with 6 it is 20%",
+        ),
+        (
+            [PIPELINE, "--parallelism.fsdp_sync_each_batch=false"],
+            2,
+            "fsdp_sync_each_batch changes nothing: a pipeline",
+        ),
+        (
+            [
+                PIPELINE,
+                '--parallelism.module_fqns_per_model_part=[["tok_embeddings"],["layers.0","norm","output"]]',
+                "--model.n_layers=1",
+                "--parallelism.pipeline_parallel_layers_per_stage=3",
+            ],
+            2,
+            "layers_per_stage changes nothing",
+        ),
+        ([f"--{TP}=2", "--parallelism.disable_loss_parallel"], 2, "gathers all logits on each of 2 ranks"),
+    ],
+)
+def test_note(flags: list[str], world: int, note: str) -> None:
+    said = notes(configure(flags), world_size=world, hardware=CPU)
+    assert len([line for line in said if note in line]) == 1
+    assert check(configure(flags), world_size=world, hardware=CPU) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [PIPELINE],
+        [PIPELINE, f"{SCHEDULE}=ZBVZeroBubble", f"{BATCH}=4"],
+        [f"--{TP}=2"],
+        # These act with a degree, and there is none.
+        [f"{SCHEDULE}=DualPipeV", f"{SIZE}=3", "--parallelism.pipeline_parallel_schedule_csv=none.csv"],
+        ["--parallelism.enable_async_tensor_parallel", "--parallelism.disable_loss_parallel"],
+        ["--parallelism.context_parallel_rotate_method=alltoall"],
+    ],
+)
+def test_nothing_is_said_of_what_is_well_or_not_used(flags: list[str]) -> None:
+    config = configure(flags)
+    assert check(config, world_size=2, hardware=CPU) == []
+    assert notes(config, world_size=2, hardware=CPU) == []
+
+
+@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "NGPU"])
+def test_tensor_parallelism_across_nodes_is_slow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure([f"--{TP}=16", *SMALL[2:]])
+    assert notes(config, world_size=16, hardware=H100) == []
+    monkeypatch.setenv(name, "8")
+    (said,) = notes(config, world_size=16, hardware=H100)
+    assert "16 is more than the 8 ranks of a node" in said
+    monkeypatch.setenv(name, "16")
+    assert notes(config, world_size=16, hardware=H100) == []
+
+
+def test_async_tensor_parallelism_has_its_place() -> None:
+    compiled = ["--compile.enable", "--compile.cache_folder=cache"]
+    config = configure([f"--{TP}=2", "--parallelism.enable_async_tensor_parallel", *compiled])
+    assert check(config, world_size=2, hardware=H100) == []
+    a100 = Hardware("cuda", "NVIDIA A100", 8, native_bf16=True, float8=False, capability=8.0)
+    assert [problem.key for problem in check(config, world_size=2, hardware=a100)] == [
+        "parallelism.enable_async_tensor_parallel"
+    ]
+
+
+def test_a_schedule_of_ones_own_is_taken(tmp_path: Path) -> None:
+    # ZB-V on 2 ranks with 1 micro-batch, and a pair of actions at once.
+    lines = "0F0,3F0,3I0,0F1,3W0,3F1,3B1,0B0,0B1\n1F0,2F0,1F1,2B0,2F1,1B0,2B1,1B1\n"
+    (tmp_path / "own.csv").write_text(lines)
+    flags = [PIPELINE, f"{BATCH}=2", f"{SCHEDULE}=ZBVZeroBubble"]
+    config = configure([*flags, "--parallelism.pipeline_parallel_schedule_csv=own.csv"])
+    assert check(config, world_size=2, hardware=CPU) == []
+
+
+def test_the_summary_counts_micro_batches() -> None:
+    config = configure([PIPELINE, f"{SIZE}=2"])
+    said = describe(config, world_size=4, hardware=CPU)
+    assert "16 samples (2 data-parallel × 4 micro-batches of 2)" in said

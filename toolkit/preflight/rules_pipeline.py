@@ -1,0 +1,240 @@
+"""Rules about the schedule of a pipeline: micro-batches, gradients, and a schedule of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.config.layout import reshard_after_forward, strategy
+from toolkit.config.replaced import is_set
+from toolkit.config.stages import SCHEDULES, bubble, stages_of_ranks
+from toolkit.errors import Problem
+from toolkit.preflight import facts
+from toolkit.preflight.facts import Run, divisors, rule
+from toolkit.preflight.schedule_file import Malformed, ScheduleFile, fault, read_schedule
+from toolkit.wording import either
+
+_SCHEDULE = "parallelism.pipeline_parallel_schedule"
+_SIZE = "parallelism.pipeline_parallel_microbatch_size"
+_FILE = "parallelism.pipeline_parallel_schedule_csv"
+_PARTS = "parallelism.module_fqns_per_model_part"
+_RESHARD = "parallelism.fsdp_reshard_after_forward"
+_STRATEGY = "parallelism.sharding_strategy"
+_EARLY = "optimizer.early_step_in_backward"
+_V_ON_CPU = (2, 13)
+_LARGE_BUBBLE = 0.2
+
+
+@rule()
+def rows_fill_micro_batches(run: Run) -> list[Problem]:
+    """What a rank has of a step is whole micro-batches."""
+    size = run.config.parallelism.pipeline_parallel_microbatch_size
+    if run.pp == 1 or run.rows is None or run.rows % size == 0:
+        return []
+    sizes = divisors(run.rows)
+    near = [max(fit for fit in sizes if fit < size), *[fit for fit in sizes if fit > size][:1]]
+    rule = f"must divide the samples that a rank has in a step, which are {run.rows}"
+    return [run.problem(_SIZE, rule, f"set it to {either(near)}")]
+
+
+@rule()
+def schedule_takes_micro_batches(run: Run) -> list[Problem]:
+    """Some schedules need a micro-batch for each stage, others equal rounds of them."""
+    options, count, stages = run.config.parallelism, run.micro_batches, run.stages
+    if options.pipeline_parallel_schedule_csv or count is None or stages is None or run.rows is None:
+        return []
+    total = len(stages.modules)
+    if not run.schedule.takes_stages(total, run.pp):
+        return []
+    fits = [n for n in range(1, 2 * max(count, total) + 1) if _takes(run, n)]
+    if count in fits:
+        return []
+    rule = (
+        f"a step of a rank is {count} micro-batches ({run.rows} samples, {_SIZE} {run.rows // count}), but "
+    )
+    if run.schedule.needs == "stages":
+        rule += f"the schedule needs at least as many as stages, which are {total}"
+    else:
+        rule += f"the schedule runs them in {count // run.pp} equal rounds of about one a rank"
+    near = [*[n for n in fits if n < count][-1:], *[n for n in fits if n > count][:1]]
+    sizes = [size for size in divisors(run.rows) if _takes(run, run.rows // size)]
+    freer = {"1F1B": "GPipe", "DualPipeV": "ZBVZeroBubble"}
+    fixes = [_batch_for(run, near)]
+    fixes += [f"{_SIZE} to {either(sizes)}"] if sizes else []
+    fixes.append(f'{_SCHEDULE} to "{freer.get(options.pipeline_parallel_schedule, "LoopedBFS")}"')
+    return [run.problem(_SCHEDULE, rule, f"set {', or '.join(fixes)}")]
+
+
+def _takes(run: Run, count: int) -> bool:
+    assert run.stages is not None
+    return run.schedule.takes_micro_batches(count, stages=len(run.stages.modules), pp=run.pp)
+
+
+def _batch_for(run: Run, counts: Sequence[int]) -> str:
+    """The batch sizes that make so many micro-batches a step."""
+    size = run.config.parallelism.pipeline_parallel_microbatch_size
+    if run.config.training.global_batch_size == -1:
+        return f"training.local_batch_size to {either(size * count for count in counts)}"
+    assert run.mesh is not None
+    dp = run.mesh.dp
+    return f"training.global_batch_size to {either(dp * size * count for count in counts)}"
+
+
+@rule()
+def split_backward_keeps_parameters(run: Run) -> list[Problem]:
+    """Half a backward looks for whole parameters: of freed ones it drops the gradients in silence."""
+    options = run.config.parallelism
+    if run.pp == 1 or reshard_after_forward(options) == "never" or not _splits_backward(run):
+        return []
+    name = strategy(options)
+    file = options.pipeline_parallel_schedule_csv
+    which = f"the schedule of {file}" if file else options.pipeline_parallel_schedule
+    rule = (
+        f"{which} computes gradients of weights apart from those of inputs, which torch does for parameters "
+        "that stay gathered; of others the gradients are wrong"
+    )
+    keeping = {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "HYBRID_SHARD_ZERO2"}
+    if name in keeping:
+        also = "" if options.fsdp_reshard_after_forward == "default" else f" without {_RESHARD}"
+        return [run.problem(_STRATEGY, rule, f'set it to "{keeping[name]}"{also}, or {_whole(file)}')]
+    if name == "NO_SHARD":
+        replicas = "parallelism.data_parallel_replicate_degree"
+        dp = run.mesh.dp if run.mesh else "the data-parallel degree"
+        fix = f"replace it by {replicas} = {dp}, or {_whole(file)}"
+        return [run.problem(_STRATEGY, rule, fix)]
+    return [run.problem(_RESHARD, rule, f'set it to "never", or {_whole(file)}')]
+
+
+def _whole(file: str | None) -> str:
+    return "write B for I and W there" if file else f'set {_SCHEDULE} to "Interleaved1F1B"'
+
+
+def _splits_backward(run: Run) -> bool:
+    if run.config.parallelism.pipeline_parallel_schedule_csv:
+        schedule = _schedule_file(run)
+        return isinstance(schedule, ScheduleFile) and schedule.splits_backward
+    return run.schedule.split_backward
+
+
+@rule()
+def v_shape_runs_here(run: Run) -> list[Problem]:
+    """In a V a rank has two stages in a row; before 2.13 torch sends from one to the other by gloo."""
+    if run.pp == 1 or not run.schedule.v_shaped or run.hardware.device != "cpu":
+        return []
+    version = facts.torch_version()
+    if version is None or version >= _V_ON_CPU:
+        return []
+    rule = (
+        f"on a CPU it needs torch 2.13, this is {version[0]}.{version[1]}: gloo cannot send to its own rank"
+    )
+    fix = 'set it to "InterleavedZeroBubble", which has no V, or install torch 2.13'
+    return [run.problem(_SCHEDULE, rule, fix)]
+
+
+@rule()
+def early_step_without_pipeline(run: Run) -> list[Problem]:
+    """A pipeline sums the gradients of all its micro-batches before it reduces them."""
+    if run.pp == 1 or not run.config.optimizer.early_step_in_backward:
+        return []
+    rule = "a pipeline has its gradients when all micro-batches are done: none could be freed earlier"
+    return [run.problem(_EARLY, rule, "remove it")]
+
+
+def _schedule_file(run: Run) -> ScheduleFile | str:
+    """The user's schedule, or why it cannot be read."""
+    path = Path(run.config.parallelism.pipeline_parallel_schedule_csv or "").expanduser()
+    try:
+        return read_schedule(path)
+    except Malformed as error:
+        return str(error)
+    except (OSError, UnicodeDecodeError) as error:
+        return f"it cannot be read: {getattr(error, 'strerror', None) or error}"
+
+
+@rule()
+def schedule_file_fits(run: Run) -> list[Problem]:
+    """A schedule of one's own has the run's ranks, stages and micro-batches, and comes to an end."""
+    if run.pp == 1 or not run.config.parallelism.pipeline_parallel_schedule_csv:
+        return []
+    schedule = _schedule_file(run)
+    if isinstance(schedule, str):
+        fix = "name a CSV file with a line of actions for each rank of the pipeline, such as 0F0,0F1,0B0,0B1"
+        return [run.problem(_FILE, schedule, fix)]
+    if len(schedule.ranks) != run.pp:
+        rule = f"it has lines for {len(schedule.ranks)} ranks, and the pipeline has {run.pp}"
+        fix = f"set parallelism.pipeline_parallel_degree to {len(schedule.ranks)}, or write {run.pp} lines"
+        return [run.problem(_FILE, rule, fix)]
+    if run.stages is None:
+        return []
+    if problem := _misplaced(run, schedule):
+        return [problem]
+    if found := fault(schedule):
+        return [run.problem(_FILE, found, "correct the file: each stage has each micro-batch once, in order")]
+    if run.micro_batches in (None, schedule.micro_batches):
+        return []
+    rule = f"it has {schedule.micro_batches} micro-batches, and a step of a rank is {run.micro_batches}"
+    return [run.problem(_FILE, rule, f"set {_batch_for(run, [schedule.micro_batches])}")]
+
+
+def _misplaced(run: Run, schedule: ScheduleFile) -> Problem | None:
+    """The first rank that has other stages than it gets, with the options that would give it these."""
+    found, expected = schedule.stages_of_ranks, run.stages.of_ranks if run.stages else []
+    if found == expected:
+        return None
+    rank = next(rank for rank in range(run.pp) if found[rank] != expected[rank])
+    count = sum(map(len, found))
+    named = [
+        name
+        for name, other in SCHEDULES.items()
+        if other.takes_stages(count, run.pp) and stages_of_ranks(count, run.pp, other) == found
+    ]
+    rule = (
+        f"it gives rank {rank} the stages {found[rank]}, and {_SCHEDULE} "
+        f'"{run.config.parallelism.pipeline_parallel_schedule}" the stages {expected[rank]}'
+    )
+    if not named:
+        fix = f"give rank {rank} of {run.pp} the stages {expected[rank]}"
+        return run.problem(_FILE, rule, fix)
+    fix = f'set {_SCHEDULE} = "{named[0]}", which places {count} stages as the file does'
+    if count != SCHEDULES[named[0]].stages * run.pp:
+        fix += ", and parallelism.pipeline_parallel_layers_per_stage so that there are as many"
+    return run.problem(_FILE, rule, fix)
+
+
+def pipeline_notes(run: Run) -> list[str]:
+    """Waiting, and options that change nothing."""
+    options, said = run.config.parallelism, []
+    if run.pp == 1:
+        return []
+    if options.module_fqns_per_model_part is not None:
+        counts = ("first_stage_less_layers", "last_stage_less_layers", "layers_per_stage")
+        keys = [f"parallelism.pipeline_parallel_{name}" for name in counts]
+        unread = [key for key in keys if is_set(run.config, key)]
+        said += [f"{key} changes nothing: {_PARTS} names the stages" for key in unread]
+    if not options.fsdp_sync_each_batch:
+        said.append(
+            "parallelism.fsdp_sync_each_batch changes nothing: a pipeline reduces its gradients once a step"
+        )
+    return said + _waiting(run)
+
+
+def _waiting(run: Run) -> list[str]:
+    """How much of a step ranks wait for one another, and how many micro-batches would help."""
+    options, count, stages = run.config.parallelism, run.micro_batches, run.stages
+    if options.pipeline_parallel_schedule_csv or count is None or stages is None:
+        return []
+    name, total = options.pipeline_parallel_schedule, len(stages.modules)
+
+    def share(micro_batches: int) -> float:
+        return bubble(name, micro_batches, stages=total, pp=run.pp)
+
+    if share(count) <= _LARGE_BUBBLE:
+        return []
+    enough = next(n for n in range(count, 100 * total) if share(n) <= _LARGE_BUBBLE and _takes(run, n))
+    fix = f"set {_batch_for(run, [enough])}"
+    if options.pipeline_parallel_microbatch_size > 1:
+        fix += f", or {_SIZE} lower"
+    return [
+        f"ranks wait about {share(count):.0%} of a step for one another: {count} micro-batches a step on "
+        f"{run.pp} ranks by {name}; with {enough} it is {share(enough):.0%}: {fix}"
+    ]

@@ -1,0 +1,118 @@
+"""Rules about tensor and context parallelism: what is cut within a layer and along a sequence."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from toolkit.errors import Problem
+from toolkit.preflight.facts import Run, divisors, rule
+from toolkit.wording import either, nearest_multiple
+
+_TP = "parallelism.tensor_parallel_degree"
+_CP = "parallelism.context_parallel_degree"
+_PP = "parallelism.pipeline_parallel_degree"
+_ASYNC = "parallelism.enable_async_tensor_parallel"
+_SYMMETRIC_MEMORY = 9.0
+"""Compute capability from which GPUs have the copies between them that async TP is made of."""
+
+
+@rule()
+def tensor_parallel_divides(run: Run) -> list[Problem]:
+    """A dimension that tp shards has equal shards."""
+    tp, model = run.config.parallelism.tensor_parallel_degree, run.model
+    if model is None or tp == 1:
+        return []
+    problems = []
+    for name in ("n_heads", "n_kv_heads"):
+        if getattr(model, name) % tp:
+            fitting = divisors(math.gcd(model.n_heads, model.n_kv_heads))
+            fix = f"tensor_parallel_degree can be {either(fitting)}"
+            problems.append(run.problem(_TP, f"must divide {name}, which is {getattr(model, name)}", fix))
+    for name in ("vocab_size", "ffn_dim"):
+        size = getattr(model, name)
+        if size % tp:
+            fix = f"the nearest size that does is model.{name} = {_nearest_size(name, size, tp)}"
+            problems.append(run.problem(_TP, f"must divide {name}, which is {size}", fix))
+    return problems
+
+
+def _nearest_size(name: str, size: int, tp: int) -> int:
+    # A vocabulary may grow, but not lose tokens.
+    return -(-size // tp) * tp if name == "vocab_size" else nearest_multiple(size, tp)
+
+
+@rule()
+def async_tensor_parallel_runs(run: Run) -> list[Problem]:
+    """Matmuls that overlap their communication are made by the compiler, of copies between GPUs."""
+    options, compiling = run.config.parallelism, run.config.compile
+    if not options.enable_async_tensor_parallel or options.tensor_parallel_degree == 1:
+        return []
+    if run.hardware.capability < _SYMMETRIC_MEMORY:
+        rule = (
+            f"needs GPUs that read one another's memory over NVLink, of compute capability "
+            f"{_SYMMETRIC_MEMORY} or above; this is {run.hardware.name}"
+        )
+        return [run.problem(_ASYNC, rule, "remove it: the same is computed without overlap")]
+    if not compiling.enable or "model" not in compiling.components:
+        fix = 'set compile.enable = true with "model" in compile.components, or remove it'
+        return [run.problem(_ASYNC, "the compiler makes it, and the model is not compiled", fix)]
+    return []
+
+
+@rule()
+def sequence_divides(run: Run) -> list[Problem]:
+    """Context parallelism cuts a sequence into equal pieces, and tp cuts each of them again."""
+    options = run.config.parallelism
+    cp, tp = options.context_parallel_degree, options.tensor_parallel_degree
+    balanced = options.context_parallel_load_balancer is not None and cp > 1
+    unit = cp * (2 if balanced else 1) * tp
+    parts = [f"2·cp = {2 * cp}" if balanced else f"cp = {cp}"] if cp > 1 else []
+    parts += [f"tp = {tp}"] if tp > 1 else []
+    validation = ["validation.seq_len"] if run.config.validation.enable else []
+    return [
+        run.problem(
+            key,
+            f"must be a multiple of {' × '.join(parts)}{f', that is {unit}' if len(parts) > 1 else ''}",
+            f"the nearest is {nearest_multiple(run.config.value(key), unit)}",
+        )
+        for key in ["training.seq_len", *validation]
+        if run.config.value(key) % unit
+    ]
+
+
+@rule()
+def keys_are_gathered(run: Run) -> list[Problem]:
+    """Keys and values reach the other ranks in one way."""
+    options = run.config.parallelism
+    if options.context_parallel_degree == 1 or options.context_parallel_rotate_method == "allgather":
+        return []
+    rule = (
+        "torch's ring of attention takes neither document masks nor a CPU; here keys and values are "
+        "gathered, which gives the same numbers"
+    )
+    fix = 'set it to "allgather", or remove it'
+    return [run.problem("parallelism.context_parallel_rotate_method", rule, fix)]
+
+
+def tensor_notes(run: Run) -> list[str]:
+    """Layouts that work and are slow."""
+    options, said = run.config.parallelism, []
+    tp, here = options.tensor_parallel_degree, _ranks_of_a_node()
+    if here and tp > here:
+        said.append(
+            f"{_TP} {tp} is more than the {here} ranks of a node: every block waits four times for the "
+            f"network between nodes; {_CP} and {_PP} ask less of it"
+        )
+    if tp > 1 and options.disable_loss_parallel:
+        said.append(
+            f"parallelism.disable_loss_parallel gathers all logits on each of {tp} ranks, which then compute "
+            "the same loss; without it three numbers a token are exchanged"
+        )
+    return said
+
+
+def _ranks_of_a_node() -> int | None:
+    """As torchrun says, or who asks for a launch: this machine may not be one of the run's."""
+    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("NGPU", "")
+    return int(said) if said.isdecimal() else None
