@@ -207,6 +207,16 @@ def test_files_that_settle_during_the_build_are_remembered(tmp_path: Path, sourc
     assert content.unread(source, tmp_path / "cache") == []
 
 
+def test_hashes_that_another_process_remembers_meanwhile(tmp_path: Path, source: Source) -> None:
+    folder = tmp_path / "cache"
+    expected = content.content_hashes(source, folder, False)
+    stamps = [list(stamp) for stamp in content.stamps(source)]
+    record = {str(path): [stamp, "new"] for path, stamp in zip(source.files, stamps, strict=True)}
+    # Nothing is known at the first look, and everything at the next.
+    with mock.patch.object(content, "_known", side_effect=[{}, record, record]):
+        assert content.content_hashes(source, folder, False) == expected
+
+
 # --- damage ----------------------------------------------------------------------------------------
 
 

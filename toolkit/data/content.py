@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,19 +57,22 @@ def stamps(source: Source) -> list[tuple[int, ...]]:
 
 def unread(source: Source, root: Path) -> list[Path]:
     """The files whose contents are not known from before, as far as their stamps tell."""
-    known = _known(_record(source, root))
+    return _changed(source, _known(_record(source, root)), stamps(source))
+
+
+def _changed(source: Source, known: Mapping[str, list], found: Iterable[tuple[int, ...]]) -> list[Path]:
     return [
         path
-        for path, stamp in zip(source.files, stamps(source), strict=True)
+        for path, stamp in zip(source.files, found, strict=True)
         if known.get(str(path), [None])[0] != list(stamp)
     ]
 
 
 def content_hashes(source: Source, root: Path, progress: bool) -> list[str]:
     """SHA-256 of each file, remembered under the list of their paths while their stamps stay the same."""
-    record, found = _record(source, root), [list(stamp) for stamp in stamps(source)]
-    known, new = _known(record), unread(source, root)
-    if new:
+    record, found = _record(source, root), stamps(source)
+    known = _known(record)  # once: another rank may write it at any time
+    if new := _changed(source, known, found):
         size = sum(path.stat().st_size for path in new)
         if size > 1 << 30:
             files = f"{len(new):,} files, {size / 1e9:.1f} GB"
