@@ -1,10 +1,11 @@
-"""Validation between training steps leaves no trace in the model, the optimizer or a checkpoint."""
+"""Validation between training steps: the same loss on every mesh, and no trace in the run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -49,3 +50,88 @@ def test_a_checkpoint_saved_beside_a_validation_goes_on_as_if_there_had_been_non
     for found in run_world(_saved_beside_validation, 2, str(tmp_path)):
         for shards, validated, plain in found:
             assert shards and validated == plain
+
+
+def _pipeline(schedule: str, **more: Any) -> dict[str, Any]:
+    ends = {f"pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}
+    sizes = {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2, **ends}
+    return {"pipeline_parallel_schedule": schedule, **sizes, **more}
+
+
+# Of four ranks; data parallelism takes what the others leave.
+MESHES: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "tp cp": {"tensor_parallel_degree": 2, "context_parallel_degree": 2},
+    "pp tp": _pipeline("Interleaved1F1B", tensor_parallel_degree=2),
+}
+if torch.__version__ >= (2, 13):  # before, gloo cannot send to the own rank
+    kept = {"fsdp_reshard_after_forward": "never"}
+    MESHES["pp v-shaped"] = _pipeline("ZBVZeroBubble", **kept)
+
+
+def _losses(folder: Path, parallelism: dict[str, Any], *, validated: bool) -> tuple[list[float], list[float]]:
+    """Of training and of validation, at another batch shape than training's; all in fp64."""
+    dtype = "float64"
+    precision = {"dtype": dtype, "mixed_precision_param": dtype, "mixed_precision_reduce": dtype}
+    trainer = small_trainer(
+        small_config(
+            folder,
+            model={"vocab_size": 4104, "dim": 32, "n_layers": 4, "ffn_dim": 48, "tie_embeddings": True},
+            training={"steps": 2, "seq_len": 32, "local_batch_size": 4, **precision},
+            # 3 rows a micro-batch divide neither the 13 samples nor training's batch.
+            validation={
+                "enable": validated,
+                "freq": 1,
+                "seq_len": 48,
+                "local_batch_size": 3,
+                "samples": 13,
+            },
+            parallelism=parallelism,
+        )
+    )
+    trainer.run()
+    training = [record["loss"] for record in trainer.history if "loss" in record]
+    return training, [record["validation_loss"] for record in trainer.history if "loss" not in record]
+
+
+def _on_meshes(folder: str, meshes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {
+        mesh: [
+            _losses(Path(folder, f"{mesh} {validated}"), parallelism, validated=validated)
+            for validated in (True, False)
+        ]
+        for mesh, parallelism in meshes.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("validate"))
+
+
+@pytest.fixture(scope="module")
+def one(folder: str) -> list[float]:
+    return run_world(_on_meshes, 1, folder, {"one": {}})[0]["one"][0][1]
+
+
+@pytest.fixture(scope="module")
+def world(folder: str) -> list[dict[str, Any]]:
+    return run_world(_on_meshes, 4, folder, MESHES, timeout=170)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_has_the_validation_loss_of_one_process(
+    world: list[dict[str, Any]], one: list[float], mesh: str
+) -> None:
+    assert len(one) == 2
+    for rank in world:
+        (_, validation), _ = rank[mesh]
+        assert validation == pytest.approx(one, rel=1e-10)  # fp64, an update in another order of sums
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_validation_does_not_disturb_training(world: list[dict[str, Any]], mesh: str) -> None:
+    for rank in world:
+        (training, validation), (undisturbed, none) = rank[mesh]
+        assert len(validation) == 2 and not none
+        assert training == undisturbed

@@ -29,10 +29,11 @@ def training_loader(
 
 
 def validation_loader(config: Config, data: Data, *, dp_rank: int, dp_size: int) -> Loader | None:
-    """The held-out corpus once, in its own order; None where there is no validation."""
+    """The held-out corpus once, or its first ``validation.samples``, in its own order; None where there is
+    no validation."""
     if data.validation is None:
         return None
-    size = config.validation.local_batch_size
+    size, samples = config.validation.local_batch_size, config.validation.samples
     return build_loader(
         data.validation,
         seq_len=config.validation.seq_len,
@@ -43,6 +44,7 @@ def validation_loader(config: Config, data: Data, *, dp_rank: int, dp_size: int)
         seed=0,
         shuffle=False,
         infinite=False,
+        at_most=None if samples == -1 else samples,
         **_options(config, data),
         **config.validation.dataloader.model_dump(),
     )

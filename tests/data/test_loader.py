@@ -209,8 +209,12 @@ def test_what_a_mixture_cannot_be() -> None:
         _loader(_parts(), infinite=False)
 
 
+@pytest.mark.parametrize("at_most", [None, 13, 99])
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_a_finite_loader_gives_each_sample_once_to_ranks_of_equal_length(dp_size: int) -> None:
+def test_a_finite_loader_gives_each_sample_once_to_ranks_of_equal_length(
+    dp_size: int, at_most: int | None
+) -> None:
+    samples = 13 if at_most == 13 else N_SAMPLES
     seen, lengths = [], set()
     for rank in range(dp_size):
         loader = _loader(
@@ -219,6 +223,7 @@ def test_a_finite_loader_gives_each_sample_once_to_ranks_of_equal_length(dp_size
             dp_size=dp_size,
             shuffle=False,
             infinite=False,
+            at_most=at_most,
             document_mask=False,
         )
         for _ in range(2):  # every iteration starts anew
@@ -226,8 +231,9 @@ def test_a_finite_loader_gives_each_sample_once_to_ranks_of_equal_length(dp_size
         lengths.add(len(batches))
         labels = torch.cat([batch["labels"] for batch in batches]).ravel()
         seen += labels[labels != IGNORED_LABEL].tolist()
-    assert lengths == {3 * 8 // dp_size // 2}  # 23 samples are three global batches of eight
-    assert sorted(seen) == list(range(1, N_SAMPLES * SEQ_LEN + 1))
+    global_batches = -(-samples // 8)  # of eight: three of all 23 samples
+    assert lengths == {global_batches * 8 // dp_size // 2}
+    assert sorted(seen) == list(range(1, samples * SEQ_LEN + 1))
 
 
 def test_batches_have_the_promised_types_and_no_document_fields_without_a_mask() -> None:

@@ -244,5 +244,7 @@ class Validation(Table):
     freq: Positive = 10
     """Steps from one validation to the next."""
     steps: AutoOrPositive = -1
-    """Batches of one validation; -1 is the whole corpus, each sample once."""
+    """Batches of one validation on each rank; -1 is the whole corpus, each sample once."""
+    samples: AutoOrPositive = -1
+    """In place of steps: samples of one validation on all ranks together, the same ones on any mesh."""
     dataloader: DataLoader = DataLoader()

@@ -191,12 +191,13 @@ def build_loader(
     corpus: TokenCache | Sequence[Part], *, seq_len: int, global_batch_size: int, local_batch_size: int,
     dp_rank: int, dp_size: int, seed: int, packing: bool, document_mask: bool, shuffle: bool,
     pad_id: int | None, num_workers: int = 0, persistent_workers: bool = False, pin_memory: bool = False,
-    prefetch_factor: int | None = None, infinite: bool = True,
+    prefetch_factor: int | None = None, infinite: bool = True, at_most: int | None = None,
 ) -> Loader:  # fmt: skip
     """A loader of rank ``dp_rank`` of ``dp_size`` over one corpus or the parts of a mixture.
 
     ``pad_id`` None pads with 0 (a padding token is neither attended to nor predicted).
     ``persistent_workers`` and ``prefetch_factor`` mean nothing without workers, as in torchtitan's files.
+    ``at_most`` ends a finite loader after so many samples.
 
     Raises:
         DataError: a corpus is shorter than one sample.
@@ -219,8 +220,9 @@ def build_loader(
         counted = _text(parts, mixture)
         if not infinite:
             raise ValueError("a mixture has no end")
+    samples = len(dataset) if at_most is None else min(at_most, len(dataset))
     sampler = _MicroBatches(
-        len(dataset), order, global_batch_size=global_batch_size, local_batch_size=local_batch_size,
+        samples, order, global_batch_size=global_batch_size, local_batch_size=local_batch_size,
         dp_rank=dp_rank, dp_size=dp_size, infinite=infinite,
     )  # fmt: skip
     with warnings.catch_warnings():

@@ -59,6 +59,16 @@ def loader_workers(run: Run) -> list[Problem]:
 
 
 @rule()
+def validation_has_one_length(run: Run) -> list[Problem]:
+    """How much is validated is said once."""
+    options = run.config.validation
+    if not options.enable or options.samples == -1 or options.steps == -1:
+        return []
+    rule = "counts the batches of a rank, while validation.samples counts samples of all ranks"
+    return [run.problem("validation.steps", rule, "leave one of the two out")]
+
+
+@rule()
 def deterministic_options_act(run: Run) -> list[Problem]:
     """What to do about algorithms that are not deterministic is asked only where these are unwanted."""
     options = run.config.debug
