@@ -14,7 +14,7 @@ import torch
 from toolkit import hardware
 from toolkit.config import Config
 from toolkit.config.layout import reshard_after_forward
-from toolkit.config.stages import pipeline_stages
+from toolkit.config.stages import may_split_backward, pipeline_stages
 from toolkit.models.llama.model import Llama, init_rule
 from toolkit.models.llama.presets import LlamaArgs, attention_choice, resolve
 from toolkit.parallel.activation_checkpoint import ActivationCheckpointing
@@ -104,7 +104,12 @@ def _compiling(config: Config) -> Compiling | None:
         return None
     from toolkit.parallel.compile import Compiling
 
-    return Compiling(tuple(options.components), options.backend, options.fullgraph)
+    return Compiling(
+        tuple(options.components),
+        options.backend,
+        options.fullgraph,
+        config.parallelism.enable_async_tensor_parallel,
+    )
 
 
 def _wrapping(config: Config) -> Wrapping | None:
@@ -136,9 +141,10 @@ def build_model(
     """A model sharded over ``mesh`` on ``device``, its weights a function of ``seed`` alone; without
     ``storage`` it stays on the meta device, to be looked at."""
     if compiles(config, device):
-        from toolkit.parallel.compile import use_cache
+        from toolkit.parallel.compile import keep_for_two_backwards, use_cache
 
         use_cache(Path(config.compile.cache_folder).expanduser())
+        keep_for_two_backwards(may_split_backward(config.parallelism))
     shards = _shards(config, mesh)
     stages = pipeline_stages(config.parallelism, args.n_layers)
     models = []

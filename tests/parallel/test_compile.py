@@ -64,10 +64,9 @@ def test_blocks_share_their_graphs(mode: str) -> None:
 
 
 def test_only_the_components_named_are_compiled() -> None:
-    eager = build(ARGS, torch.float32)
+    expected = gradients(build(ARGS, torch.float32))
     loss = compiled_model(Compiling(("loss",), "aot_eager"), chunk=33)
-    assert [type(block) for block in loss.layers.values()] == [type(block) for block in eager.layers.values()]
-    torch.testing.assert_close(gradients(loss), gradients(eager), rtol=2e-5, atol=1e-5)
+    torch.testing.assert_close(gradients(loss), expected, rtol=2e-5, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 2, "chunks of 33, 33 and 14 tokens"
 
 

@@ -46,6 +46,14 @@ SCHEDULES = {
 """torch's pipeline schedules by name."""
 
 
+def may_split_backward(parallelism: Parallelism) -> bool:
+    """Whether a backward may be computed in two halves; a schedule from a file may."""
+    if parallelism.pipeline_parallel_degree == 1:
+        return False
+    schedule = SCHEDULES[parallelism.pipeline_parallel_schedule]
+    return schedule.split_backward or bool(parallelism.pipeline_parallel_schedule_csv)
+
+
 def stage_count(
     n_layers: int,
     pp: int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,19 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._dynamo import callback
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from toolkit.models.llama.model import Llama
+from toolkit.parallel import collectives
 
 
 @dataclass(frozen=True)
 class Compiling:
-    """What to compile ("model", "loss") and how."""
+    """What to compile ("model", "loss") and how.
+
+    ``async_tensor_parallel`` has matmuls and the collectives next to them run in pieces, alternately.
+    """
 
     components: tuple[str, ...] = ("model", "loss")
     backend: str = "inductor"
     fullgraph: bool = True
+    async_tensor_parallel: bool = False
 
 
 def use_cache(folder: Path) -> None:
@@ -37,19 +46,42 @@ def use_cache(folder: Path) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
-def apply_compile(model: Llama, options: Compiling) -> None:
+def keep_for_two_backwards(keep: bool) -> None:
+    """Let a compiled backward leave its inputs whole, as it must where a schedule runs it a second time:
+    for the gradients of inputs, and later for those of weights. Call before anything is compiled.
+    """
+    functorch_config.donated_buffer = not keep
+
+
+def apply_compile(model: Llama, options: Compiling, tp: dist.ProcessGroup | None = None) -> None:
     """Compile in place, each block by itself, and the function that the head calls for a chunk of loss.
 
-    Shapes are static: automatically dynamic ones could change kernels between a run and its resume.
+    ``tp`` is the group of tensor parallelism. Shapes are static: automatically dynamic ones could change
+    kernels between a run and its resume.
     """
+    _fuse_collectives(tp if options.async_tensor_parallel else None)
     compiled: Callable[[Any], Any] = partial(
         torch.compile, backend=options.backend, fullgraph=options.fullgraph, dynamic=False
     )
     if "model" in options.components:
-        for name, block in list(model.layers.items()):
-            model.layers[name] = compiled(block)
+        for block in model.layers.values():
+            # Not the module, around which torch.compile puts another that zero-bubble schedules refuse.
+            block.forward = compiled(block.forward)
     if "loss" in options.components and model.output is not None:
         model.output.loss = compiled(model.output.loss)
+
+
+def _fuse_collectives(group: dist.ProcessGroup | None) -> None:
+    """Have inductor fuse matmuls with the collectives of ``group``; None is torch's default."""
+    inductor_config._micro_pipeline_tp = collectives.always_copy = group is not None
+    if group is None:
+        return
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    with warnings.catch_warnings():
+        # torch 2.13 calls it deprecated, yet fuses nothing of a group for which it was not called.
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
 
 
 class CompileClock:

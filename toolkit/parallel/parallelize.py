@@ -48,7 +48,7 @@ def parallelize(
     if compiling:
         from toolkit.parallel.compile import apply_compile
 
-        apply_compile(model, compiling)
+        apply_compile(model, compiling, mesh.tp.get_group() if mesh.tp else None)
     if outside:
         apply_activation_checkpoint(model.layers, checkpointing)
     if wrapping:
