@@ -1,0 +1,96 @@
+"""Whether every layout of tests/meshes.py has the gradients of one process: the whole list, with its table.
+
+    python -m benchmarks.meshes [--part 1/3] [--folder FOLDER] [--output benchmarks/results/meshes.md]
+
+Runs are kept in FOLDER as they end, and what is there is not run again: stop the command at any time and give
+it once more, or give it in parts. The table is of all that FOLDER has.
+"""
+
+from __future__ import annotations
+
+from benchmarks.machine import describe
+from benchmarks.resumable import Kept, Results, command_line, part, publish
+from tests import mesh_runs, meshes
+from tests.helpers import run_world
+
+LIMIT_SECONDS = 180.0
+"""For a layout, on a busy machine too: those of 32 ranks on two cores take most."""
+
+
+def run_missing(results: Results, layouts: list[str]) -> None:
+    """Run the layouts that have no result, and before them what they are compared with."""
+    results.forget_failures()
+    references = sorted({meshes.reference(layout) for layout in layouts})
+    left = [layout for layout in references if not mesh_runs.recording(results.folder, layout).exists()]
+    if left:
+        run_world(mesh_runs.record, 1, str(results.folder), left, timeout=LIMIT_SECONDS * len(left))
+    for ranks in sorted({meshes.ranks(layout) for layout in layouts}):
+        mine = [layout for layout in layouts if meshes.ranks(layout) == ranks]
+        results.run_missing(mine, mesh_runs.compare, ranks=ranks, limit_seconds=LIMIT_SECONDS)
+
+
+def report(results: dict[str, Kept], machine: str, command: str) -> str:
+    """The table in Markdown, a line a layout, in the order of the list."""
+    done = [results[layout] for layout in meshes.LAYOUTS if layout in results]
+    failures = [f"- {kept['row']}: {said}" for kept in done if (said := _said(kept))]
+    exact = [kept for kept in done if "failure" not in kept and meshes.precision(kept["row"]) == "float64"]
+    minutes = sum(kept.get("seconds", 0) for kept in done) / 60
+    lines = [
+        "# Meshes",
+        "",
+        f"`{command}`: {len(done)} of {len(meshes.LAYOUTS)} layouts, each compared with one process on the "
+        "same global batches of packed documents. Initial weights are the same bit for bit. Errors are "
+        "relative: of every parameter's gradient (the largest difference over the parameter's largest "
+        "gradient), of the loss and of the global gradient norm in the first step, and of every parameter "
+        f"after {mesh_runs.STEPS} steps of AdamW with clipping. A line says what is not plain "
+        f"(tests/meshes.py has the words); plain is fp64, held to {_limits('float64')}, float32 to "
+        f"{_limits('float32')} and bfloat16 to {_limits('bfloat16')}. {machine} The runs took {minutes:.0f} "
+        "minutes.",
+        "",
+        f"{len(failures)} failed{':' if failures else '.'}",
+        *failures,
+        "",
+        "| layout | ranks | gradient | loss | norm | parameters | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    if exact:
+        worst = (f"{mesh_runs.largest(values):.1e}" for values in zip(*map(_errors, exact), strict=True))
+        lines.append(f"| **the worst of all {len(exact)} in fp64** | | {' | '.join(worst)} | |")
+    return "\n".join([*lines, *map(_line, done)]) + "\n"
+
+
+def _limits(precision: str) -> str:
+    first, later = mesh_runs.LIMITS[precision]
+    return f"{first:g} in the first step and {later:g} after it"
+
+
+def _said(kept: Kept) -> str:
+    """What is wrong with a layout, if anything."""
+    if "failure" in kept:
+        return str(kept["failure"])
+    return "; ".join(mesh_runs.problems(kept["row"], kept)[:3])
+
+
+def _errors(kept: Kept) -> tuple[float, float, float, float]:
+    """Of gradients, loss and norm in the first step, and of the parameters after the last."""
+    gradients, parameters = (mesh_runs.largest(kept[of].values()) for of in ("gradients", "parameters"))
+    return gradients, kept["losses"][0], kept["norms"][0], parameters
+
+
+def _line(kept: Kept) -> str:
+    layout = kept["row"]
+    errors = ["", "", "", ""] if "failure" in kept else [f"{value:.1e}" for value in _errors(kept)]
+    seconds = f"{kept['seconds']:.0f}" if "seconds" in kept else ""
+    return f"| {layout} | {meshes.ranks(layout)} | {' | '.join(errors)} | {seconds} |"
+
+
+def main() -> None:
+    options = command_line(__doc__.partition("\n")[0], name="meshes").parse_args()
+    machine = describe()
+    results = Results(options.folder, str, meshes.LAYOUTS.__contains__)
+    run_missing(results, part(meshes.LAYOUTS, options.part))
+    publish(report(results.all(), machine, "python -m benchmarks.meshes"), options.output)
+
+
+if __name__ == "__main__":
+    main()

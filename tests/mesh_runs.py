@@ -1,0 +1,223 @@
+"""One short run of a layout of tests/meshes.py, compared number by number with one process.
+
+The runs are the trainer's own, from a configuration. Of each are taken the initial weights, every gradient
+of the first step before it is clipped, losses and norms of all steps, the weights after the last, and a
+validation at its own batch shape, through tensors that are gathered whole from wherever their parts are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests import meshes
+from tests.curves import differences, write_tokenizer
+from tests.training import small_config, small_trainer
+from toolkit.config import Config
+from toolkit.config.stages import pipeline_stages
+from toolkit.parallel.execution import Execution
+
+STEPS = 5
+
+LIMITS = {"float64": (1e-9, 1e-8), "float32": (1e-4, 1e-4), "bfloat16": (1e-1, 1e-1)}
+"""The largest relative differences of the first step (loss, norm, gradients), and of what comes after it."""
+
+SERIES = ("losses", "norms", "validation")
+
+Result = dict[str, Any]
+"""What :func:`compare` returns: plain values, so that a world can hand it back and a file keep it."""
+
+
+def configure(folder: str | Path, layout: str) -> Config:
+    """The config of a layout that keeps its files in ``folder``."""
+    folder = Path(folder)
+    data = {
+        "training.dataset_path": _write_documents(folder / "training.jsonl", 400),
+        "validation.dataset_path": _write_documents(folder / "validation.jsonl", 12),
+        "model.hf_assets_path": str(write_tokenizer(folder / "tokenizer")),
+    }
+    values: meshes.Settings = {
+        "training.steps": STEPS,
+        "training.global_batch_size": meshes.SAMPLES,
+        "validation.enable": True,
+        "validation.freq": STEPS,
+        "validation.seq_len": 16,
+        "validation.local_batch_size": 3,
+        **data,
+        **meshes.settings(layout),
+    }
+    degrees = meshes.degrees(layout)
+    dp = degrees.get("replicate", 1) * degrees.get("shard", 1)
+    local = meshes.SAMPLES // (dp * meshes.accumulation(layout))
+    values["training.local_batch_size"] = local
+    config = _nested(folder, layout, values)
+    stages = len(pipeline_stages(config.parallelism, values["model.n_layers"]).modules)
+    if stages > 1:
+        values["parallelism.pipeline_parallel_microbatch_size"] = max(
+            [size for size in range(1, local + 1) if local % size == 0 and local // size >= stages] or [1]
+        )
+    return _nested(folder, layout, values)
+
+
+def _nested(folder: Path, layout: str, values: meshes.Settings) -> Config:
+    tables: dict[str, dict[str, Any]] = defaultdict(dict)
+    for key, value in values.items():
+        table, _, name = key.partition(".")
+        tables[table][name] = value
+    return small_config(folder / "runs" / layout.replace(" ", "_"), **tables)
+
+
+def _write_documents(file: Path, count: int) -> str:
+    """A corpus of documents so short that every row has several, which begin anywhere in it."""
+    if not file.exists():
+        chance = random.Random(count)
+        texts = ["".join(chance.choices("abcdefgh ", k=chance.randint(1, 30))) for _ in range(count)]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(file)
+
+
+# A run
+
+
+def run(folder: str, layout: str) -> dict[str, Any]:
+    """Train the layout in the world that is there. Tensors are those of this rank's stages, whole, as pairs
+    of name and tensor, copies under the name of what they repeat."""
+    torch._dynamo.reset()
+    trainer = small_trainer(configure(folder, layout))
+    execution = trainer.execution
+    taken: dict[str, Any] = {"initial": _whole(execution, lambda parameter: parameter)}
+    backward = execution.backward
+
+    def watched(*args: Any) -> Tensor:
+        total = backward(*args)
+        if "gradients" not in taken:
+            taken["gradients"] = _whole(execution, lambda parameter: parameter.grad)
+        return total
+
+    execution.backward = watched  # type: ignore[method-assign]
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.run()
+    steps = [record for record in trainer.history if "loss" in record]
+    return taken | {
+        "final": _whole(execution, lambda parameter: parameter),
+        "losses": [record["loss"] for record in steps],
+        "norms": [record["grad_norm"] for record in steps],
+        "validation": [record["validation_loss"] for record in trainer.history if record not in steps],
+    }
+
+
+def _whole(execution: Execution, of: Callable[[Any], Any]) -> list[tuple[str, Tensor]]:
+    named = [*execution.named_parameters(), *execution.copies()]
+    return [(name, _gathered(of(parameter))) for name, parameter in named]
+
+
+def _gathered(tensor: Tensor | None) -> Tensor:
+    if tensor is None:  # differs from everything
+        return torch.tensor(math.nan)
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().clone()
+
+
+# Comparing
+
+
+def record(folder: str, layouts: Sequence[str]) -> None:
+    """Run references in a world of one process, and keep what others are compared with."""
+    for layout in layouts:
+        torch.save(run(folder, layout), recording(folder, layout))
+
+
+def recording(folder: str | Path, layout: str) -> Path:
+    """Where what a reference gave is kept."""
+    return Path(folder, f"{layout.replace(' ', '_')}.pt")
+
+
+def compare(folder: str, layout: str) -> Result:
+    """Run the layout in a world of its ranks and compare it with its reference; every rank returns the same.
+
+    Names whose initial weights differ in any bit, and those that no rank has; relative errors of gradients
+    and last weights by name, of losses and norms by step, and of the validation.
+    """
+    expected = torch.load(recording(folder, meshes.reference(layout)))
+    found = run(folder, layout)
+    initial, gradients, final = (dict(expected[part]) for part in ("initial", "gradients", "final"))
+    mine = {
+        "names": [name for name, _ in found["initial"]],
+        "other": [name for name, tensor in found["initial"] if not torch.equal(tensor, initial[name])],
+        "gradients": _errors(found["gradients"], gradients),
+        "parameters": _errors(found["final"], final),
+    }
+    mine |= {what: dict(enumerate(differences(found[what], expected[what]))) for what in SERIES}
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    names = {name for rank in ranks for name in rank["names"]}
+    return {
+        "other": sorted({name for rank in ranks for name in rank["other"]}),
+        "missing": sorted(initial.keys() ^ names),
+        **{what: _worst(rank[what] for rank in ranks) for what in ("gradients", "parameters")},
+        **{what: list(_worst(rank[what] for rank in ranks).values()) for what in SERIES},
+    }
+
+
+def _errors(found: Iterable[tuple[str, Tensor]], expected: dict[str, Tensor]) -> dict[str, float]:
+    return _worst({name: error(tensor, expected[name])} for name, tensor in found)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest number expected; NaN where either has one."""
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def _worst(many: Iterable[dict[Any, float]]) -> dict[Any, float]:
+    """The largest value of each key; NaN is larger than all."""
+    worst: dict[Any, float] = {}
+    for errors in many:
+        for key, value in errors.items():
+            worst[key] = largest([value, worst.get(key, 0.0)])
+    return worst
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest, NaN where there is one."""
+    return max(values, key=lambda value: (math.isnan(value), value))
+
+
+def problems(layout: str, result: Result) -> list[str]:
+    """What of a result is not as it must be; none where the layout gives the run of one process."""
+    first, later = LIMITS[meshes.precision(layout)]
+    said = [f"{name}: other initial weights" for name in result["other"]]
+    said += [f"{name}: on one side only" for name in result["missing"]]
+    measured = [(f"gradient of {name}", value, first) for name, value in result["gradients"].items()]
+    measured += [(f"{name} at the end", value, later) for name, value in result["parameters"].items()]
+    for what in ("losses", "norms"):
+        measured += [
+            (f"{what}, step {step + 1}", value, later if step else first)
+            for step, value in enumerate(result[what])
+        ]
+    measured += [("validation", value, later) for value in result["validation"]]
+    return said + [f"{what}: {value:.1e}" for what, value, limit in measured if not value <= limit]
+
+
+def compare_all(folder: str, layouts: Sequence[str]) -> list[Result]:
+    """One layout after the other, all of as many ranks as the world has; one that fails is named."""
+    results = []
+    for layout in layouts:
+        try:
+            results.append(compare(folder, layout))
+        except Exception as error:
+            error.add_note(f"in the layout: {layout}")
+            raise
+    return results

@@ -1,0 +1,383 @@
+"""The layouts whose gradients are those of one process, as data: each a line of words.
+
+A word is what it sets in the configuration (``WORDS``). A line's numbers of ranks multiply to its world; what
+it leaves out is plain: fp64, packed documents, an untied head, one micro-batch a step. Adding a layout is a
+line of ``FAST``, which CI runs, or of ``MORE``; adding a technique is a line of ``WORDS``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from itertools import combinations
+from typing import Any
+
+from toolkit.config.layout import STRATEGIES
+from toolkit.config.stages import SCHEDULES
+
+Settings = dict[str, Any]
+"""Values by dotted key."""
+
+_DEGREES = {
+    "pp": "parallelism.pipeline_parallel_degree",
+    "replicate": "parallelism.data_parallel_replicate_degree",
+    "shard": "parallelism.data_parallel_shard_degree",
+    "cp": "parallelism.context_parallel_degree",
+    "tp": "parallelism.tensor_parallel_degree",
+}
+DIMENSIONS = tuple(_DEGREES)
+_DEGREE = re.compile(rf"({'|'.join(_DEGREES)})(\d+)")
+
+_RESHARD = "parallelism.fsdp_reshard_after_forward"
+_BY_HAND = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "output"]]
+
+
+def _precision(stored: str, computed: str, reduced: str) -> Settings:
+    return {
+        "training.dtype": stored,
+        "training.mixed_precision_param": computed,
+        "training.mixed_precision_reduce": reduced,
+    }
+
+
+PLAIN: Settings = {
+    **_precision("float64", "float64", "float64"),
+    "model.dim": 32,
+    "model.n_layers": 4,
+    "model.n_heads": 8,
+    "model.n_kv_heads": 4,
+    # Divide by tp, and their parts by no number of shards: FSDP cuts unevenly.
+    "model.ffn_dim": 44,
+    "model.vocab_size": 516,
+    "training.seq_len": 32,
+    "training.loss_chunk_tokens": 100,
+    "training.max_norm": 0.5,  # below the norm of the first steps: clipping is part of what is compared
+    "parallelism.pipeline_parallel_first_stage_less_layers": 0,
+    "parallelism.pipeline_parallel_last_stage_less_layers": 0,
+}
+
+WORDS: dict[str, Settings] = {
+    "one": {},
+    **{name: {"parallelism.pipeline_parallel_schedule": name} for name in SCHEDULES},
+    **{name: {"parallelism.sharding_strategy": name} for name in STRATEGIES},
+    "never": {_RESHARD: "never"},
+    "always": {_RESHARD: "always"},
+    "over2": {_RESHARD: 2},
+    "accumulate3": {},
+    "tied": {"model.tie_embeddings": True},
+    "unmasked": {"data.document_mask": False},
+    "layers8": {"model.n_layers": 8},
+    "AC-full": {"activation_checkpoint.mode": "full"},
+    "AC-2": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"},
+    "AC-op": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
+    "compiled": {"compile.enable": True, "compile.backend": "aot_eager"},
+    # Units within units: attention and feed-forward, or feed-forward alone.
+    "by-class": {
+        "parallelism.fsdp_wrap_policy": "class",
+        "parallelism.fsdp_wrap_classes": ["TransformerBlock", "Attention", "FeedForward"],
+    },
+    "by-size": {"parallelism.fsdp_wrap_policy": "size", "parallelism.fsdp_min_num_params": 4_000},
+    "prefetch": {"parallelism.fsdp_forward_prefetch": 2, "parallelism.fsdp_backward_prefetch": 2},
+    "reduce-once": {"parallelism.fsdp_sync_each_batch": False},
+    "whole-logits": {"parallelism.disable_loss_parallel": True},
+    "head-first": {"parallelism.context_parallel_load_balancer": None},
+    "light-ends": {
+        "parallelism.pipeline_parallel_first_stage_less_layers": 1,
+        "parallelism.pipeline_parallel_last_stage_less_layers": 1,
+    },
+    "by-hand": {"parallelism.module_fqns_per_model_part": _BY_HAND},
+    "stage-a-layer": {"parallelism.pipeline_parallel_layers_per_stage": 1},
+    "float32": _precision("float32", "float32", "float32"),
+    "bfloat16": _precision("float32", "bfloat16", "float32"),
+}
+
+CURVES = ("tied", "unmasked", "layers8", "float32", "bfloat16")
+"""Words that are part of what is trained: a layout is compared with one process of the same ones."""
+
+SAMPLES = 24
+"""Of a global batch: divides by every data-parallel degree up to 8 with three micro-batches each."""
+
+
+def settings(layout: str) -> Settings:
+    """What a layout sets in the configuration. Raises KeyError for a word that is none."""
+    values = dict(PLAIN)
+    for word in layout.split():
+        degree = _DEGREE.fullmatch(word)
+        values |= {_DEGREES[degree[1]]: int(degree[2])} if degree else WORDS[word]
+    return values
+
+
+def degrees(layout: str) -> dict[str, int]:
+    """The sizes that a layout names."""
+    found = (_DEGREE.fullmatch(word) for word in layout.split())
+    return {degree[1]: int(degree[2]) for degree in found if degree}
+
+
+def ranks(layout: str) -> int:
+    return math.prod(degrees(layout).values())
+
+
+def accumulation(layout: str) -> int:
+    return 3 if "accumulate3" in layout.split() else 1
+
+
+def reference(layout: str) -> str:
+    """One process that trains the same."""
+    return " ".join(["one", *(word for word in CURVES if word in layout.split())])
+
+
+def precision(layout: str) -> str:
+    return next((word for word in ("float32", "bfloat16") if word in layout.split()), "float64")
+
+
+def techniques(layout: str) -> set[str]:
+    """Its words without numbers of ranks."""
+    return degrees(layout).keys() | {word for word in layout.split() if word in WORDS}
+
+
+def pairs(layouts: Iterable[str]) -> set[frozenset[str]]:
+    """Each two techniques that some layout has together."""
+    return {frozenset(pair) for layout in layouts for pair in combinations(techniques(layout), 2)}
+
+
+FAST = [
+    # One dimension.
+    "shard2 SHARD_GRAD_OP tied accumulate3",
+    "shard2 by-class AC-2",
+    "replicate2 NO_SHARD accumulate3 by-size",
+    "tp2 AC-full",
+    "tp2 tied accumulate3 whole-logits",
+    "cp2 tied AC-op",
+    "cp2 accumulate3 head-first",
+    "pp2 GPipe accumulate3",
+    "pp2 1F1B tied AC-full",
+    "pp2 LoopedBFS tied AC-op",
+    "pp2 InterleavedZeroBubble never",
+    "pp2 ZBVZeroBubble never tied accumulate3",
+    "pp2 DualPipeV never",
+    # Every strategy in fp32, which gloo reduces another way.
+    "shard4 FULL_SHARD float32 accumulate3",
+    "shard4 SHARD_GRAD_OP float32",
+    "replicate4 NO_SHARD float32 accumulate3",
+    "replicate2 shard2 HYBRID_SHARD float32",
+    "replicate2 shard2 HYBRID_SHARD_ZERO2 float32",
+    # Two dimensions.
+    "shard2 tp2 accumulate3",
+    "shard2 cp2 tied",
+    "cp2 tp2 AC-2 tied",
+    "pp2 shard2 ZBVZeroBubble SHARD_GRAD_OP",
+    "pp2 tp2 1F1B tied accumulate3",
+    "pp2 cp2 Interleaved1F1B",
+    "pp2 replicate2 DualPipeV never tied",
+    # Three dimensions.
+    "replicate2 shard2 tp2 HYBRID_SHARD",
+    "shard2 cp2 tp2 tied accumulate3 AC-full",
+    "pp2 cp2 tp2 ZBVZeroBubble never tied",
+    "pp2 shard2 tp2 Interleaved1F1B accumulate3",
+    "pp2 shard2 cp2 1F1B",
+]
+"""What CI runs."""
+
+MORE = [
+    # One dimension, at more ranks.
+    "shard4 over2 AC-full compiled",
+    "shard8 accumulate3 prefetch reduce-once FULL_SHARD",
+    "shard4 always tied reduce-once accumulate3",
+    "replicate4 tied",
+    "replicate8 NO_SHARD AC-op by-class prefetch",
+    "tp4",
+    "tp4 tied whole-logits AC-2 accumulate3",
+    "cp4",
+    "cp4 tied head-first AC-full",
+    "cp8 accumulate3 unmasked reduce-once AC-full",
+    "tp2 unmasked",
+    "cp2 unmasked",
+    "cp2 unmasked head-first tied compiled",
+    "pp2 unmasked tied 1F1B",
+    # Every schedule at other depths, with other cuts.
+    "pp4 GPipe tied never",
+    "pp4 1F1B accumulate3",
+    "pp8 1F1B layers8 tied",
+    "pp2 Interleaved1F1B layers8 stage-a-layer tied AC-full never",
+    "pp2 LoopedBFS layers8 stage-a-layer accumulate3 never by-size",
+    "pp4 Interleaved1F1B layers8 by-class prefetch",
+    "pp4 LoopedBFS layers8 tied",
+    "pp4 InterleavedZeroBubble layers8 never tied accumulate3 AC-op",
+    "pp4 ZBVZeroBubble layers8 never unmasked AC-op by-class",
+    "pp4 DualPipeV layers8 never tied by-size",
+    "pp2 1F1B light-ends",
+    "pp2 GPipe by-hand tied",
+    "pp4 1F1B light-ends layers8",
+    # Every strategy in a pipeline.
+    "pp2 shard2 GPipe FULL_SHARD",
+    "pp2 shard2 GPipe SHARD_GRAD_OP tied",
+    "pp2 shard2 1F1B SHARD_GRAD_OP",
+    "pp2 shard2 Interleaved1F1B SHARD_GRAD_OP accumulate3",
+    "pp2 replicate2 1F1B NO_SHARD",
+    "pp2 replicate2 shard2 GPipe HYBRID_SHARD",
+    "pp2 replicate2 shard2 GPipe HYBRID_SHARD_ZERO2 tied",
+    "pp2 replicate2 shard2 1F1B HYBRID_SHARD_ZERO2",
+    "pp2 replicate2 shard2 Interleaved1F1B HYBRID_SHARD_ZERO2",
+    "pp2 replicate2 shard2 LoopedBFS HYBRID_SHARD tied",
+    "pp2 replicate2 shard2 LoopedBFS HYBRID_SHARD_ZERO2",
+    "pp2 shard4 Interleaved1F1B over2",
+    "pp2 shard4 LoopedBFS over2 tied",
+    "pp2 shard4 1F1B over2",
+    # Zero bubbles with each way of keeping parameters, the default among them.
+    "pp2 InterleavedZeroBubble",
+    "pp2 ZBVZeroBubble tied",
+    "pp2 shard2 DualPipeV",
+    "pp2 shard2 InterleavedZeroBubble SHARD_GRAD_OP tied AC-2",
+    "pp2 shard2 DualPipeV SHARD_GRAD_OP accumulate3 AC-op unmasked",
+    "pp2 replicate2 shard2 InterleavedZeroBubble HYBRID_SHARD_ZERO2 prefetch unmasked AC-op",
+    "pp2 replicate2 shard2 ZBVZeroBubble HYBRID_SHARD_ZERO2 tied AC-2 by-size",
+    "pp2 replicate2 shard2 DualPipeV HYBRID_SHARD_ZERO2 AC-full by-class",
+    "pp2 replicate2 InterleavedZeroBubble never AC-full unmasked by-size",
+    # Two dimensions.
+    "replicate2 shard2 HYBRID_SHARD AC-full accumulate3 by-class",
+    "replicate2 shard2 HYBRID_SHARD_ZERO2 tied accumulate3 reduce-once",
+    "replicate2 shard4 over2 HYBRID_SHARD AC-2 unmasked",
+    "replicate4 shard2 by-class tied accumulate3 reduce-once",
+    "replicate2 cp2",
+    "replicate2 cp4 tied accumulate3 NO_SHARD reduce-once",
+    "replicate2 tp2 NO_SHARD whole-logits AC-full compiled",
+    "replicate4 tp2 tied AC-op accumulate3 reduce-once",
+    "shard4 over2 reduce-once accumulate3",
+    "shard4 never reduce-once accumulate3 by-size tied",
+    "tp2 reduce-once accumulate3 whole-logits",
+    "shard4 cp2 FULL_SHARD by-size over2 head-first",
+    "shard2 cp4 AC-2 FULL_SHARD unmasked",
+    "shard4 tp2 over2 AC-op whole-logits FULL_SHARD",
+    "shard2 tp4 FULL_SHARD tied accumulate3",
+    "shard2 tp4 SHARD_GRAD_OP whole-logits by-size prefetch",
+    "cp4 tp2 tied",
+    "cp2 tp4 head-first accumulate3 reduce-once AC-2",
+    "cp2 tp4 tied AC-op",
+    "pp2 shard4 GPipe over2 unmasked by-class prefetch",
+    "pp2 shard4 1F1B always tied accumulate3",
+    "pp4 shard2 1F1B tied by-class FULL_SHARD AC-op",
+    "pp2 replicate2 GPipe NO_SHARD",
+    "pp2 replicate4 LoopedBFS",
+    "pp4 replicate2 Interleaved1F1B layers8 tied NO_SHARD unmasked AC-2",
+    "pp2 tp4 1F1B whole-logits",
+    "pp2 tp4 DualPipeV never tied whole-logits",
+    "pp4 tp2 GPipe tied AC-full whole-logits",
+    "pp4 tp2 ZBVZeroBubble layers8 never prefetch whole-logits",
+    "pp2 tp2 InterleavedZeroBubble never tied",
+    "pp2 tp2 LoopedBFS whole-logits AC-2 unmasked",
+    "pp2 tp2 Interleaved1F1B light-ends layers8 by-size",
+    "pp2 cp4 1F1B tied head-first",
+    "pp2 cp2 GPipe head-first AC-op by-size",
+    "pp4 cp2 LoopedBFS layers8",
+    "pp2 cp2 InterleavedZeroBubble never accumulate3",
+    "pp2 cp2 DualPipeV never tied AC-2 prefetch",
+    "pp2 cp2 ZBVZeroBubble never head-first",
+    # Every three of the five dimensions.
+    "replicate2 shard2 cp2 HYBRID_SHARD AC-op head-first",
+    "replicate2 shard2 cp2 HYBRID_SHARD_ZERO2 tied accumulate3 compiled",
+    "replicate2 shard2 cp2 HYBRID_SHARD_ZERO2 head-first",
+    "replicate2 shard2 tp2 HYBRID_SHARD whole-logits",
+    "replicate2 shard2 tp2 HYBRID_SHARD_ZERO2 tied accumulate3 whole-logits",
+    "replicate2 cp2 tp2 NO_SHARD",
+    "replicate2 cp2 tp2 tied head-first AC-op prefetch",
+    "shard2 cp2 tp2 SHARD_GRAD_OP",
+    "shard2 cp2 tp2 unmasked",
+    "pp2 replicate2 shard2 1F1B HYBRID_SHARD tied by-size prefetch",
+    "pp2 replicate2 shard2 Interleaved1F1B HYBRID_SHARD accumulate3",
+    "pp2 replicate2 cp2 LoopedBFS tied NO_SHARD head-first",
+    "pp2 replicate2 cp2 ZBVZeroBubble never AC-full",
+    "pp2 replicate2 tp2 GPipe",
+    "pp2 replicate2 tp2 InterleavedZeroBubble never tied",
+    "pp2 shard2 cp2 Interleaved1F1B tied accumulate3 FULL_SHARD head-first",
+    "pp2 shard2 cp2 DualPipeV SHARD_GRAD_OP head-first",
+    "pp2 shard2 tp2 LoopedBFS tied AC-full SHARD_GRAD_OP by-class",
+    "pp2 shard2 tp2 ZBVZeroBubble never accumulate3",
+    "pp2 cp2 tp2 GPipe tied accumulate3",
+    "pp2 cp2 tp2 1F1B AC-2",
+    "pp2 cp2 tp2 Interleaved1F1B tied AC-op whole-logits",
+    "pp2 cp2 tp2 LoopedBFS whole-logits",
+    "pp2 cp2 tp2 InterleavedZeroBubble never head-first by-class whole-logits",
+    "pp2 cp2 tp2 DualPipeV never accumulate3",
+    "pp2 cp2 tp2 unmasked 1F1B tied",
+    # Every four of the five, and all five.
+    "replicate2 shard2 cp2 tp2 HYBRID_SHARD tied accumulate3",
+    "pp2 replicate2 shard2 cp2 1F1B tied",
+    "pp2 replicate2 shard2 tp2 Interleaved1F1B accumulate3",
+    "pp2 replicate2 cp2 tp2 LoopedBFS tied",
+    "pp2 shard2 cp2 tp2 ZBVZeroBubble never tied",
+    "pp2 shard2 cp2 tp2 1F1B accumulate3 AC-full",
+    "pp2 replicate2 shard2 cp2 tp2 1F1B tied",
+    # Compiled.
+    "shard2 compiled",
+    "tp2 compiled tied accumulate3",
+    "cp2 compiled tied",
+    "pp2 compiled 1F1B tied never",
+    "shard2 tp2 compiled AC-full",
+    "shard2 cp2 compiled SHARD_GRAD_OP accumulate3 reduce-once",
+    "cp2 tp2 compiled AC-op",
+    "pp2 tp2 compiled Interleaved1F1B",
+    "pp2 cp2 compiled GPipe AC-2",
+    "pp2 shard2 compiled LoopedBFS AC-full FULL_SHARD prefetch",
+    "replicate2 shard2 compiled HYBRID_SHARD accumulate3 reduce-once",
+    "pp2 compiled InterleavedZeroBubble",
+    "pp2 shard2 compiled ZBVZeroBubble tied",
+    "pp2 tp2 compiled DualPipeV",
+    "pp2 cp2 tp2 compiled 1F1B",
+    # In fp32, and computed in bf16.
+    "tp2 float32 tied",
+    "cp2 float32",
+    "pp2 1F1B float32 tied",
+    "pp2 shard2 tp2 ZBVZeroBubble never float32",
+    "shard2 cp2 tp2 float32 accumulate3",
+    "shard2 bfloat16",
+    "tp2 bfloat16",
+    "cp2 bfloat16 tied",
+    "pp2 1F1B bfloat16",
+    "pp2 shard2 tp2 Interleaved1F1B bfloat16 accumulate3",
+    "pp2 cp2 tp2 ZBVZeroBubble never bfloat16 tied",
+]
+"""What only the full list runs."""
+
+LAYOUTS = FAST + MORE
+
+CROSSED = [
+    *DIMENSIONS,
+    *SCHEDULES,
+    *STRATEGIES,
+    *("tied", "accumulate3", "unmasked", "AC-full", "AC-2", "AC-op", "compiled", "never", "over2"),
+    *("by-class", "by-size", "prefetch", "reduce-once", "whole-logits", "head-first"),
+]
+"""Techniques each two of which some layout has together."""
+
+ONE_OF = [SCHEDULES, STRATEGIES, ("AC-full", "AC-2", "AC-op"), ("never", "over2"), ("by-class", "by-size")]
+"""Of each of these a run has one."""
+
+_SPLIT = [name for name, schedule in SCHEDULES.items() if schedule.split_backward]
+REFUSED = [
+    "replicate2 FULL_SHARD",
+    "replicate2 SHARD_GRAD_OP",
+    "shard2 NO_SHARD",
+    *(f"shard4 {name} over2" for name in ("SHARD_GRAD_OP", "NO_SHARD")),
+    "replicate2 shard4 HYBRID_SHARD_ZERO2 over2",
+    *(f"shard2 {name} never" for name in ("FULL_SHARD", "NO_SHARD")),
+    "replicate2 shard2 HYBRID_SHARD never",
+    *(f"pp2 {schedule} {name}" for schedule in _SPLIT for name in ("FULL_SHARD", "NO_SHARD")),
+    *(f"pp2 replicate2 shard2 {schedule} HYBRID_SHARD" for schedule in _SPLIT),
+    *(f"pp2 shard4 {schedule} over2" for schedule in _SPLIT),
+    *(f"shard2 compiled {units}" for units in ("by-class", "by-size")),
+]
+"""Layouts whose last two words the preflight refuses together."""
+
+IDLE = [
+    *(("reduce-once", name) for name in ("pp", *SCHEDULES)),  # a pipeline always reduces once a step
+    *(("never", name) for name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")),  # is what they mean
+]
+"""Words of which the first adds nothing to the second."""
+
+
+def never_together() -> set[frozenset[str]]:
+    """Pairs that no layout can have."""
+    exclusive = {frozenset(pair) for group in ONE_OF for pair in combinations(group, 2)}
+    refused = {frozenset(techniques(" ".join(layout.split()[-2:]))) for layout in REFUSED}
+    return exclusive | refused | set(map(frozenset, IDLE))
