@@ -33,7 +33,7 @@ def whole_number(
 
 
 def shown_ranks(environ: Mapping[str, str], world_size: int, default: str) -> list[int]:
-    """The ranks of LOG_RANK, in ascending order; ``default`` is read where it is unset or empty.
+    """Those ranks of LOG_RANK that there are, in ascending order; ``default`` is read where it is unset.
 
     Raises:
         ConfigError: it is no list of ranks, or has none of the ``world_size`` that there are.
@@ -41,8 +41,8 @@ def shown_ranks(environ: Mapping[str, str], world_size: int, default: str) -> li
     shown = environ.get("LOG_RANK", "").strip() or default
     if not all(item.strip().isdecimal() for item in shown.split(",")):
         raise environment_error("LOG_RANK", shown, "LOG_RANK is a list of ranks such as 0,1")
-    ranks = sorted({int(item) for item in shown.split(",")})
-    if ranks[0] >= world_size:
+    ranks = sorted({int(item) for item in shown.split(",") if int(item) < world_size})
+    if not ranks:
         rule = f"none of the {world_size} ranks would be heard"
         raise environment_error("LOG_RANK", shown, rule, "name at least one that there is: they start at 0")
     return ranks

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolkit import train
 from toolkit.config import load_config
 from toolkit.config.layout import Degrees
 from toolkit.errors import ConfigError
@@ -80,7 +81,7 @@ def test_words() -> None:
     assert _ranges([0, 1, 2, 7, 9, 10]) == "0–2, 7, 9–10"
     assert _few(list("abcd")) == "a, b, c, d" and _few(list("abcde")) == "a, b, c, …, e"
     assert _modules(["tok_embeddings", "layers.0", "layers.1"]) == "tok_embeddings, layers 0–1 (2)"
-    assert _modules(["layers.4", "norm", "output"]) == "layers 4 (1), norm, output"
+    assert _modules(["layers.4", "norm", "output"]) == "layer 4, norm, output"
     assert [_size(n) for n in (7, 1536, 3 << 30)] == ["7 bytes", "1.50 KiB", "3.00 GiB"]
 
 
@@ -122,8 +123,8 @@ def test_what_is_said(tmp_path: Path) -> None:
     assert "rank = 8·pp + 2·dp_shard + tp; rank 0 is with" in done.stdout
     assert ["dp_shard", "4", "0,", "2,", "4,", "6"] in said
     # 4,096 tokens of 256 numbers; a block: 196,608 in attention, 589,824 in its feed-forward, 512 in norms.
-    assert ["0", "0", "1,835,520", "tok_embeddings,", "layers", "0", "(1)"] in said
-    assert ["3", "24", "1,835,776", "layers", "3", "(1),", "norm,", "output"] in said
+    assert ["0", "0", "1,835,520", "tok_embeddings,", "layer", "0"] in said
+    assert ["3", "24", "1,835,776", "layer", "3,", "norm,", "output"] in said
     # The first, the second, which the third is like, and the last stage.
     assert [words[1] for words in said if words[:1] == ["rank"] and words[1] != "="] == ["0", "8", "24"]
     assert ["alike:", "the", "ranks", "16"] in said
@@ -138,26 +139,81 @@ def test_what_is_said(tmp_path: Path) -> None:
     assert sizes == [[f"{size / 1024:.2f}", "KiB"] for size in bytes_held]
 
 
-def test_the_ranks_asked_for(tmp_path: Path) -> None:
-    done = _dry(*DEBUG, *MESH, NGPU="32", LOG_RANK="13,2", program="toolkit.train")
-    assert done.returncode == 0
-    assert "\nrank 2 (pp 0, dp_shard 1, tp 0), stage 0\n" in done.stdout
-    assert "\nrank 13 (pp 1, dp_shard 2, tp 1), stage 1\n" in done.stdout
-    assert done.stdout.count("optimizer state") == 2 and "alike" not in done.stdout
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment of a user who means the CPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("RANK", "WORLD_SIZE", "NGPU", "NNODES", "LOG_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
 
 
-def test_mistakes_are_those_of_a_start() -> None:
-    done = _dry(*DEBUG, *MESH, NGPU="36")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "does not divide the world size 36" in done.stderr and done.stderr.count("error:") == 1
+def _main(*flags: str) -> int:
+    return train.main(["--comm.mode=fake_backend", *DEBUG, *flags])
+
+
+def test_the_ranks_asked_for(here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    here.setenv("NGPU", "32")
+    here.setenv("LOG_RANK", "13,2,99")  # of those that there are, as in a launch
+    assert _main(*MESH) == 0
+    said = capsys.readouterr().out
+    assert "\nrank 2 (pp 0, dp_shard 1, tp 0), stage 0\n" in said
+    assert "\nrank 13 (pp 1, dp_shard 2, tp 1), stage 1\n" in said
+    assert said.count("optimizer state") == 2 and "alike" not in said
+
+
+def test_mistakes_are_those_of_a_start(here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    here.setenv("WORLD_SIZE", "36")
+    assert _main(*MESH) == 2
+    said = capsys.readouterr()
+    assert "does not divide the world size 36" in said.err and said.err.count("error:") == 1
+    assert said.out == ""
     done = _dry(*DEBUG, NGPU="many")
     assert done.returncode == 2 and "NGPU = 'many'" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_what_is_missing_here_is_told_last() -> None:
-    done = _dry(*DEBUG, "--model.hf_assets_path=no/such", "--model.vocab_size=4352", NGPU="2")
-    assert done.returncode == 3 and "no/such" in done.stderr
-    assert "optimizer state" in done.stdout
+def test_what_is_missing_here_is_told_last(
+    here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _main("--model.hf_assets_path=no/such", "--model.vocab_size=4352") == 3
+    said = capsys.readouterr()
+    assert "no/such" in said.err and "optimizer state" in said.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "size", "says"),
+    [
+        # A block has 786,944 parameters, in halves on two ranks; the embedding has 1,048,576.
+        (
+            ["--optimizer.early_step_in_backward", "--training.max_norm=inf"],
+            "gradients",
+            "2.00 MiB",
+            "of one",
+        ),
+        (["--parallelism.sharding_strategy=2"], "all units", "20.01 MiB", "gathered, until backward"),
+        (
+            ["--parallelism.fsdp_sync_each_batch=false", "--training.global_batch_size=16"],
+            "whole gradients",
+            "20.01 MiB",
+            "float32, until the step's last micro-batch",
+        ),
+    ],
+)
+def test_what_is_held_beyond_the_shards(
+    flags: list[str],
+    name: str,
+    size: str,
+    says: str,
+    here: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert _main("--training.mixed_precision_param=float32", *flags) == 0
+    said = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in said if line.startswith(f"  {name} ")]
+    assert row.split(maxsplit=len(name.split()))[-1].startswith(size) and says in row
+    assert _main("--training.mixed_precision_param=float32") == 0
+    plain = capsys.readouterr().out
+    assert row not in plain
 
 
 def test_one_process_for_several_ranks_is_refused() -> None:
@@ -175,6 +231,8 @@ def test_405b_on_16384_ranks() -> None:
         "--parallelism.pipeline_parallel_degree=16",
         "--training.global_batch_size=2048",
         "--model.hf_assets_path=tests/assets/tokenizer",
+        "--training.dataset=embedded",
+        "--training.dataset_path=None",
         NNODES="2048",
         NGPU="8",
     )

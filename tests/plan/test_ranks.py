@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import run_world
-from tests.parallel.sharded import groups
+from tests.parallel.sharded import gathered_bytes, groups
 from tests.training import small_config, small_trainer
 from toolkit.config.layout import degrees
 from toolkit.optim.optimizer import optimizer_tensors
@@ -68,12 +72,30 @@ def _bytes(tensor: torch.Tensor) -> int:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
 
+@contextmanager
+def _watched() -> Iterator[list[tuple[int, int]]]:
+    """Bytes of whole gradients, and of whole parameters, as each stage is about to reduce its gradients."""
+    found = []
+    reduce = PipelineStage.perform_reduce_grad
+
+    def watching(stage: PipelineStage, *arguments: Any) -> Any:
+        parameters = [each for record in groups(stage.submod) for each in record.fsdp_params]
+        found.append(
+            (sum(_bytes(each.unsharded_param.grad) for each in parameters), gathered_bytes(stage.submod))
+        )
+        return reduce(stage, *arguments)
+
+    with mock.patch.object(PipelineStage, "perform_reduce_grad", watching):
+        yield found
+
+
 def _run(folder: Path, tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Train two steps and say what this rank then holds."""
+    """Train a step and say what this rank then holds."""
     trainer = small_trainer(
-        small_config(folder, **{**tables, "training": {**tables.get("training", {}), "steps": 2}})
+        small_config(folder, **{**tables, "training": {**tables.get("training", {}), "steps": 1}})
     )
-    trainer.run()
+    with _watched() as whole:
+        trainer.run()
     named = [*trainer.execution.named_parameters(), *trainer.execution.copies()]
     records = [record for model in trainer.execution.models for record in groups(model)]
     return {
@@ -84,6 +106,7 @@ def _run(folder: Path, tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
             for name, parameter in named
         ],
         "optimizer": sum(map(_bytes, optimizer_tensors(named, trainer.optimizer).values())),
+        "whole": whole,
         "units": [
             sum(parameter._orig_size.numel() for parameter in record.fsdp_params) for record in records
         ],
@@ -97,7 +120,7 @@ def _world(folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """What each of 4 ranks held after each of ``RUNS``."""
-    return run_world(_world, 4, tmp_path_factory.mktemp("runs"))
+    return run_world(_world, 4, tmp_path_factory.mktemp("runs"), timeout=170)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -109,6 +132,9 @@ def test_a_rank_holds_what_it_holds_in_a_real_run(name, ran, tmp_path):
         assert said.optimizer_bytes == real["optimizer"]
         # FSDP's own records come in the order of the modules, in which the root is the first.
         assert sorted(unit.gathered for unit in said.units) == sorted(real["units"])
+        if real["whole"]:
+            numbers = sum(unit.gathered for unit in said.units)
+            assert [sum(held) for held in zip(*real["whole"], strict=True)] == [numbers * 4, numbers * 4]
         assert sum(unit.stored for unit in said.units) == sum(
             torch.Size(part.local).numel() for part in said.parts
         )

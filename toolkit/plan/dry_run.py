@@ -11,6 +11,7 @@ not counted, and neither corpus nor checkpoint is read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -71,12 +72,12 @@ def world_size(environ: Mapping[str, str]) -> int:
 
 
 def target(environ: Mapping[str, str]) -> Hardware:
-    """What the run is meant for: the GPUs here; where there is none, GPUs elsewhere, or the CPU for who
-    hides GPUs by an empty CUDA_VISIBLE_DEVICES."""
+    """What the run is meant for: GPUs such as are here, or any where there is none; the CPU for who hides
+    them by an empty CUDA_VISIBLE_DEVICES."""
     here = detect()
     if here.device == "cuda" or "CUDA_VISIBLE_DEVICES" in environ:
         return here
-    return Hardware("cuda", "GPUs, of which none is here", here.count, native_bf16=True, float8=True)
+    return replace(here, device="cuda", name="GPUs, of which none is here", native_bf16=True, float8=True)
 
 
 # The mesh
@@ -144,8 +145,8 @@ def _modules(names: Sequence[str]) -> str:
     layers = [int(name.partition(".")[2]) for name in names if name.startswith("layers.")]
     others = [name for name in names if not name.startswith("layers.")]
     first = [name for name in others if name == "tok_embeddings"]
-    shown = [f"layers {_ranges(layers)} ({len(layers)})"] if layers else []
-    return ", ".join([*first, *shown, *(name for name in others if name not in first)])
+    shown = [f"layers {_ranges(layers)} ({len(layers)})" if len(layers) > 1 else f"layer {layers[0]}"]
+    return ", ".join([*first, *(shown if layers else []), *(name for name in others if name not in first)])
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from toolkit.build import DTYPES, build_model, sharding
@@ -120,7 +120,7 @@ def _units(execution: Execution) -> Iterator[Unit]:
     """The FSDP units of the stages here, in order. Modules that are gathered together share a state."""
     for model in execution.models:
         modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-        states = {name: fully_shard.state(module) for name, module in modules.items()}
+        states = {name: module._get_fsdp_state() for name, module in modules.items()}
         held: dict[object, list[nn.Parameter]] = {state: [] for state in states.values()}
         for name, parameter in model.named_parameters():
             holder = name.rpartition(".")[0]
