@@ -77,7 +77,8 @@ def target(environ: Mapping[str, str]) -> Hardware:
     here = detect()
     if here.device == "cuda" or "CUDA_VISIBLE_DEVICES" in environ:
         return here
-    return replace(here, device="cuda", name="GPUs, of which none is here", native_bf16=True, float8=True)
+    name = "GPUs, of which none is here"
+    return replace(here, device="cuda", name=name, native_bf16=True, float8=True, capability=9.0)
 
 
 # The mesh
