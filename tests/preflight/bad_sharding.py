@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.preflight.bad_runs import REPLICATE, SHARD, Bad, bad
+from tests.preflight.bad_runs import CP, REPLICATE, SHARD, Bad, bad
 
 STRATEGY = "parallelism.sharding_strategy"
 RESHARD = "parallelism.fsdp_reshard_after_forward"
@@ -36,6 +36,8 @@ CASES: list[Bad] = [
     bad(RESHARDING, f"{RESHARD}=never {STRATEGY}=NO_SHARD", "a second copy", "remove it", world=4),
     bad("reshard_size_divides", f"{RESHARD}=3", "which is 8", '"always", or one of 2, 4', world=8),
     bad("reshard_size_divides", f"{RESHARD}=4 {REPLICATE}=2", "all of the 4", world=8),
+    bad("reshard_size_divides", f"{RESHARD}=8 {CP}=2", "all of the 8", "one of 2, 4", world=8),
+    bad("reshard_size_divides", f"{RESHARD}=3 {CP}=2", "dp_shard × cp, which is 4", world=4),
     bad("reshard_size_divides", f"{RESHARD}=2", "which is 1", 'set it to "always"', world=1),
     bad("offload_has_a_device", "training.enable_cpu_offload", "in CPU memory already", "remove it"),
     bad("wrap_options_act", f"{CLASSES}=Attention", '"block", which does not', 'policy = "class"'),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.preflight.bad_runs import CPU, H100, PP, SMALL, TP, configure
+from tests.preflight.bad_runs import CP, CPU, H100, PP, SMALL, TP, configure
 from toolkit.hardware import Hardware
 from toolkit.preflight import check, describe, notes
 
@@ -14,6 +14,8 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 SIZE = "--parallelism.pipeline_parallel_microbatch_size"
 BATCH = "--training.global_batch_size"
 PIPELINE = f"--{PP}=2"
+PREFETCH = "--parallelism.fsdp_forward_prefetch=2"
+RESHARD = "--parallelism.fsdp_reshard_after_forward"
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +47,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "with 6 it is 20%",
         ),
         (
+            [PIPELINE, f"{SCHEDULE}=LoopedBFS", PREFETCH],
+            4,
+            "fsdp_*_prefetch changes nothing: of several stages",
+        ),
+        (
             [PIPELINE, "--parallelism.fsdp_sync_each_batch=false"],
             2,
             "fsdp_sync_each_batch changes nothing: a pipeline",
@@ -74,6 +81,8 @@ def test_note(flags: list[str], world: int, note: str) -> None:
         [PIPELINE],
         [PIPELINE, f"{SCHEDULE}=ZBVZeroBubble", f"{BATCH}=4"],
         [f"--{TP}=2"],
+        # Parameters are sharded over the ranks of cp as well.
+        [f"--{CP}=2", PREFETCH],
         # These act with a degree, and there is none.
         [f"{SCHEDULE}=DualPipeV", f"{SIZE}=3", "--parallelism.pipeline_parallel_schedule_csv=none.csv"],
         ["--parallelism.enable_async_tensor_parallel", "--parallelism.disable_loss_parallel"],
@@ -84,6 +93,11 @@ def test_nothing_is_said_of_what_is_well_or_not_used(flags: list[str]) -> None:
     config = configure(flags)
     assert check(config, world_size=2, hardware=CPU) == []
     assert notes(config, world_size=2, hardware=CPU) == []
+
+
+def test_depths_of_prefetching_act_where_each_micro_batch_gathers_again() -> None:
+    config = configure([PIPELINE, f"{SCHEDULE}=LoopedBFS", f"{RESHARD}=always", PREFETCH])
+    assert notes(config, world_size=4, hardware=CPU) == []
 
 
 @pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "NGPU"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.config.layout import strategy
+from toolkit.config.layout import reshard_after_forward, strategy
 from toolkit.config.schema import fields_by_key
 from toolkit.errors import Problem
 from toolkit.models.llama.presets import INNER_CLASSES, WRAP_CLASSES, LlamaArgs, block_parameters
@@ -83,14 +83,15 @@ def reshard_size_divides(run: Run) -> list[Problem]:
     size = run.config.parallelism.fsdp_reshard_after_forward
     if isinstance(size, str) or run.mesh is None:
         return []
-    shard = run.mesh.dp_shard
+    shard = run.mesh.dp_shard * run.mesh.cp
     fitting = divisors(shard)[1:-1]
     if size in fitting:
         return []
     if size == shard:
         said = f'is all of the {shard} ranks of a shard group, which "always" means'
     else:
-        said = f"must divide the shard degree, which is {shard}, and be smaller"
+        degree = "the shard degree" if run.mesh.cp == 1 else "dp_shard × cp"
+        said = f"must divide {degree}, which is {shard}, and be smaller"
     possible = ", ".join(map(str, fitting))
     return [run.problem(_RESHARD, said, f'set it to "always"{f", or one of {possible}" if possible else ""}')]
 
@@ -177,8 +178,17 @@ def sharding_notes(run: Run) -> list[str]:
                 f"is gathered at once; a block has {block:,}"
             )
     deeper = options.fsdp_forward_prefetch > 0 or options.fsdp_backward_prefetch > 1
-    if deeper and run.mesh and run.mesh.dp_shard == 1:
+    if deeper and run.mesh and run.mesh.dp_shard * run.mesh.cp == 1:
         said.append("parallelism.fsdp_*_prefetch changes nothing: each rank has all parameters")
+    elif (
+        deeper
+        and run.stages
+        and len(run.stages.modules) > run.pp
+        and reshard_after_forward(options) == "never"
+    ):
+        said.append(
+            "parallelism.fsdp_*_prefetch changes nothing: of several stages a rank gathers one at once"
+        )
     if run.pp == 1 and not options.fsdp_sync_each_batch and run.batch and run.batch.accumulation == 1:
         said.append("parallelism.fsdp_sync_each_batch changes nothing: a step is one micro-batch")
     return said
