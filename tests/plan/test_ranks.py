@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +16,16 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
+from tests import mesh_runs, meshes
 from tests.helpers import run_world
 from tests.parallel.sharded import gathered_bytes, groups
 from tests.training import small_config, small_trainer
 from toolkit.config.layout import degrees
+from toolkit.hardware import detect
+from toolkit.models.llama.presets import parameter_count
 from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.plan.ranks import holding
+from toolkit.preflight.facts import Run
 
 V_SCHEDULES = torch.__version__ >= "2.13"
 PIPELINE = {
@@ -139,3 +145,27 @@ def test_a_rank_holds_what_it_holds_in_a_real_run(name, ran, tmp_path):
             torch.Size(part.local).numel() for part in said.parts
         )
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=[] if layout in meshes.FAST[::6] else pytest.mark.exhaustive)
+        for layout in meshes.LAYOUTS
+    ],
+)
+def test_the_ranks_of_a_world_hold_the_model(layout: str, tmp_path: Path) -> None:
+    """Each parameter once a replica, norms on all ranks of a tp group, a tied embedding on both its stages."""
+    config = mesh_runs.configure(tmp_path, layout)
+    run = Run(config, meshes.ranks(layout), detect())
+    assert run.mesh and run.model
+    held, whole = Counter[str](), {}
+    for rank in range(run.world_size):
+        for part in holding(config, run.model, run.mesh, rank).parts:
+            held[part.name] += math.prod(part.local)
+            whole[part.name] = math.prod(part.whole)
+    assert sum(whole.values()) == parameter_count(run.model)
+    for name, numbers in whole.items():
+        copies = run.mesh.dp_replicate * (run.mesh.tp if name.endswith("norm.weight") else 1)
+        tied = run.model.tie_embeddings and run.mesh.pp > 1 and name == "tok_embeddings.weight"
+        assert held[name] == numbers * copies * (2 if tied else 1), name
