@@ -58,7 +58,7 @@ def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     size = group.size()
     parts = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
     if _in_order(x, dim):
-        return parts.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+        return _as_shape(parts, (*x.shape[:dim], -1, *x.shape[dim + 1 :]))
     return torch.cat(parts.chunk(size), dim)
 
 
@@ -67,7 +67,12 @@ def _scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     ordered = _in_order(x, dim)
     parts = x.contiguous().flatten(0, dim) if ordered else torch.cat(x.chunk(size, dim))
     part = _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", size, group.group_name))
-    return part.view(*x.shape[:dim], *part.shape) if ordered else part
+    return _as_shape(part, (*x.shape[:dim], *part.shape)) if ordered else part
+
+
+def _as_shape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A view that autograd does not know for one: FSDP warns where a unit, the embedding, returns one."""
+    return torch.ops.aten._unsafe_view(x, shape)
 
 
 def _in_order(x: Tensor, dim: int) -> bool:
