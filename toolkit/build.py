@@ -167,6 +167,7 @@ def build_model(
             wrapping=_wrapping(config),
             sharding=how,
             shards=shards,
+            ring=config.parallelism.context_parallel_rotate_method == "alltoall",
             loss_parallel=not config.parallelism.disable_loss_parallel,
         )
         models.append(model.to_empty(device="cpu" if how.cpu_offload else device) if storage else model)

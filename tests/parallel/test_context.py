@@ -10,15 +10,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.helpers import run_world
 from tests.models.attention_cases import LENGTH, PACKED, PACKINGS, ROWS, attend, inputs, weighed
 from tests.models.varlen_on_cpu import give_varlen_a_cpu_kernel
 from tests.parallel.sharded import Collectives
-from toolkit.models.llama.attention import attention_backend
+from toolkit.models.llama.attention import AttentionBackend, attention_backend
 from toolkit.parallel.context import ContextParallelAttention, SequenceShards
 from toolkit.parallel.mesh import build_mesh
+from toolkit.parallel.ring import RingAttention
 
 shards_of_all = st.builds(
     lambda size, balanced: [SequenceShards(rank, size, balanced) for rank in range(size)],
@@ -72,8 +74,11 @@ CASES = [
     *(Case("sdpa", *them) for them in product((2, 4), (True, False), (8, 2), (0, None))),
     *(Case("varlen", *them) for them in product((2, 4), (True, False), (2,), (0, 2))),
     *(Case("flash", size, balanced, 2, None) for size, balanced in product((2, 4), (True, False))),
+    *(Case("ring", *them, None) for them in product((2, 4), (True, False), (8, 2))),
     *(Case("flex", size, True, 2, packing) for size, packing in product((2, 4), (0, None))),
 ]
+
+COUNTED = [Case("sdpa", 4, True), Case("sdpa", 2, True, 2, None), Case("ring", 4, True, 2, None)]
 
 
 def _beside_whole(case: Case, mesh: DeviceMesh) -> float:
@@ -81,7 +86,7 @@ def _beside_whole(case: Case, mesh: DeviceMesh) -> float:
     dtype = torch.float32 if case.backend == "flash" else torch.float64
     documents = None if case.packing is None else PACKINGS[case.packing]
     shards = SequenceShards(mesh.get_local_rank(), case.size, case.balanced)
-    attention = ContextParallelAttention(attention_backend(case.backend), shards, mesh)
+    attention = _attention(case, mesh)
     trained = case.backend != "flex"  # which has no backward on CPU
     whole = [x.requires_grad_(trained) for x in inputs(8, case.kv_heads, dtype)]
     mine = [shards.cut(x.detach()).requires_grad_(trained) for x in whole]
@@ -96,15 +101,31 @@ def _beside_whole(case: Case, mesh: DeviceMesh) -> float:
     return max(float(distance.detach().abs().max()) for distance in distances)
 
 
-def _collectives(mesh: DeviceMesh) -> dict[str, int]:
-    """What one attention sends in its forward and backward."""
-    shards = SequenceShards(mesh.get_local_rank(), mesh.size())
-    attention = ContextParallelAttention(attention_backend("sdpa"), shards, mesh)
-    mine = [shards.cut(x).requires_grad_() for x in inputs(8, 2)]
-    mask = attention.mask(PACKED, ROWS, LENGTH // mesh.size(), torch.device("cpu"))
+def _attention(case: Case, mesh: DeviceMesh) -> AttentionBackend:
+    shards = SequenceShards(mesh.get_local_rank(), case.size, case.balanced)
+    if case.backend == "ring":
+        return RingAttention(shards, mesh)
+    return ContextParallelAttention(attention_backend(case.backend), shards, mesh)
+
+
+def _costs(case: Case, mesh: DeviceMesh) -> tuple[dict[str, int], int]:
+    """What one attention sends in its forward and backward, and how many numbers it keeps between them."""
+    attention, documents = _attention(case, mesh), None if case.packing is None else PACKINGS[case.packing]
+    shards = SequenceShards(mesh.get_local_rank(), case.size, case.balanced)
+    mine = [shards.cut(x).requires_grad_() for x in inputs(8, case.kv_heads)]
+    mask = attention.mask(documents, ROWS, LENGTH // case.size, torch.device("cpu"))
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes() // x.itemsize
+        return x
+
     with Collectives() as counted:
-        attention(*mine, mask).sum().backward()
-    return dict(counted.counts)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = attention(*mine, mask)
+        out.sum().backward()
+    sent = {name: n for name, n in counted.counts.items() if "wait" not in name}
+    return sent, sum(kept.values())
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -114,7 +135,7 @@ def _world() -> dict[str, Any]:
     meshes = {2: build_mesh(device, dp_shard=2, cp=2).cp, 4: build_mesh(device, cp=4).cp}
     return {
         "distances": {case: _beside_whole(case, meshes[case.size]) for case in CASES},  # type: ignore[arg-type]
-        "collectives": _collectives(meshes[4]),  # type: ignore[arg-type]
+        "costs": {case: _costs(case, meshes[case.size]) for case in COUNTED},  # type: ignore[arg-type]
     }
 
 
@@ -131,7 +152,23 @@ def test_attention_to_split_sequences_is_that_to_whole_ones(world: list[dict[str
     assert max(found["distances"][case] for found in world) < bound
 
 
-def test_keys_and_values_are_gathered_once(world: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("case", COUNTED, ids=str)
+def test_keys_and_values_are_gathered_once_or_travel(world: list[dict[str, Any]], case: Case) -> None:
     for found in world:
-        sent = {name: n for name, n in found["collectives"].items() if "wait" not in name}
-        assert sent == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+        sent, kept = found["costs"][case]
+        own = ROWS * LENGTH // case.size
+        queries, keys = 8 * own * 16, case.kv_heads * own * 16
+        if case.backend == "ring":
+            # To each other rank there and in backward again, then with their gradients home.
+            assert sent == {"all_to_all_single": 3 * case.size - 2}
+            assert kept == 2 * queries + 2 * keys + 8 * own  # the result as well, and a log-sum-exp a head
+        else:
+            assert sent == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+            # Those of all, once for both of a rank's pieces.
+            assert kept >= queries + 2 * keys * case.size
+
+
+def test_a_ring_has_no_documents() -> None:
+    ring = RingAttention.__new__(RingAttention)
+    with pytest.raises(ValueError, match="takes no mask"):
+        ring.mask(PACKED, ROWS, LENGTH, torch.device("cpu"))

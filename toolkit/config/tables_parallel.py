@@ -106,7 +106,8 @@ class Parallelism(Table):
     """Give each rank a piece from the head and one from the tail of a sequence, so that causal attention
     costs all the same."""
     context_parallel_rotate_method: Annotated[Literal["allgather", "alltoall"], _CP] = "allgather"
-    """How keys and values reach the other ranks: allgather. A ring is refused."""
+    """How keys and values reach the other ranks: gathered, or in a ring, from rank to rank, which keeps less
+    and sends more, and has no document masks."""
     expert_parallel_degree: Annotated[int, _MOE] = 1
     """Ranks over which experts are spread."""
     expert_tensor_parallel_degree: Annotated[int, _MOE] = 1

@@ -92,9 +92,17 @@ class ContextParallelAttention:
         return torch.cat(outputs, dim=1)
 
 
-def apply_context_parallel(model: Llama, shards: SequenceShards, mesh: DeviceMesh) -> None:
-    """Give every block of ``model`` the attention of split sequences, in place."""
-    model.attention = ContextParallelAttention(model.attention, shards, mesh)
+def apply_context_parallel(
+    model: Llama, shards: SequenceShards, mesh: DeviceMesh, *, ring: bool = False
+) -> None:
+    """Give every block of ``model`` the attention of split sequences, in place; with ``ring`` keys and values
+    travel, in place of being gathered."""
+    if ring:
+        from toolkit.parallel.ring import RingAttention
+
+        model.attention = RingAttention(shards, mesh)
+    else:
+        model.attention = ContextParallelAttention(model.attention, shards, mesh)
     for module in model.modules():
         if isinstance(module, Attention):
             module.backend = model.attention

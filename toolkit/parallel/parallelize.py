@@ -25,12 +25,14 @@ def parallelize(
     wrapping: Wrapping | None,
     sharding: Sharding,
     shards: SequenceShards | None = None,
+    ring: bool = False,
     loss_parallel: bool = True,
 ) -> None:
     """Make ``model``, or a pipeline stage of it, a sharded one, in place. ``fully_shard`` is applied at every
     size, 1 included.
 
-    ``compiling`` None is eager, ``wrapping`` None the model's own units, ``shards`` None whole sequences.
+    ``compiling`` None is eager, ``wrapping`` None the model's own units, ``shards`` None whole sequences,
+    of which ``ring`` hands keys and values from rank to rank.
     """
     if mesh.tp:
         from toolkit.parallel.tensor import apply_tensor_parallel
@@ -40,7 +42,7 @@ def parallelize(
         from toolkit.parallel.context import apply_context_parallel
 
         assert mesh.cp
-        apply_context_parallel(model, shards, mesh.cp)
+        apply_context_parallel(model, shards, mesh.cp, ring=ring)
     # torch 2.13 cannot compile a whole checkpointed block of DTensors; around the compiled block it can be.
     outside = bool(mesh.tp) and checkpointing.mode in ("full", "selective")
     if not outside:

@@ -20,6 +20,14 @@ def attention_of(run: Run) -> str:
     return attention_choice(model.attention, model.flavor, device=run.hardware.device, documents=documents)
 
 
+def precision_of(run: Run) -> str:
+    """What the run computes in."""
+    precision = run.config.training.mixed_precision_param
+    if precision == "auto":
+        return "bfloat16" if run.hardware.native_bf16 else "float32"
+    return precision
+
+
 def _chooser(run: Run) -> str:
     """The key that chose it."""
     named = run.config.model.attention == "auto" and flavor_attention(run.config.model.flavor)
@@ -53,11 +61,8 @@ def attention_keeps_documents_apart(run: Run) -> list[Problem]:
 @rule()
 def attention_takes_precision(run: Run) -> list[Problem]:
     """The flash kernel multiplies in 16 bits only."""
-    precision = run.config.training.mixed_precision_param
-    if precision == "auto":
-        precision = "bfloat16" if run.hardware.native_bf16 else "float32"
     choice = attention_of(run)
-    if run.hardware.device == "cpu" or choice not in _FLASH_KERNEL or precision == "bfloat16":
+    if run.hardware.device == "cpu" or choice not in _FLASH_KERNEL or precision_of(run) == "bfloat16":
         return []
     fix = 'set model.attention = "flex" or "sdpa"'
     if run.hardware.native_bf16:

@@ -7,6 +7,7 @@ import os
 
 from toolkit.errors import Problem
 from toolkit.preflight.facts import Run, divisors, rule
+from toolkit.preflight.rules_attention import attention_of, precision_of
 from toolkit.wording import either, nearest_multiple
 
 _TP = "parallelism.tensor_parallel_degree"
@@ -82,17 +83,32 @@ def sequence_divides(run: Run) -> list[Problem]:
 
 
 @rule()
-def keys_are_gathered(run: Run) -> list[Problem]:
-    """Keys and values reach the other ranks in one way."""
-    options = run.config.parallelism
+def ring_has_a_kernel(run: Run) -> list[Problem]:
+    """A ring adds up parts of attention, for which only the flash kernel says what it needs to know."""
+    options, key = run.config.parallelism, "parallelism.context_parallel_rotate_method"
     if options.context_parallel_degree == 1 or options.context_parallel_rotate_method == "allgather":
         return []
-    rule = (
-        "torch's ring of attention takes neither document masks nor a CPU; here keys and values are "
-        "gathered, which gives the same numbers"
-    )
-    fix = 'set it to "allgather", or remove it'
-    return [run.problem("parallelism.context_parallel_rotate_method", rule, fix)]
+    choice, on_gpu = attention_of(run), run.hardware.device != "cpu"
+    head_dim = run.model.head_dim if run.model else 8
+    misfits = [
+        (run.config.data.document_mask, "has no mask for documents", "data.document_mask = false"),
+        (choice not in ("sdpa", "flash"), f"is not {choice}", 'model.attention = "flash"'),
+        (
+            on_gpu and precision_of(run) != "bfloat16",
+            "computes in bfloat16, this run in float32",
+            'training.mixed_precision_param = "bfloat16"',
+        ),
+        (
+            on_gpu and (head_dim % 8 > 0 or head_dim > 256),
+            f"needs heads of a multiple of 8, at most 256 dimensions, these have {head_dim}",
+            "another model.head_dim",
+        ),
+    ]
+    return [
+        run.problem(key, f"a ring takes the flash kernel, which {why}", f'set {fix}, or keep "allgather"')
+        for wrong, why, fix in misfits
+        if wrong
+    ]
 
 
 def tensor_notes(run: Run) -> list[str]:
