@@ -24,6 +24,7 @@ from toolkit.distributed.supervisor import Launch, say, supervise
 from toolkit.environment import environment_error, shown_ranks, whole_number
 from toolkit.errors import ToolkitError, report
 from toolkit.hardware import Hardware, detect
+from toolkit.run_folder import traces_prefix
 
 
 def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
@@ -77,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
         return report(error, show=True, debug="--debug" in argv)
     ranks = f"{launch.processes} ranks" if launch.processes > 1 else "1 rank"
     say(f"configuration checked, corpus tokenised; starting {ranks}")
-    return supervise([sys.executable, "-u", "-m", "toolkit.train", *argv], launch)
+    return supervise([sys.executable, "-u", "-m", "toolkit.train", *argv], launch, traces_prefix(config))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import socket
 from pathlib import Path
 from typing import IO
 
+from toolkit.config import Config
+
 LOCK = "run.lock"
 
 
@@ -33,3 +35,9 @@ def claim(folder: Path) -> IO[str]:
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
+
+
+def traces_prefix(config: Config) -> Path:
+    """What the names of the files begin with in which ranks tell of failed collectives."""
+    folder = Path(config.job.dump_folder).expanduser() / config.comm.save_traces_folder
+    return folder / config.comm.save_traces_file_prefix

@@ -9,19 +9,32 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
-from pathlib import Path
+from typing import NoReturn
 
 from toolkit import preflight
 from toolkit.config import Config, load_config
 from toolkit.corpora import open_data
-from toolkit.errors import DataError, OutOfMemory, ToolkitError, report
+from toolkit.distributed.fault_reporter import FaultReporter, lost_peers
+from toolkit.distributed.fault_reports import SUPERVISED
+from toolkit.environment import whole_number
+from toolkit.errors import (
+    EXIT_ERROR,
+    EXIT_FINISHED,
+    EXIT_REQUEUE,
+    DataError,
+    OutOfMemory,
+    ToolkitError,
+    report,
+)
 from toolkit.hardware import detect
+from toolkit.run_folder import traces_prefix
 
 
-def _check(config: Config, rank: int) -> None:
+def _check(config: Config, rank: int, world_size: int) -> None:
     """Run the preflight on every rank; rank 0 says what is about to run."""
-    world_size, hardware = int(os.environ.get("WORLD_SIZE", "1")), detect()
+    hardware = detect()
     preflight.run(config, world_size=world_size, hardware=hardware)
     if rank > 0:
         return
@@ -30,7 +43,7 @@ def _check(config: Config, rank: int) -> None:
     print(preflight.describe(config, world_size=world_size, hardware=hardware))
 
 
-def _train(config: Config) -> int:
+def _train(config: Config, faults: FaultReporter | None) -> int:
     import torch
 
     from toolkit.distributed import flight_recorder, process_group
@@ -43,61 +56,62 @@ def _train(config: Config) -> int:
     with phases("tokenizer and tokens"):
         data = open_data(config, progress=chief)
     device = process_group.local_device()
-    flight_recorder.enable(config.comm.trace_buf_size, _collectives(config))
+    flight_recorder.enable(config.comm.trace_buf_size, traces_prefix(config))
     with phases("process group"):
         process_group.start(device, timeout_seconds=config.comm.init_timeout_seconds)
     try:
         trainer = Trainer(config, data, device, phases)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(out_of_memory_advice(device, 0, error)) from error
+    if faults:
+        faults.step = lambda: trainer.step
     code = trainer.run()
     # Only here: after an error, leaving the group would wait for peers that wait for us.
     process_group.stop()
     return code
 
 
-def _collectives(config: Config) -> Path:
-    """What the names of the files that tell of failed collectives begin with."""
-    folder = Path(config.job.dump_folder).expanduser() / config.comm.save_traces_folder
-    return folder / config.comm.save_traces_file_prefix
-
-
-def _tell_collectives(config: Config, rank: int) -> None:
-    """A rank that died or hung is seen by the others as a collective that fails."""
-    from toolkit.distributed import flight_recorder
-
-    told = flight_recorder.write(_collectives(config), rank)
-    if told:
-        print(told, file=sys.stderr, flush=True)
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the training that ``argv`` describes and return the exit code."""
-    rank = int(os.environ.get("RANK", "0"))
-    debug = "--debug" in argv
+    rank, faults, debug = 0, None, "--debug" in argv
     try:
+        rank = whole_number(os.environ, "RANK", 0, 0)
+        world_size = whole_number(os.environ, "WORLD_SIZE", 1, 1)
         config = load_config(argv)
         debug = config.job.debug
         if config.comm.mode == "fake_backend":
             from toolkit.plan.dry_run import dry_run
 
             return dry_run(config, os.environ)
-        _check(config, rank)
+        _check(config, rank, world_size)
     except ToolkitError as error:  # the same on every rank
         return report(error, show=rank == 0, debug=debug)
+    if world_size > 1:
+        faults = FaultReporter(traces_prefix(config), rank, world_size, supervised=SUPERVISED in os.environ)
     try:
-        return _train(config)
+        return _train(config, faults)
     except ToolkitError as error:
         # A rank may be alone in failing to read or to find memory; the other errors are agreed upon.
         return report(error, show=rank == 0 or isinstance(error, DataError | OutOfMemory), debug=debug)
     except Exception as error:
-        code = report(error, show=True)
-        if isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            _tell_collectives(config, rank)
-        return code
+        if not faults or not lost_peers(error):
+            return report(error, show=True)
+        if debug:
+            traceback.print_exception(error)
+        print(faults.failed(error), file=sys.stderr)
+        return EXIT_ERROR
+
+
+def _leave(code: int) -> NoReturn:
+    """End with ``code``; after a failure at once, since the interpreter waits for collectives that hang."""
+    if code in (EXIT_FINISHED, EXIT_REQUEUE):
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
     # Until the training listens, Ctrl-C simply ends the process: a traceback would say nothing.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.exit(main(sys.argv[1:]))
+    _leave(main(sys.argv[1:]))

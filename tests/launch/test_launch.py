@@ -90,6 +90,16 @@ def test_a_wrong_environment_ends_before_any_rank_starts():
     assert "NGPU = 'many'" in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(("name", "value"), [("RANK", "abc"), ("WORLD_SIZE", "0")])
+def test_a_rank_that_cannot_know_its_place_says_so(name, value):
+    result = subprocess.run(
+        [sys.executable, "-m", "toolkit.train"], cwd=ROOT, env=os.environ | {name: value},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert f"{name} = '{value}'" in result.stderr and "Traceback" not in result.stderr
+
+
 def test_the_launcher_never_imports_torch():
     code = "import sys, toolkit.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

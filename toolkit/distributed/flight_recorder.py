@@ -1,18 +1,22 @@
-"""torch's flight recorder: the last collectives of each rank, written down when one of them fails.
+"""torch's flight recorder: the last collectives of each rank, and in which of them it waits.
 
 There are two of them: one of NCCL, whose watchdog itself writes a pickled file at a time-out (for torch's
 analyser, ``torchfrtrace``), and one of all other back ends, gloo's here. What this module writes is JSON
-of both, beside that file.
+of both, beside that file. Gloo's has no transfers between two ranks.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from toolkit.distributed.fault_reports import Place
 
 _RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 
@@ -31,26 +35,8 @@ def enable(entries: int, prefix: Path) -> None:
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(prefix)
 
 
-def write(prefix: Path, rank: int) -> str:
-    """Write ``<prefix><rank>.json``, the collectives that this rank asked for; returns what to tell of it.
-
-    An empty string where nothing was recorded.
-    """
-    traces = _traces()
-    if not traces:
-        return ""
-    path = prefix.with_name(f"{prefix.name}{rank}.json")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(traces, indent=1), encoding="utf-8")
-        where = f"its last ones are in {path}"
-    except OSError as error:
-        where = f"its last ones cannot be written to {path}: {error}"
-    told = [f"rank {rank}: {_stuck(name, trace['entries'])}" for name, trace in traces.items()]
-    return "\n".join([*told, f"  {where}; compare them with those of the other ranks"])
-
-
 def _traces() -> dict[str, dict[str, Any]]:
+    """What each recorder that there is remembers, if anything."""
     from torch._C import _distributed_c10d
 
     traces = {}
@@ -62,15 +48,60 @@ def _traces() -> dict[str, dict[str, Any]]:
     return traces
 
 
-def _stuck(name: str, entries: list[dict[str, Any]]) -> str:
-    """The collective that others are waited for, as far as one can know: gloo's never count as completed."""
-    waiting = [entry for entry in entries if entry["state"] != "completed"]
-    if name == "nccl" and waiting:
-        return f"the first collective that did not complete was {_describe(waiting[0])}"
-    return f"the last collective of {name} that was asked for was {_describe(entries[-1])}"
+def write(prefix: Path, rank: int) -> None:
+    """Write ``<prefix><rank>.json``, the collectives that this rank asked for, if any are remembered.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    traces = _traces()
+    if traces:
+        path = prefix.with_name(f"{prefix.name}{rank}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(traces), encoding="utf-8")
 
 
-def _describe(entry: dict[str, Any]) -> str:
-    group = entry["process_group"][-1]
-    sizes, number = entry["input_sizes"], entry["collective_seq_id"]
-    return f"{entry['profiling_name']} of {sizes}, number {number} of the group {group!r}"
+def standing() -> tuple[tuple[Place, ...], Place | None, float]:
+    """The places of this rank in its groups of several ranks; among them that of the oldest collective that
+    is not done, or, when all are, of the newest; and how many seconds ago it was asked for."""
+    entries = [
+        entry | {"done": entry["state"] == "completed" or (name == "gloo" and entry["retired"])}
+        for name, trace in _traces().items()
+        for entry in trace["entries"]
+    ]
+    shown: dict[str, dict[str, Any]] = {}
+    for entry in sorted(entries, key=_asked):
+        group = entry["process_group"][0]
+        # One that is done tells that the earlier ones are.
+        if group not in shown or shown[group]["done"] or entry["done"]:
+            shown[group] = entry
+    groups = {group: (description, ranks) for group, description, ranks in _groups()}
+    places = {group: _place(*groups[group], shown.get(group)) for group in groups}
+    known = [entry for group, entry in shown.items() if group in groups]
+    waiting = [entry for entry in known if not entry["done"]]
+    if not known:
+        return tuple(places.values()), None, 0.0
+    entry = min(waiting, key=_asked) if waiting else max(known, key=_asked)
+    seconds = (time.time_ns() - _asked(entry)) / 1e9
+    return tuple(places.values()), places[entry["process_group"][0]], seconds
+
+
+def _asked(entry: dict[str, Any]) -> int:
+    return int(entry["time_created_ns"])
+
+
+def _groups() -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, description and global ranks of this rank's groups."""
+    world = dist.distributed_c10d._world
+    return [
+        (world.pg_names[group], group.group_desc, tuple(world.pg_group_ranks[group]))
+        for group in list(world.pg_map)
+        if len(world.pg_group_ranks[group]) > 1
+    ]
+
+
+def _place(description: str, ranks: tuple[int, ...], entry: dict[str, Any] | None) -> Place:
+    if entry is None:
+        return Place(description, ranks, done=True)
+    number = 0 if entry["is_p2p"] else entry["collective_seq_id"]
+    return Place(description, ranks, number, entry["profiling_name"].split(":")[-1], entry["done"])

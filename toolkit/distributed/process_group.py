@@ -11,6 +11,8 @@ import torch.distributed as dist
 from toolkit.errors import TrainingError
 
 PATIENCE = timedelta(hours=1)
+_SEND, _RECEIVE = 12, 13  # c10d's OpType, which Python does not have
+_wait = dist.Work.wait
 
 
 def local_device() -> torch.device:
@@ -49,7 +51,7 @@ def start(device: torch.device, *, timeout_seconds: int) -> None:
 
 def patient_group() -> dist.ProcessGroup:
     """A gloo group of all ranks for file systems, which may keep one rank busy long after the others."""
-    return dist.new_group(backend="gloo", timeout=PATIENCE)
+    return dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="files")
 
 
 def set_timeout(timeout_seconds: int, *, except_for: dist.ProcessGroup | None = None) -> None:
@@ -58,6 +60,22 @@ def set_timeout(timeout_seconds: int, *, except_for: dist.ProcessGroup | None = 
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not except_for:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
+    if not torch.cuda.is_available():
+        _bound_transfers(timeout)
+
+
+def _bound_transfers(timeout: timedelta) -> None:
+    """Have sends and receives wait this long: gloo's keep the time-out that their group had when it formed.
+
+    On NCCL its watchdog ends them in time, and waiting with a time-out would block the host.
+    """
+
+    def wait(work: dist.Work, *given: timedelta) -> bool:
+        if not given and work._get_op_type() in (_SEND, _RECEIVE):  # type: ignore[attr-defined]
+            return _wait(work, timeout)
+        return _wait(work, *given)
+
+    dist.Work.wait = wait  # type: ignore[assignment, method-assign]
 
 
 def stop() -> None:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +23,13 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import IO
 
+from toolkit.distributed import fault_reports
+from toolkit.distributed.fault_reports import QUESTION, SUPERVISED
+from toolkit.distributed.signals import asking, leave_terminal
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE
 from toolkit.hardware import cores
 
 ENDED_WELL = (EXIT_FINISHED, EXIT_REQUEUE)
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TAIL_LINES = 30
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -38,7 +40,7 @@ class Launch:
 
     ``shown`` are the global ranks whose output reaches the terminal. After a signal the ranks have
     ``shutdown_timeout`` to save and end. Once a rank has failed, its peers have ``peer_grace`` to end by
-    themselves before SIGTERM, and ``kill_grace`` more before SIGKILL.
+    themselves before they are asked where they are, and ``kill_grace`` to answer and end before SIGKILL.
     """
 
     processes: int
@@ -49,7 +51,7 @@ class Launch:
     shown: frozenset[int] = frozenset({0})
     shutdown_timeout: float = 600.0
     peer_grace: float = 5.0
-    kill_grace: float = 25.0
+    kill_grace: float = 10.0
 
     @property
     def world_size(self) -> int:
@@ -104,6 +106,7 @@ def _environment(launch: Launch, rank: int, port: int) -> dict[str, str]:
         "GROUP_RANK": str(launch.node_rank),
         "MASTER_ADDR": launch.master_addr,
         "MASTER_PORT": str(port),
+        SUPERVISED: "1",
     }
     return environment
 
@@ -175,9 +178,11 @@ def _signals() -> Iterator[SimpleQueue[int]]:
     arrived: SimpleQueue[int] = SimpleQueue()
 
     def note(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGHUP:
+            leave_terminal()
         arrived.put(signum)
 
-    watched = (*STOP_SIGNALS, signal.SIGCHLD)
+    watched = (*asking(), signal.SIGCHLD)
     before = {signum: signal.signal(signum, note) for signum in watched}
     try:
         yield arrived
@@ -200,7 +205,7 @@ class _Watch:
     ended: list[_Worker] = field(default_factory=list)  # in the order in which they ended
     stopped_by: int = 0  # the signal that has been passed on
     failed: bool = False
-    killed: bool = False  # by us
+    ended_by_us: dict[int, str] = field(default_factory=dict)  # ranks, and what is known of them
     plan: list[tuple[float, signal.Signals]] = field(default_factory=list)  # (when, what), soonest first
 
     def run(self, arrived: SimpleQueue[int]) -> None:
@@ -220,8 +225,8 @@ class _Watch:
             self.ended.append(worker)
             if not self.failed and worker.process.returncode not in ENDED_WELL:
                 self.failed = True
-                term = time.monotonic() + self.launch.peer_grace
-                self.plan = [(term, signal.SIGTERM), (term + self.launch.kill_grace, signal.SIGKILL)]
+                ask = time.monotonic() + self.launch.peer_grace
+                self.plan = [(ask, QUESTION), (ask + self.launch.kill_grace, signal.SIGKILL)]
 
     def _arrived(self, signum: int) -> None:
         if signum == signal.SIGCHLD:
@@ -248,11 +253,30 @@ class _Watch:
         return bool(self.stopped_by and failed) and failed[0].process.returncode == -self.stopped_by
 
     def _end_peers(self, what: signal.Signals) -> None:
-        ranks = ", ".join(str(worker.rank) for worker in self.running)
-        say(f"{what.name} to rank {ranks}, still running")
-        self.killed |= what == signal.SIGKILL
+        """Send ``what`` to the ranks that still run; a stopped one would not see a question."""
+        stopped = [worker for worker in self.running if _is_stopped(worker.process.pid)]
+        asked = [worker for worker in self.running if worker not in stopped] if what == QUESTION else []
+        if asked:
+            say(f"{_ranks(asked)} still running: asked where")
+        killed = [worker for worker in self.running if worker not in asked]
+        if killed:
+            say(f"SIGKILL to {_ranks(killed)}, still running")
         for worker in self.running:
-            worker.process.send_signal(what)
+            known = "is stopped (SIGSTOP or a debugger)" if worker in stopped else "does not answer"
+            self.ended_by_us[worker.rank] = known
+            worker.process.send_signal(QUESTION if worker in asked else signal.SIGKILL)
+
+
+def _ranks(workers: Sequence[_Worker]) -> str:
+    return f"rank {', '.join(str(worker.rank) for worker in workers)}"
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # not Linux
+        return False
+    return status.rpartition(")")[2].split()[0] in "Tt"
 
 
 def exit_code(codes: Sequence[int]) -> int:
@@ -268,36 +292,65 @@ def exit_code(codes: Sequence[int]) -> int:
     return EXIT_REQUEUE if EXIT_REQUEUE in codes else EXIT_FINISHED
 
 
-def _explain(watch: _Watch, code: int) -> None:
-    """Say which rank failed first, unless it has already told the user what is wrong."""
+def _failed_by_itself(worker: _Worker, watch: _Watch, reports: Mapping[int, object]) -> bool:
+    """Rather than because others were gone, which ranks report."""
+    if worker.rank in watch.ended_by_us:
+        return False
+    return worker.rank not in reports or worker.process.returncode != EXIT_ERROR
+
+
+def _gather(prefix: Path | None, launch: Launch) -> dict[int, fault_reports.Report]:
+    if prefix is None:
+        return {}
+    # Ranks on other machines may end a little later.
+    patience = launch.peer_grace + launch.kill_grace if launch.nodes > 1 else 0.0
+    return fault_reports.gather(prefix, launch.world_size, seconds=patience)
+
+
+def _explain(watch: _Watch, code: int, prefix: Path | None) -> None:
+    """Say which rank failed first, or is missed by the others, unless it has already told the user."""
+    reports = _gather(prefix, watch.launch)
     failed = [worker for worker in watch.ended if worker.process.returncode not in ENDED_WELL]
-    first = failed[0]
+    own = [worker for worker in failed if _failed_by_itself(worker, watch, reports)]
+    first = (own or failed)[0]
     if code in (EXIT_CONFIG, EXIT_DATA):
         alike = [worker for worker in failed if worker.process.returncode == code]
         if any(worker.log is None for worker in alike):
             return
         first = alike[0]
+    elif prefix and reports and not own:
+        size, known = watch.launch.world_size, watch.ended_by_us
+        say(fault_reports.tell(reports, size, known, more=prefix.parent))
+        return
     returned = first.process.returncode
     lines = first.log.read_text(errors="replace").splitlines()[-TAIL_LINES:] if first.log else []
-    shown = [worker.process.returncode for worker in failed if worker.log is None]
+    shown = [worker.process.returncode for worker in own if worker.log is None]
     if not lines and returned > 0 and returned in shown:
         return  # a rank that is shown has told it, which one that a signal ended cannot
+    local = f"local rank {first.rank - watch.launch.ranks.start} on {socket.gethostname()}"
     how = f"was ended by {signal.Signals(-returned).name}" if returned < 0 else f"ended with code {returned}"
-    if returned == -signal.SIGKILL and not watch.killed:
+    if returned == -signal.SIGKILL and first.rank not in watch.ended_by_us:
         how += " (by the kernel, if memory ran out: see dmesg)"
-    say(f"rank {first.rank} {how}")
+    if reports:
+        how += f" in step {max(report.step for report in reports.values())}"
+    say(f"rank {first.rank} ({local}) {how}")
     if lines:
         say("\n".join([f"the end of its output, {first.log}:", *lines]))
 
 
-def supervise(command: Sequence[str], launch: Launch) -> int:
+def supervise(command: Sequence[str], launch: Launch, reports: Path | None = None) -> int:
     """Run ``command`` once a rank of this node and return the code that describes how they ended.
 
-    SIGTERM, SIGINT or SIGUSR1 is passed on once, and the ranks get ``launch.shutdown_timeout`` seconds;
-    a further SIGINT ends them at once. Ranks that end of the signal, as they do while they start up,
-    have lost nothing: that too is 75. No rank outlives this call or, on Linux, this process.
+    Ranks that lose their peers leave reports whose names begin with ``reports``.
+
+    SIGTERM, SIGINT, SIGUSR1 or SIGHUP is passed on once, and the ranks get ``launch.shutdown_timeout``
+    seconds; a further SIGINT ends them at once. Ranks that end of the signal, as they do while they start
+    up, have lost nothing: that too is 75. No rank outlives this call or, on Linux, this process.
     """
     logs = Path(tempfile.mkdtemp(prefix="toolkit-logs-"))
+    if reports:
+        for rank in launch.ranks:
+            fault_reports.forget(reports, rank)
     with _signals() as arrived, _reserved_port(launch) as port:
         workers = _start(command, launch, port, logs)
         watch = _Watch(launch, list(workers))
@@ -313,7 +366,7 @@ def supervise(command: Sequence[str], launch: Launch) -> int:
         say("stopped outside training, with nothing to save; the same command goes on")
         code = EXIT_REQUEUE
     elif watch.failed:
-        _explain(watch, code)
+        _explain(watch, code, reports)
         return code
     shutil.rmtree(logs, ignore_errors=True)
     return code

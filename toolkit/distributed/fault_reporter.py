@@ -1,0 +1,152 @@
+"""A rank's own part when a run breaks down: it says where it is, then ends.
+
+It does so when a collective fails, or when its launcher asks (:data:`QUESTION`), since a rank that waits in
+a collective does not come back to Python until the time-out, and one that loops never fails at all. A thread
+answers. It is woken through a file descriptor that C code writes to at the signal, whatever the main thread
+is in.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from toolkit.distributed import fault_reports
+from toolkit.distributed.fault_reports import QUESTION, Place, Report
+from toolkit.errors import EXIT_ERROR
+
+PACKAGE = Path(__file__).parents[1]
+PATIENCE_SECONDS = 10.0
+# The texts of gloo, whose errors have no type of their own.
+_LOST = re.compile("gloo/transport|Connection (closed|reset) by peer|[Tt]imed out waiting")
+_TIMED_OUT = re.compile(r"[Tt]imed out waiting (\d+)ms")
+_SAID_BY = re.compile(r"^\[[^]]*\] |[.] This is typically.*")  # gloo's file and line, and its advice
+_WAIT = (str(Path(__file__).with_name("process_group.py")), "wait")
+_TRANSFERS = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
+_Frames = list[traceback.FrameSummary]  # outermost first
+
+
+class FaultReporter:
+    """Of the rank ``rank``, whose report and trace get names that begin with ``prefix``.
+
+    A rank that is ``supervised`` answers the launcher, which tells the user; others wait for each other's
+    reports, and the first of them tells. ``step`` gives the step in progress.
+    """
+
+    def __init__(self, prefix: Path, rank: int, world_size: int, *, supervised: bool):
+        self.prefix, self.rank, self.world_size = prefix, rank, world_size
+        self.supervised = supervised
+        self.step: Callable[[], int] = lambda: 0
+        fault_reports.forget(prefix, rank)
+        if supervised:
+            self._listen()
+
+    def _listen(self) -> None:
+        receiver, sender = os.pipe()
+        os.set_blocking(sender, False)  # as Python demands
+        signal.signal(QUESTION, lambda *_: None)
+        signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+        threading.Thread(target=self._answer, args=(receiver,), name="fault reporter", daemon=True).start()
+
+    def _answer(self, receiver: int) -> None:
+        while QUESTION not in os.read(receiver, 64):  # a byte for each signal that Python handles
+            pass
+        main = sys._current_frames()[threading.main_thread().ident or 0]
+        with suppress(Exception):  # whatever it is, the rank ends
+            self._report(_frames(traceback.walk_stack(main))[::-1])
+        os._exit(EXIT_ERROR)
+
+    def _grouped(self) -> bool:
+        distributed = sys.modules.get("torch.distributed")
+        return distributed is not None and distributed.is_initialized()
+
+    def failed(self, error: BaseException) -> str:
+        """Report the collective that failed with ``error``; returns what to tell of it."""
+        error = _causes(error)[-1]
+        frames = _frames(traceback.walk_tb(error.__traceback__))
+        text = _SAID_BY.sub("", str(error).strip().split("\n")[0])
+        try:
+            report = self._report(frames, text)
+        except OSError as problem:
+            return f"rank {self.rank}: communication failed: {text}; its report cannot be written: {problem}"
+        told = f"rank {self.rank}: communication failed in step {report.step}, {report.where}: {text}"
+        if self.supervised or not _TIMED_OUT.search(text):
+            return told
+        reports = fault_reports.gather(self.prefix, self.world_size, seconds=PATIENCE_SECONDS)
+        if self.rank > min(reports):
+            return told
+        return f"{told}\n{fault_reports.tell(reports, self.world_size, {}, more=self.prefix.parent)}"
+
+    def _report(self, frames: _Frames, error: str = "") -> Report:
+        """Leave the report, then the trace, which may take longer."""
+        grouped = self._grouped()
+        places: tuple[Place, ...] = ()
+        place, seconds = None, 0.0
+        if grouped:
+            from toolkit.distributed import flight_recorder
+
+            places, place, seconds = flight_recorder.standing()
+        if _transfers(frames):
+            pipelines = [place for place in places if place.name == "pp"]
+            place = replace(pipelines[0], number=0, operation="a transfer") if pipelines else None
+            seconds = 0.0
+        if waited := _TIMED_OUT.search(error):
+            seconds = int(waited[1]) / 1000
+        waits = (
+            bool(error)
+            or (place is not None and not place.done)
+            or "/torch/distributed/" in frames[-1].filename
+        )
+        report = Report(self.rank, self.step(), _where(frames), waits, place, seconds, places)
+        fault_reports.write(self.prefix, report)
+        if grouped:
+            flight_recorder.write(self.prefix, self.rank)
+        return report
+
+
+def lost_peers(error: BaseException) -> bool:
+    """Whether ``error`` is that of a collective or transfer that others did not come to."""
+    distributed = sys.modules.get("torch.distributed")
+    kinds = (distributed.DistError,) if distributed else ()
+    return any(
+        isinstance(cause, kinds) or (isinstance(cause, RuntimeError) and _LOST.search(str(cause)))
+        for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error and what it came of, the first cause last."""
+    causes = [error]
+    while cause := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(cause)
+    return causes
+
+
+def _frames(walk: Iterator[tuple[FrameType, int]]) -> _Frames:
+    """Those of the walk, in its order, without that of our own wait for transfers."""
+    frames = traceback.StackSummary.extract(walk, lookup_lines=False)
+    return [frame for frame in frames if (frame.filename, frame.name) != _WAIT]
+
+
+def _transfers(frames: _Frames) -> bool:
+    """Whether this is in a send or receive between stages of a pipeline."""
+    innermost = frames[-1]
+    return innermost.name in _TRANSFERS or "/distributed/pipelining/" in innermost.filename
+
+
+def _where(frames: _Frames) -> str:
+    """The innermost line of the toolkit."""
+    for frame in reversed(frames):
+        path = Path(frame.filename)
+        if path.is_relative_to(PACKAGE):
+            return f"at {path.relative_to(PACKAGE.parent)}:{frame.lineno} ({frame.name})"
+    return "outside of the toolkit"

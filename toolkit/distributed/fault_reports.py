@@ -1,0 +1,202 @@
+"""Reports of the ranks of a run that broke down, and what follows from them: which rank is at fault.
+
+When a rank dies or hangs, the others see a collective fail, each in a group of its own: one waits for a
+neighbour in the pipeline, which waits for its tensor-parallel peer, which hangs. So each rank writes down
+where it stands, and who is missing, busy or behind shows only in all reports together. They are files
+beside the traces of collectives, not keys of the group's store, since that lives in rank 0, which may be the
+one that hangs. Needs no torch: launchers read them.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from toolkit.wording import first_few
+
+QUESTION = signal.SIGUSR2  # a rank that gets it reports and ends
+SUPERVISED = "TOOLKIT_SUPERVISED"  # in the environment of ranks whose launcher asks, and tells the user
+WHOLE = ("default_pg", "mesh_default")
+TOLD = 8  # ranks whose waiting is told one by one
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in one group: in its first collective that is not done, else at the last one.
+
+    ``number`` counts the collectives of the group; 0 is none yet, or a transfer between two of its ranks.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    number: int = 0
+    operation: str = ""
+    done: bool = False
+
+    @property
+    def name(self) -> str:
+        """The dimension of the mesh, or nothing for a group that is none."""
+        return self.group.removeprefix("mesh_") if self.group.startswith("mesh_") else ""
+
+    @property
+    def name_and_ranks(self) -> tuple[str, tuple[int, ...]]:
+        return self.group, self.ranks
+
+    def __str__(self) -> str:
+        number = f" number {self.number}" if self.number else ""
+        ranks = first_few([str(rank) for rank in self.ranks], TOLD)
+        group = "all ranks" if self.group in WHOLE else f"the group {self.name or self.group} (ranks {ranks})"
+        return f"{self.operation}{number} of {group}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one rank in ``step``: ``where`` in the code it is, its ``places`` in all groups, and whether it
+    ``waits``, if known in which of these, and since how many ``seconds`` (0: unknown)."""
+
+    rank: int
+    step: int
+    where: str
+    waits: bool
+    place: Place | None
+    seconds: float
+    places: tuple[Place, ...]
+
+    @property
+    def in_collective(self) -> bool:
+        return self.place is not None and self.place.number > 0
+
+
+def _path(prefix: Path, rank: int) -> Path:
+    return prefix.with_name(f"{prefix.name}{rank}.report.json")
+
+
+def forget(prefix: Path, rank: int) -> None:
+    """Remove what this rank of an earlier run has left."""
+    with suppress(OSError):
+        _path(prefix, rank).unlink(missing_ok=True)
+
+
+def write(prefix: Path, report: Report) -> None:
+    """Leave the report for the others, whole or not at all.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    path = _path(prefix, report.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
+    partial.rename(path)
+
+
+def _place(values: dict) -> Place:
+    return Place(**{**values, "ranks": tuple(values["ranks"])})
+
+
+def read(prefix: Path, world_size: int) -> dict[int, Report]:
+    """The reports that are there, by rank."""
+    reports = {}
+    for rank in range(world_size):
+        with suppress(OSError, ValueError):
+            values = json.loads(_path(prefix, rank).read_text(encoding="utf-8"))
+            place = _place(values["place"]) if values["place"] else None
+            places = tuple(_place(place) for place in values["places"])
+            reports[rank] = Report(**{**values, "place": place, "places": places})
+    return reports
+
+
+def gather(prefix: Path, world_size: int, *, seconds: float) -> dict[int, Report]:
+    """The reports of all ranks, or those that are there after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while True:
+        reports = read(prefix, world_size)
+        left = deadline - time.monotonic()
+        if len(reports) == world_size or left <= 0:
+            return reports
+        time.sleep(min(POLL_SECONDS, left))
+
+
+def at_fault(reports: Mapping[int, Report], world_size: int) -> list[int]:
+    """The ranks for which the others wait: those that do not report, else those that wait for nobody, else
+    those that are behind in a group in which others wait."""
+    silent = [rank for rank in range(world_size) if rank not in reports]
+    busy = [rank for rank, report in reports.items() if not report.waits]
+    behind = [rank for rank in reports if _waiting_for(rank, reports)]
+    return silent or busy or behind
+
+
+def _waiting_for(rank: int, reports: Mapping[int, Report]) -> list[Report]:
+    """The ranks that wait in a collective to which ``rank`` has not come, as far as one knows."""
+    report = reports.get(rank)
+    waiting = []
+    for other in reports.values():
+        wanted = other.place if other.waits else None
+        if wanted is None or rank not in wanted.ranks or rank == other.rank:
+            continue
+        own = (
+            [place for place in report.places if place.name_and_ranks == wanted.name_and_ranks]
+            if report
+            else []
+        )
+        # In a transfer of a pipeline it is not known who waits for whom.
+        if report is None or not report.waits or any(place.number < wanted.number for place in own):
+            waiting.append(other)
+    return waiting
+
+
+def _coordinates(rank: int, reports: Mapping[int, Report]) -> str:
+    """Its place in the mesh, from the groups that it shares with ranks that report."""
+    places = {place for report in reports.values() for place in report.places if rank in place.ranks}
+    found = {
+        place.name: place.ranks.index(rank) for place in places if place.name and place.group not in WHOLE
+    }
+    return ", ".join(f"{name} {index}" for name, index in sorted(found.items()))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    plural = "s" if len(ranks) > 1 else ""
+    return f"rank{plural} {first_few([str(rank) for rank in ranks], TOLD)}"
+
+
+def _tell_rank(rank: int, reports: Mapping[int, Report], known: Mapping[int, str]) -> str:
+    coordinates, report = _coordinates(rank, reports), reports.get(rank)
+    said = f"rank {rank} ({coordinates})" if coordinates else f"rank {rank}"
+    # A transfer says less than a collective.
+    waiting = sorted(_waiting_for(rank, reports), key=lambda other: (other.in_collective, other.seconds))
+    if waiting:
+        other = waiting[-1]
+        alike = sorted(one.rank for one in waiting if one.place == other.place)
+        said += f" did not take part in {other.place}, for which {_ranks(alike)} waited{_time(other)},"
+        said += f" in step {other.step}"
+    if report:
+        return f"{said}; it was in step {report.step}, {report.where}"
+    return f"{said}; it {known.get(rank, 'has not said where it is')}"
+
+
+def _time(report: Report) -> str:
+    return f" {report.seconds:.0f} s" if report.seconds else ""
+
+
+def tell(reports: Mapping[int, Report], world_size: int, known: Mapping[int, str], *, more: Path) -> str:
+    """Who is at fault, and where the others waited. ``known`` says more of ranks that do not report, such
+    as "is stopped"; ``more`` is where the traces are."""
+    culprits = at_fault(reports, world_size)
+    lines = [_tell_rank(rank, reports, known) for rank in culprits[:TOLD]]
+    if not culprits:
+        lines = ["the ranks waited for one another, and none is behind"]
+    elif len(culprits) > TOLD:
+        lines.append(f"and {len(culprits) - TOLD} more ranks")
+    others = [report for rank, report in sorted(reports.items()) if rank not in culprits]
+    for report in others[:TOLD]:
+        place = f" in {report.place}," if report.place else ""
+        lines.append(f"  rank {report.rank} waited{_time(report)}{place} {report.where}")
+    if len(others) > TOLD:
+        lines.append(f"  and {len(others) - TOLD} more ranks")
+    return "\n".join([*lines, f"  the last collectives of each rank are in {more}"])
