@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import math
 import random
 from collections import defaultdict
@@ -31,8 +32,11 @@ from toolkit.parallel.execution import Execution
 
 STEPS = 5
 
-LIMITS = {"float64": (1e-9, 1e-8), "float32": (1e-4, 1e-4), "bfloat16": (1e-1, 1e-1)}
-"""The largest relative differences of the first step (loss, norm, gradients), and of what comes after it."""
+LIMITS = {"float64": (1e-9, 1e-8), "float32": (1e-5, 1e-3), "bfloat16": (1e-1, 2e-1)}
+"""The largest relative differences of the first step (loss, norm, gradients), and of what comes after it.
+
+A sum of hundreds rounds by some 1e-15, 1e-6 or 1e-2 in these precisions. Where a gradient is as small as its
+rounding, AdamW makes an update of full size of it, hence the second; wrong factors are larger than all."""
 
 SERIES = ("losses", "norms", "validation")
 
@@ -90,6 +94,9 @@ def _write_documents(file: Path, count: int) -> str:
 
 
 # A run
+
+# It warns that pieces are gathered one dimension of the mesh after the other, which here does not matter.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def run(folder: str, layout: str) -> dict[str, Any]:

@@ -96,6 +96,13 @@ CASES: list[Bad] = [
         world=4,
     ),
     bad(
+        "split_backward_computes_again",
+        f"activation_checkpoint.selective_ac_option=op {PP}=2 {SCHEDULE}=ZBVZeroBubble",
+        "ZBVZeroBubble computes",
+        'set it to "1", set compile.enable = true, or set parallelism.pipeline_parallel_schedule to',
+        world=2,
+    ),
+    bad(
         "v_shape_runs_here",
         f"{SCHEDULE}=DualPipeV {PP}=2",
         "needs torch 2.13, this is 2.11",

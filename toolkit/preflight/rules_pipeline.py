@@ -20,6 +20,7 @@ _FILE = "parallelism.pipeline_parallel_schedule_csv"
 _PARTS = "parallelism.module_fqns_per_model_part"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _STRATEGY = "parallelism.sharding_strategy"
+_CHECKPOINT = "activation_checkpoint.selective_ac_option"
 _EARLY = "optimizer.early_step_in_backward"
 _V_ON_CPU = (2, 13)
 _LARGE_BUBBLE = 0.2
@@ -86,12 +87,10 @@ def split_backward_keeps_parameters(run: Run) -> list[Problem]:
     options = run.config.parallelism
     if run.pp == 1 or reshard_after_forward(options) == "never" or not _splits_backward(run):
         return []
-    name = strategy(options)
-    file = options.pipeline_parallel_schedule_csv
-    which = f"the schedule of {file}" if file else options.pipeline_parallel_schedule
+    name, file = strategy(options), options.pipeline_parallel_schedule_csv
     rule = (
-        f"{which} computes gradients of weights apart from those of inputs, which torch does for parameters "
-        "that stay gathered; of others the gradients are wrong"
+        f"{_which(run)} computes gradients of weights apart from those of inputs, which torch does for "
+        "parameters that stay gathered; of others the gradients are wrong"
     )
     keeping = {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "HYBRID_SHARD_ZERO2"}
     if name in keeping:
@@ -103,6 +102,30 @@ def split_backward_keeps_parameters(run: Run) -> list[Problem]:
         fix = f"replace it by {replicas} = {dp}, or {_whole(file)}"
         return [run.problem(_STRATEGY, rule, fix)]
     return [run.problem(_RESHARD, rule, f'set it to "never", or {_whole(file)}')]
+
+
+@rule()
+def split_backward_computes_again(run: Run) -> list[Problem]:
+    """Selective checkpointing hands out once what it kept; a backward in halves asks twice. The compiler has
+    made both part of one graph."""
+    options, compiling = run.config.activation_checkpoint, run.config.compile
+    compiled = compiling.enable and "model" in compiling.components
+    by_operation = options.mode == "selective" and options.selective_ac_option == "op"
+    if run.pp == 1 or not by_operation or compiled or not _splits_backward(run):
+        return []
+    rule = (
+        f"{_which(run)} computes gradients of weights apart from those of inputs, and torch hands out only "
+        "once what op has kept"
+    )
+    whole = _whole(run.config.parallelism.pipeline_parallel_schedule_csv)
+    fix = f'set it to "1", set compile.enable = true, or {whole}'
+    return [run.problem(_CHECKPOINT, rule, fix)]
+
+
+def _which(run: Run) -> str:
+    options = run.config.parallelism
+    file = options.pipeline_parallel_schedule_csv
+    return f"the schedule of {file}" if file else options.pipeline_parallel_schedule
 
 
 def _whole(file: str | None) -> str:
