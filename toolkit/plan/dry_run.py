@@ -207,7 +207,7 @@ def _memory(run: Run, found: Holding) -> Iterator[tuple[str, int, str]]:
     yield "parameters", stored, ", ".join(filter(None, [training.dtype, where]))
     yield "gradients", gradients, said
     yield "optimizer state", found.optimizer_bytes, where
-    yield "together", stored + gradients + found.optimizer_bytes, ""
+    yield "together", stored + gradients + found.optimizer_bytes, "without activations"
     dtype = compute_dtype(run)
     largest = max(found.units, key=lambda unit: unit.gathered)
     whole = sum(unit.gathered for unit in found.units)
