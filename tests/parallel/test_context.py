@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.helpers import run_world
 from tests.models.attention_cases import LENGTH, PACKED, PACKINGS, ROWS, attend, inputs, weighed
 from tests.models.varlen_on_cpu import give_varlen_a_cpu_kernel
 from tests.parallel.sharded import Collectives
+from tests.training import small_config, small_trainer
 from toolkit.models.llama.attention import AttentionBackend, attention_backend
 from toolkit.parallel.context import ContextParallelAttention, SequenceShards
 from toolkit.parallel.mesh import build_mesh
@@ -128,20 +130,50 @@ def _costs(case: Case, mesh: DeviceMesh) -> tuple[dict[str, int], int]:
     return sent, sum(kept.values())
 
 
+TRAINED: dict[str, dict[str, Any]] = {
+    "tp, recomputed": {
+        "parallelism": {"tensor_parallel_degree": 2},
+        "activation_checkpoint": {"mode": "selective"},
+    },
+    "pp": {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2}},
+}
+
+
+def _trained(folder: str, name: str, method: str) -> list[tuple[float, float]]:
+    """Losses and norms of a run of the trainer whose keys and values reach the other ranks by ``method``."""
+    tables = dict(TRAINED[name])
+    how = {"context_parallel_degree": 2, "context_parallel_rotate_method": method}
+    precision = dict.fromkeys(("dtype", "mixed_precision_param", "mixed_precision_reduce"), "float64")
+    trainer = small_trainer(
+        small_config(
+            Path(folder, f"{name} {method}"),
+            model={"vocab_size": 4104, "dim": 32, "n_layers": 2, "ffn_dim": 48},
+            training={"steps": 2, "seq_len": 32, "local_batch_size": 4, **precision},
+            data={"document_mask": False},
+            **tables | {"parallelism": tables["parallelism"] | how},
+        )
+    )
+    trainer.run()
+    return [(record["loss"], record["grad_norm"]) for record in trainer.history]
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def _world() -> dict[str, Any]:
+def _world(folder: str) -> dict[str, Any]:
     give_varlen_a_cpu_kernel()
     device = torch.device("cpu")
     meshes = {2: build_mesh(device, dp_shard=2, cp=2).cp, 4: build_mesh(device, cp=4).cp}
     return {
         "distances": {case: _beside_whole(case, meshes[case.size]) for case in CASES},  # type: ignore[arg-type]
+        "trained": {
+            name: [_trained(folder, name, method) for method in ("alltoall", "allgather")] for name in TRAINED
+        },
         "costs": {case: _costs(case, meshes[case.size]) for case in COUNTED},  # type: ignore[arg-type]
     }
 
 
 @pytest.fixture(scope="module")
-def world() -> list[dict[str, Any]]:
-    return run_world(_world, 4)
+def world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_world(_world, 4, str(tmp_path_factory.mktemp("context")), timeout=170)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -166,6 +198,15 @@ def test_keys_and_values_are_gathered_once_or_travel(world: list[dict[str, Any]]
             assert sent == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
             # Those of all, once for both of a rank's pieces.
             assert kept >= queries + 2 * keys * case.size
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_run_with_a_ring_is_the_run_that_gathers(world: list[dict[str, Any]], name: str) -> None:
+    for found in world:
+        ring, gathered = found["trained"][name]
+        assert len(ring) == 2
+        for step in zip(ring, gathered, strict=True):
+            assert step[0] == pytest.approx(step[1], rel=1e-11)  # fp64 in another order, through an update
 
 
 def test_a_ring_has_no_documents() -> None:
