@@ -89,7 +89,10 @@ def test_reports_are_found_again_whole_and_only_of_this_run(tmp_path: Path):
     for one in reports:
         fault_reports.write(prefix, one)
     (tmp_path / "comm_traces" / "rank_1.report.json").write_text("{")  # a disk that is full
-    assert fault_reports.gather(prefix, 4, seconds=0) == by_rank(*reports)
-    fault_reports.forget(prefix, 0)
-    fault_reports.forget(prefix, 3)  # which left none
-    assert list(fault_reports.read(prefix, 4)) == [2]
+    (tmp_path / "comm_traces" / "rank_3.report.json").write_text("{}")  # of another version
+    assert fault_reports.gather(prefix, 4) == by_rank(*reports)
+    assert fault_reports.first(prefix, 4) == 0
+    for rank in (0, 1, 3, 4):  # the last of which has left none
+        fault_reports.forget(prefix, rank)
+    assert list(fault_reports.gather(prefix, 4)) == [2]
+    assert (fault_reports.first(prefix, 4), fault_reports.first(prefix, 2)) == (2, 2)

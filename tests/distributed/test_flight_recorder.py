@@ -41,7 +41,7 @@ def _rank(rank: int, port: int, folder: Path, entries: int, told: Any, failed: A
             except RuntimeError as error:
                 assert lost_peers(error) and not lost_peers(RuntimeError("of its own"))
                 said = faults.failed(error)
-            told.send((said, time.monotonic() - started, fault_reports.read(prefix, 2)[0]))
+            told.send((said, time.monotonic() - started, fault_reports.gather(prefix, 2)[0]))
         failed.set()
     else:
         failed.wait(60)

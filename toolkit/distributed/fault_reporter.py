@@ -79,7 +79,8 @@ class FaultReporter:
         except OSError as problem:
             return f"rank {self.rank}: communication failed: {text}; its report cannot be written: {problem}"
         told = f"rank {self.rank}: communication failed in step {report.step}, {report.where}: {text}"
-        if self.supervised or not _TIMED_OUT.search(text):
+        first = fault_reports.first(self.prefix, self.world_size)
+        if self.supervised or self.rank > first or not _TIMED_OUT.search(text):
             return told
         reports = fault_reports.gather(self.prefix, self.world_size, seconds=PATIENCE_SECONDS)
         if self.rank > min(reports):

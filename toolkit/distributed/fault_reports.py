@@ -100,27 +100,33 @@ def _place(values: dict) -> Place:
     return Place(**{**values, "ranks": tuple(values["ranks"])})
 
 
-def read(prefix: Path, world_size: int) -> dict[int, Report]:
-    """The reports that are there, by rank."""
-    reports = {}
-    for rank in range(world_size):
-        with suppress(OSError, ValueError):
-            values = json.loads(_path(prefix, rank).read_text(encoding="utf-8"))
-            place = _place(values["place"]) if values["place"] else None
-            places = tuple(_place(place) for place in values["places"])
-            reports[rank] = Report(**{**values, "place": place, "places": places})
-    return reports
+def _read(prefix: Path, rank: int) -> Report | None:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        values = json.loads(_path(prefix, rank).read_text(encoding="utf-8"))
+        place = _place(values["place"]) if values["place"] else None
+        places = tuple(_place(place) for place in values["places"])
+        return Report(**{**values, "place": place, "places": places})
+    return None
 
 
-def gather(prefix: Path, world_size: int, *, seconds: float) -> dict[int, Report]:
-    """The reports of all ranks, or those that are there after ``seconds``."""
+def gather(prefix: Path, world_size: int, *, seconds: float = 0.0) -> dict[int, Report]:
+    """The reports of all ranks, in order, or those that are there after ``seconds``."""
     deadline = time.monotonic() + seconds
+    reports: dict[int, Report] = {}
     while True:
-        reports = read(prefix, world_size)
+        for rank in range(world_size):
+            report = None if rank in reports else _read(prefix, rank)
+            if report:
+                reports[rank] = report
         left = deadline - time.monotonic()
         if len(reports) == world_size or left <= 0:
-            return reports
+            return dict(sorted(reports.items()))
         time.sleep(min(POLL_SECONDS, left))
+
+
+def first(prefix: Path, world_size: int) -> int:
+    """The lowest rank that has reported, else ``world_size``."""
+    return next((rank for rank in range(world_size) if _path(prefix, rank).exists()), world_size)
 
 
 def at_fault(reports: Mapping[int, Report], world_size: int) -> list[int]:
@@ -128,27 +134,39 @@ def at_fault(reports: Mapping[int, Report], world_size: int) -> list[int]:
     those that are behind in a group in which others wait."""
     silent = [rank for rank in range(world_size) if rank not in reports]
     busy = [rank for rank, report in reports.items() if not report.waits]
-    behind = [rank for rank in reports if _waiting_for(rank, reports)]
-    return silent or busy or behind
+    return silent or busy or _behind(reports)
+
+
+def _behind(reports: Mapping[int, Report]) -> list[int]:
+    wanted: dict[tuple[str, tuple[int, ...]], int] = {}
+    for report in reports.values():
+        if report.waits and report.place:
+            key = report.place.name_and_ranks
+            wanted[key] = max(report.place.number, wanted.get(key, 0))
+    return [
+        rank
+        for rank, report in reports.items()
+        if any(place.number < wanted.get(place.name_and_ranks, 0) for place in report.places)
+    ]
 
 
 def _waiting_for(rank: int, reports: Mapping[int, Report]) -> list[Report]:
     """The ranks that wait in a collective to which ``rank`` has not come, as far as one knows."""
-    report = reports.get(rank)
-    waiting = []
-    for other in reports.values():
-        wanted = other.place if other.waits else None
-        if wanted is None or rank not in wanted.ranks or rank == other.rank:
-            continue
-        own = (
-            [place for place in report.places if place.name_and_ranks == wanted.name_and_ranks]
-            if report
-            else []
-        )
-        # In a transfer of a pipeline it is not known who waits for whom.
-        if report is None or not report.waits or any(place.number < wanted.number for place in own):
-            waiting.append(other)
-    return waiting
+    own = reports.get(rank)
+    return [
+        other
+        for other in reports.values()
+        if other.waits and other.place and rank in other.place.ranks and rank != other.rank
+        if own is None or not own.waits or _is_before(own, other.place)
+    ]
+
+
+def _is_before(report: Report, wanted: Place) -> bool:
+    """Never in a transfer, number 0: it is not known who waits for whom."""
+    return any(
+        place.name_and_ranks == wanted.name_and_ranks and place.number < wanted.number
+        for place in report.places
+    )
 
 
 def _coordinates(rank: int, reports: Mapping[int, Report]) -> str:
@@ -193,7 +211,8 @@ def tell(reports: Mapping[int, Report], world_size: int, known: Mapping[int, str
         lines = ["the ranks waited for one another, and none is behind"]
     elif len(culprits) > TOLD:
         lines.append(f"and {len(culprits) - TOLD} more ranks")
-    others = [report for rank, report in sorted(reports.items()) if rank not in culprits]
+    others = [reports[rank] for rank in reports.keys() - set(culprits)]
+    others.sort(key=lambda report: report.rank)
     for report in others[:TOLD]:
         place = f" in {report.place}," if report.place else ""
         lines.append(f"  rank {report.rank} waited{_time(report)}{place} {report.where}")
