@@ -208,7 +208,7 @@ def _memory(run: Run, found: Holding) -> Iterator[tuple[str, int, str]]:
     yield "gradients", gradients, said
     yield "optimizer state", found.optimizer_bytes, where
     yield "together", stored + gradients + found.optimizer_bytes, "without activations"
-    dtype = compute_dtype(run)
+    dtype = _compute_dtype(run)
     largest = max(found.units, key=lambda unit: unit.gathered)
     whole = sum(unit.gathered for unit in found.units)
     pipeline = run.mesh.pp > 1
@@ -221,7 +221,7 @@ def _memory(run: Run, found: Holding) -> Iterator[tuple[str, int, str]]:
         yield "whole gradients", whole * _BYTES[reduced], f"{reduced}, until the step's last micro-batch"
 
 
-def compute_dtype(run: Run) -> str:
+def _compute_dtype(run: Run) -> str:
     """The precision of forward and backward."""
     asked = run.config.training.mixed_precision_param
     if asked != "auto":
