@@ -143,14 +143,14 @@ def test_models_of_split_sequences_train_alike(
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["sdpa", "flash"])
+@pytest.mark.parametrize(("name", "ring"), [("sdpa", False), ("flash", False), ("flash", True)])
 def test_split_rows_without_documents_take_the_flash_kernel(
-    name: str, compiled: bool, one_rank: None
+    name: str, ring: bool, compiled: bool, one_rank: None
 ) -> None:
     def gradients(split: bool) -> list[Tensor]:
         model = build(small(n_layers=2), torch.bfloat16, attention=name).cuda()
         if split:
-            apply_context_parallel(model, SequenceShards(0, 1), init_device_mesh("cuda", (1,)))
+            apply_context_parallel(model, SequenceShards(0, 1), init_device_mesh("cuda", (1,)), ring=ring)
         if compiled:
             apply_compile(model, Compiling(components=("model",)))
         tokens, labels = (x.cuda() for x in tokens_and_labels(ROWS, LENGTH))
