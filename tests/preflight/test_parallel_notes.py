@@ -52,6 +52,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "fsdp_*_prefetch changes nothing: of several stages",
         ),
         (
+            [
+                PIPELINE,
+                f"{SCHEDULE}=ZBVZeroBubble",
+                "--parallelism.fsdp_reshard_after_forward=never",
+                "--compile.enable",
+            ],
+            2,
+            "ZBVZeroBubble runs that of each block twice, for inputs and for weights; to compute less, "
+            'compile.enable = false, or set parallelism.pipeline_parallel_schedule to "Interleaved1F1B"',
+        ),
+        (
             [PIPELINE, "--parallelism.fsdp_sync_each_batch=false"],
             2,
             "fsdp_sync_each_batch changes nothing: a pipeline",

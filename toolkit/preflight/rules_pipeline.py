@@ -227,6 +227,7 @@ def _misplaced(run: Run, schedule: ScheduleFile) -> Problem | None:
 def pipeline_notes(run: Run) -> list[str]:
     """Waiting, and options that change nothing."""
     options, said = run.config.parallelism, []
+    file = options.pipeline_parallel_schedule_csv
     if run.pp == 1:
         return []
     if options.module_fqns_per_model_part is not None:
@@ -237,6 +238,11 @@ def pipeline_notes(run: Run) -> list[str]:
     if not options.fsdp_sync_each_batch:
         said.append(
             "parallelism.fsdp_sync_each_batch changes nothing: a pipeline reduces its gradients once a step"
+        )
+    if run.config.compile.enable and _splits_backward(run):
+        said.append(
+            f"a compiled backward has no halves: {file or options.pipeline_parallel_schedule} runs that of each "
+            f"block twice, for inputs and for weights; to compute less, compile.enable = false, or {_whole(file)}"
         )
     return said + _waiting(run)
 
