@@ -241,8 +241,9 @@ def pipeline_notes(run: Run) -> list[str]:
         )
     if run.config.compile.enable and _splits_backward(run):
         said.append(
-            f"a compiled backward has no halves: {file or options.pipeline_parallel_schedule} runs that of each "
-            f"block twice, for inputs and for weights; to compute less, compile.enable = false, or {_whole(file)}"
+            f"a compiled backward has no halves: {file or options.pipeline_parallel_schedule} runs "
+            "that of each block twice, for inputs and for weights; "
+            f"to compute less, compile.enable = false, or {_whole(file)}"
         )
     return said + _waiting(run)
 
