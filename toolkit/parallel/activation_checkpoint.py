@@ -8,6 +8,11 @@ sum over (q, k, v, o, w2): in total 4.5 D a token in Llama 3 8B. Those that wide
 token more, at the lowest FLOPs per byte of all matmuls, and are computed again, which is 54% of a
 block's matmul FLOPs where mode "full" repeats them all, and attention. A reduce-scatter is kept as well:
 it costs time and no FLOPs.
+
+Under tensor parallelism the rule sees a rank's parts of the matrices. What q, k, v, w1 and w3 give is then
+narrow enough to keep, and of wo and w2 what is scattered. What is gathered never is: it is tp times as large
+as the part that it comes from. (Without a compiler to leave them out, wo and w2 run once more for nothing;
+``early_stop`` spares w2.)
 """
 
 from __future__ import annotations
