@@ -181,8 +181,10 @@ class Pipeline(Execution):
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._scaled, "scale_grads": False}
         if self.csv:
             schedule = _PipelineScheduleRuntime(stages, **options)
-            for knows in (schedule, *stages):  # where the file may place stages in a V
-                knows.stage_index_to_group_rank = self.owner
+            # The file may place stages in a V, which is not what torch assumes.
+            schedule.stage_index_to_group_rank = self.owner
+            for stage in stages:
+                stage.stage_index_to_group_rank = self.owner
             schedule._load_csv(str(self.csv))
             return schedule
         chosen = get_schedule_class(self.schedule_name)
