@@ -33,6 +33,8 @@ from tests.parallel.sharded import (
 from toolkit.loss import cross_entropy_sum, vocabulary_parallel_sum
 from toolkit.models.llama.model import Llama
 from toolkit.models.llama.sharding import tensor_plan
+from toolkit.optim.clip import global_norm
+from toolkit.optim.in_backward import StepInBackward
 from toolkit.parallel.collectives import gather, reduce_scatter
 from toolkit.parallel.tensor import apply_tensor_parallel
 
@@ -197,6 +199,30 @@ def _saved_by_loss() -> int:
     return sum(numel for numel in kept if numel >= logits.numel())
 
 
+def _updated(in_backward: bool) -> tuple[list[Tensor], float]:
+    """The parts of the parameters after a step, and the norm of its gradients."""
+    model = _model(TIED)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if in_backward:
+        optimizer = StepInBackward(optimizer)
+    model(TOKENS, labels=LABELS).backward()
+    device = torch.device("cpu")
+    norm = (
+        optimizer.gradient_norm(device=device)
+        if isinstance(optimizer, StepInBackward)
+        else global_norm(list(model.parameters()), device=device)
+    )
+    optimizer.step()
+    parameters = list(model.parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in parameters)
+    return [parameter._local_tensor for parameter in parameters], norm.item()  # type: ignore[attr-defined]
+
+
+def _same_in_backward() -> bool:
+    (early, early_norm), (late, norm) = _updated(True), _updated(False)
+    return all(map(torch.equal, early, late)) and abs(early_norm / norm - 1) < CLOSE
+
+
 def _refused(plan: dict[str, str], **shape: int) -> str:
     with torch.device("meta"):
         model = Llama(small(n_layers=1, **{"vocab_size": 308, **shape}))
@@ -247,6 +273,7 @@ def _world() -> dict[str, Any]:
         "sent": each(_sent, SENT),
         "copies": [_copies(rows) for rows in (1, 3)],
         "saved": _saved_by_loss(),
+        "in backward": _same_in_backward(),
         "refused": [_refused(without), _refused(plan, vocab_size=307), _refused(plan, ffn_dim=95)],
     }
 
@@ -314,6 +341,10 @@ def test_what_is_sent(ranks: list[Any], checkpointing: str, loss_parallel: bool)
 
 def test_a_single_sequence_is_never_copied(ranks: list[Any]) -> None:
     assert [rank["copies"] for rank in ranks] == [[0, 4]] * TP
+
+
+def test_updates_in_backward_are_those_after_it(ranks: list[Any]) -> None:
+    assert all(rank["in backward"] for rank in ranks)
 
 
 def test_a_plan_that_leaves_something_out_or_does_not_divide_is_refused(ranks: list[Any]) -> None:

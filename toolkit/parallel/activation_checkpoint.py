@@ -9,10 +9,10 @@ token more, at the lowest FLOPs per byte of all matmuls, and are computed again,
 block's matmul FLOPs where mode "full" repeats them all, and attention. A reduce-scatter is kept as well:
 it costs time and no FLOPs.
 
-Under tensor parallelism the rule sees a rank's parts of the matrices. What q, k, v, w1 and w3 give is then
-narrow enough to keep, and of wo and w2 what is scattered. What is gathered never is: it is tp times as large
-as the part that it comes from. (Without a compiler to leave them out, wo and w2 run once more for nothing;
-``early_stop`` spares w2.)
+Under tensor parallelism the rule sees a rank's parts of the matrices: what w1 and w3 give becomes narrow
+enough to keep, and wo and w2, which sum over less, are kept as what is scattered of them. What is gathered
+never is: it is tp times as large as the part that it comes from. (Where no compiler leaves them out, wo and
+w2 run once more for nothing; ``early_stop`` spares w2.)
 """
 
 from __future__ import annotations
