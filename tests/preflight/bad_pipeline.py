@@ -76,7 +76,7 @@ CASES: list[Bad] = [
         '"never"',
         world=2,
     ),
-    bad(KEEPS, f"{RESHARD}=2 {PP}=2 {SCHEDULE}=DualPipeV", '"never"', '"Interleaved1F1B"', world=8),
+    bad(KEEPS, f"{RESHARD}=always {PP}=2 {SCHEDULE}=DualPipeV", '"never"', '"Interleaved1F1B"', world=8),
     bad(
         KEEPS,
         f"{STRATEGY}=FULL_SHARD {PP}=2 {SCHEDULE}=InterleavedZeroBubble",

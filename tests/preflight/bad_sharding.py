@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.preflight.bad_runs import CP, REPLICATE, SHARD, Bad, bad
+from tests.preflight.bad_runs import CP, PP, REPLICATE, SHARD, TP, Bad, bad
 
 STRATEGY = "parallelism.sharding_strategy"
 RESHARD = "parallelism.fsdp_reshard_after_forward"
@@ -39,6 +39,8 @@ CASES: list[Bad] = [
     bad("reshard_size_divides", f"{RESHARD}=8 {CP}=2", "all of the 8", "one of 2, 4", world=8),
     bad("reshard_size_divides", f"{RESHARD}=3 {CP}=2", "dp_shard × cp, which is 4", world=4),
     bad("reshard_size_divides", f"{RESHARD}=2", "which is 1", 'set it to "always"', world=1),
+    bad("reshard_size_has_its_groups", f"{RESHARD}=2 {PP}=2", "not with pp", '"always" or "never"', world=8),
+    bad("reshard_size_has_its_groups", f"{RESHARD}=2 {PP}=2 {TP}=2", "not with pp and tp", world=16),
     bad("offload_has_a_device", "training.enable_cpu_offload", "in CPU memory already", "remove it"),
     bad("wrap_options_act", f"{CLASSES}=Attention", '"block", which does not', 'policy = "class"'),
     bad("wrap_options_act", f"{MIN_PARAMS}=10 {POLICY}=class", '"class", which does not', '"size"'),

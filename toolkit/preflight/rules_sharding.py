@@ -81,7 +81,7 @@ def strategy_has_its_resharding(run: Run) -> list[Problem]:
 def reshard_size_divides(run: Run) -> list[Problem]:
     """Parameters are kept sharded over some of the ranks that share them, equally many to each part."""
     size = run.config.parallelism.fsdp_reshard_after_forward
-    if isinstance(size, str) or run.mesh is None:
+    if isinstance(size, str) or run.mesh is None or run.mesh.pp * run.mesh.tp > 1:
         return []
     shard = run.mesh.dp_shard * run.mesh.cp
     fitting = divisors(shard)[1:-1]
@@ -94,6 +94,21 @@ def reshard_size_divides(run: Run) -> list[Problem]:
         said = f"must divide {degree}, which is {shard}, and be smaller"
     possible = ", ".join(map(str, fitting))
     return [run.problem(_RESHARD, said, f'set it to "always"{f", or one of {possible}" if possible else ""}')]
+
+
+@rule()
+def reshard_size_has_its_groups(run: Run) -> list[Problem]:
+    """torch makes the groups of a number on each mesh of shards by itself, under the same names on all:
+    where there are several, they meet the wrong ranks and wait forever."""
+    if isinstance(run.config.parallelism.fsdp_reshard_after_forward, str) or run.mesh is None:
+        return []
+    split = [name for name in ("pp", "tp") if getattr(run.mesh, name) > 1]
+    if not split:
+        return []
+    rule = (
+        f"torch makes groups for a number only where all ranks shard together, not with {' and '.join(split)}"
+    )
+    return [run.problem(_RESHARD, rule, 'set it to "always" or "never"')]
 
 
 @rule()
