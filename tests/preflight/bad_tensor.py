@@ -55,7 +55,13 @@ CASES = [
         world=2,
         hardware=H100,
     ),
-    bad("sequence_divides", f"training.seq_len=252 {CP}=4", "2·cp = 8", "nearest is 256", world=4),
+    bad(
+        "sequence_divides",
+        f"training.seq_len=252 {CP}=4",
+        "2·cp = 8",
+        "nearest is 256, or set parallelism.context_parallel_degree to 2",
+        world=4,
+    ),
     bad(
         "sequence_divides",
         f"training.seq_len=254 {CP}=4 parallelism.context_parallel_load_balancer=None",

@@ -52,7 +52,7 @@ class DefaultOnly:
 
 @dataclass(frozen=True)
 class ActsWith:
-    """Read only when ``switch`` is on, which is not built yet: any value is accepted until then."""
+    """Read only when ``switch`` is on: any value is accepted where it is not."""
 
     switch: str
 

@@ -41,7 +41,7 @@ class Parallelism(Table):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Ge(2)] = "default"
     """Free a unit's parameters between forward and backward. default: all but the last unit's, which backward
     needs at once, and with a pipeline none, whose micro-batches would gather them each time. A number keeps
-    them sharded over that many ranks, a divisor of the shard degree."""
+    them sharded over that many ranks, a divisor of dp_shard x cp, where pp and tp are 1."""
     fsdp_wrap_policy: Literal["block", "class", "size"] = "block"
     """What is gathered and freed together. block: the embedding, each block, the head; class: each module of
     fsdp_wrap_classes; size: each module with fsdp_min_num_params that are in no smaller unit."""

@@ -71,15 +71,16 @@ def sequence_divides(run: Run) -> list[Problem]:
     parts = [f"2·cp = {2 * cp}" if balanced else f"cp = {cp}"] if cp > 1 else []
     parts += [f"tp = {tp}"] if tp > 1 else []
     validation = ["validation.seq_len"] if run.config.validation.enable else []
-    return [
-        run.problem(
-            key,
-            f"must be a multiple of {' × '.join(parts)}{f', that is {unit}' if len(parts) > 1 else ''}",
-            f"the nearest is {nearest_multiple(run.config.value(key), unit)}",
-        )
-        for key in ["training.seq_len", *validation]
-        if run.config.value(key) % unit
-    ]
+    problems = []
+    for key in ["training.seq_len", *validation]:
+        length = run.config.value(key)
+        if length % unit == 0:
+            continue
+        rule = f"must be a multiple of {' × '.join(parts)}{f', that is {unit}' if len(parts) > 1 else ''}"
+        fix = f"the nearest is {nearest_multiple(length, unit)}"
+        less = [degree for degree in divisors(cp)[1:-1] if length % (unit // cp * degree) == 0]
+        problems.append(run.problem(key, rule, f"{fix}, or set {_CP} to {less[-1]}" if less else fix))
+    return problems
 
 
 @rule()
