@@ -126,7 +126,7 @@ def _all(folder: Path, layouts: dict[int, list[str]], backend: str = "aot_eager"
     run_world(_record, 1, str(folder), references)
     found = {}
     for ranks, some in layouts.items():
-        everywhere = run_world(_compare, ranks, str(folder), some, backend, timeout=120 * len(some))
+        everywhere = run_world(_compare, ranks, str(folder), some, backend, timeout=400 * len(some))
         found |= {layout: [rank[layout] for rank in everywhere] for layout in some}
     return found
 
