@@ -82,6 +82,7 @@ WORDS: dict[str, Settings] = {
     "reduce-once": {"parallelism.fsdp_sync_each_batch": False},
     "whole-logits": {"parallelism.disable_loss_parallel": True},
     "head-first": {"parallelism.context_parallel_load_balancer": None},
+    "ring": {"parallelism.context_parallel_rotate_method": "alltoall"},  # has no masks
     "light-ends": {
         "parallelism.pipeline_parallel_first_stage_less_layers": 1,
         "parallelism.pipeline_parallel_last_stage_less_layers": 1,
@@ -195,6 +196,11 @@ MORE = [
     "cp2 unmasked",
     "cp2 unmasked head-first tied compiled",
     "pp2 unmasked tied 1F1B",
+    "cp2 unmasked ring",
+    "cp4 unmasked ring tied head-first accumulate3",
+    "cp2 tp2 unmasked ring AC-full",
+    "pp2 cp2 unmasked ring 1F1B",
+    "shard2 cp2 tp2 unmasked ring",
     # Every schedule at other depths, with other cuts.
     "pp4 GPipe tied never",
     "pp4 1F1B accumulate3",
