@@ -30,11 +30,11 @@ def test_a_rank_tells_what_it_may_be_alone_with(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def failing(config: Any) -> int:
+    def failing(*_: Any) -> int:
         raise error
 
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(train, "_check", lambda config, rank: None)
+    monkeypatch.setattr(train, "_check", lambda *_: None)
     monkeypatch.setattr(train, "_train", failing)
     assert train.main([]) == code
     assert ("the device is full" in capsys.readouterr().err) == tells
