@@ -59,7 +59,12 @@ def train(folder: Path, name: str, ranks: int, options: dict[str, Any], argument
     place = folder / name.replace(" ", "_")
     if not (place / "done").exists():
         flags = [f"--parallelism.{key}={value}" for key, value in options.items()]
-        flags += [f"--job.dump_folder={place}", "--metrics.log_freq=1", "--checkpoint.enable=false", *arguments]
+        flags += [
+            f"--job.dump_folder={place}",
+            "--metrics.log_freq=1",
+            "--checkpoint.enable=false",
+            *arguments,
+        ]
         environment = os.environ | {"CONFIG_FILE": CONFIG, "NGPU": str(ranks)}
         subprocess.run(["./run_train.sh", *flags], env=environment, check=True, stdout=subprocess.DEVNULL)
         (place / "done").touch()
@@ -97,7 +102,8 @@ def draw(runs: dict[str, list[float]], output: Path, title: str) -> None:
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2))
     for number, (name, run) in enumerate(runs.items()):
         steps, color = range(1, len(run) + 1), f"C{number}"
-        above.plot(steps, run, color=color, linewidth=4 if name == ONE else 1, alpha=0.3 if name == ONE else 1)
+        width, alpha = (4, 0.3) if name == ONE else (1, 1)
+        above.plot(steps, run, color=color, linewidth=width, alpha=alpha)
         if name != ONE:
             below.plot(steps, [max(x, 1e-9) for x in differences(run, runs[ONE])], color=color, linewidth=1)
         above.plot([], [], color=color, linewidth=2, label=name)

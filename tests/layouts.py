@@ -166,9 +166,7 @@ def pairwise() -> list[Row]:
     while untried:
         row = dict(next(iter(untried)))
         for factor in [factor for factor in FACTORS if factor not in row]:
-            choices = [
-                level for level in FACTORS[factor] if completed(row | {factor: level}, cheap=True)
-            ]
+            choices = [level for level in FACTORS[factor] if completed(row | {factor: level}, cheap=True)]
             fresh = [len(untried.keys() & pairs(row | {factor: level})) for level in choices]
             row[factor] = choices[fresh.index(max(fresh))]
         rows.append(row)
@@ -204,7 +202,9 @@ def _plainer(rows: list[Row]) -> list[Row]:
             for level in levels:
                 changed = row | {factor: level}
                 lost, won = pairs(row) - pairs(changed), pairs(changed) - pairs(row)
-                if level == row[factor] or (allowed(changed, cheap=True) and all(tried[pair] > 1 for pair in lost)):
+                if level == row[factor] or (
+                    allowed(changed, cheap=True) and all(tried[pair] > 1 for pair in lost)
+                ):
                     tried.subtract(lost)
                     tried.update(won)
                     row = changed
