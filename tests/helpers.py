@@ -48,16 +48,16 @@ def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     """
     port = free_port()
     pipes, processes = [], []
-    for rank in range(world_size):
-        receiver, sender = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=_rank_main, args=(sender, fn, rank, world_size, port, args))
-        process.start()
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     try:
+        for rank in range(world_size):
+            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(target=_rank_main, args=(sender, fn, rank, world_size, port, args))
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
         while len(results) < world_size:
             pending = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
             ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
