@@ -1,6 +1,6 @@
 """Time and memory of each attention back end on this device, forward and backward, for Llama's shapes.
 
-    python benchmarks/attention.py [--repeats 10] [--output benchmarks/results/attention_<device>.md]
+    python -m benchmarks.attention [--repeats 10] [--output benchmarks/results/attention_<device>.md]
 
 A layer of Llama 3.2 1B and one of 3.1 8B, causal over whole rows and within documents of 1 to 1,023 tokens,
 on CUDA at 2,048 and 8,192 tokens in bfloat16; on CPU a quarter of the heads, shorter and in fp32. Making the
@@ -143,7 +143,7 @@ def main() -> None:
     heading = [
         "# Attention back ends",
         "",
-        f"`python benchmarks/attention.py --repeats {options.repeats}`: medians on {name}, "
+        f"`python -m benchmarks.attention --repeats {options.repeats}`: medians on {name}, "
         f"{'bfloat16' if device == 'cuda' else 'fp32'}, torch {torch.__version__}. The last column is peak "
         "memory above queries, keys, values and their gradients; flash cannot keep documents apart."
         + LACKS[device],
