@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe
+from tests.curves import differences
 
 CONFIG = "train_configs/debug_model.toml"
 _PIPELINE = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
@@ -70,11 +71,6 @@ def train(folder: Path, name: str, ranks: int, options: dict[str, Any], argument
         (place / "done").touch()
         print(f"{name}: {losses(place)[-1]:.4f}", flush=True)
     return losses(place)
-
-
-def differences(run: list[float], reference: list[float]) -> list[float]:
-    """Relative, of each step."""
-    return [abs(a / b - 1) for a, b in zip(run, reference, strict=True)]
 
 
 def report(runs: dict[str, list[float]], precision: str, command: str, machine: str) -> str:

@@ -14,11 +14,11 @@ import torch
 from toolkit import hardware
 from toolkit.config import Config
 from toolkit.config.layout import reshard_after_forward
-from toolkit.config.stages import may_split_backward, pipeline_stages
+from toolkit.config.stages import Stages, may_split_backward, pipeline_stages
 from toolkit.models.llama.model import Llama, init_rule
 from toolkit.models.llama.presets import LlamaArgs, attention_choice, resolve
+from toolkit.optim.optimizer import NamedParameters, build_optimizer
 from toolkit.parallel.activation_checkpoint import ActivationCheckpointing
-from toolkit.parallel.context import SequenceShards
 from toolkit.parallel.execution import Execution, Whole
 from toolkit.parallel.fsdp import Sharding
 from toolkit.parallel.initialize import initialize
@@ -27,6 +27,7 @@ from toolkit.parallel.parallelize import parallelize
 
 if TYPE_CHECKING:
     from toolkit.parallel.compile import Compiling
+    from toolkit.parallel.context import SequenceShards
     from toolkit.parallel.wrap import Wrapping
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -124,6 +125,8 @@ def _wrapping(config: Config) -> Wrapping | None:
 def _shards(config: Config, mesh: Mesh) -> SequenceShards | None:
     if mesh.cp is None:
         return None
+    from toolkit.parallel.context import SequenceShards
+
     balanced = config.parallelism.context_parallel_load_balancer is not None
     return SequenceShards(mesh.cp.get_local_rank(), mesh.cp.size(), balanced=balanced)
 
@@ -171,7 +174,7 @@ def build_model(
             loss_parallel=not config.parallelism.disable_loss_parallel,
         )
         models.append(model.to_empty(device="cpu" if how.cpu_offload else device) if storage else model)
-    execution = _execution(config, models, mesh, shards, how, device)
+    execution = _execution(config, models, stages, mesh, shards, how, device)
     if storage:
         named = [*execution.named_parameters(), *execution.copies()]
         initialize(named, seed, lambda name: init_rule(name, args))
@@ -181,6 +184,7 @@ def build_model(
 def _execution(
     config: Config,
     models: list[Llama],
+    stages: Stages,
     mesh: Mesh,
     shards: SequenceShards | None,
     how: Sharding,
@@ -196,10 +200,30 @@ def _execution(
         models,
         mesh,
         shards,
-        stages_of_ranks=pipeline_stages(options, models[0].args.n_layers).of_ranks,
+        stages_of_ranks=stages.of_ranks,
         schedule=options.pipeline_parallel_schedule,
         csv=Path(csv).expanduser() if csv else None,
         micro_batch=options.pipeline_parallel_microbatch_size,
         hidden_dtype=how.param_dtype,
         device=device,
+    )
+
+
+def model_optimizer(
+    config: Config, parameters: NamedParameters, *, implementation: str = "", in_backward: bool | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer that ``config`` asks for, of ``parameters``; the last two are for other choices of what
+    changes no state."""
+    options = config.optimizer
+    return build_optimizer(
+        parameters,
+        name=options.name,
+        lr=options.lr,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        implementation=implementation or options.implementation,
+        no_decay=options.no_decay,
+        step_in_backward=options.early_step_in_backward if in_backward is None else in_backward,
     )

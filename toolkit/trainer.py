@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit import __version__
-from toolkit.build import build_model, compiles, compute_dtype, model_args, sharding
+from toolkit.build import build_model, compiles, compute_dtype, model_args, model_optimizer, sharding
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.config import Config
@@ -38,7 +38,7 @@ from toolkit.metrics.phases import Phases
 from toolkit.metrics.speed import SpeedMeter
 from toolkit.metrics.summary import summary
 from toolkit.observers import observers
-from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
+from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.optim.schedule import learning_rate
 from toolkit.parallel.mesh import build_mesh
 from toolkit.reporting import open_log, open_speed_meter, told_at_start
@@ -135,19 +135,8 @@ class Trainer:
         self.param_dtype = compute_dtype(config, self.device)
         how = sharding(config, param_dtype=self.param_dtype)
         self.execution = build_model(config, self.args, self.mesh, self.device, how=how, seed=self.seed)
-        options = config.optimizer
-        self.optimizer = build_optimizer(
-            [*self.execution.named_parameters(), *self.execution.copies()],
-            name=options.name,
-            lr=options.lr,
-            beta1=options.beta1,
-            beta2=options.beta2,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            implementation=options.implementation,
-            no_decay=options.no_decay,
-            step_in_backward=options.early_step_in_backward,
-        )
+        parameters = [*self.execution.named_parameters(), *self.execution.copies()]
+        self.optimizer = model_optimizer(config, parameters)
         self.train_step = TrainStep(
             self.execution, self.optimizer, max_norm=config.training.max_norm, device=self.device
         )

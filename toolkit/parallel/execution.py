@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from toolkit.models.llama.model import Llama
 from toolkit.names import clean_name
-from toolkit.parallel.context import SequenceShards
 from toolkit.parallel.fsdp import Sharding, begin_micro_batch
 from toolkit.parallel.mesh import Mesh
+
+if TYPE_CHECKING:  # read only by runs that split sequences
+    from toolkit.parallel.context import SequenceShards
 
 MicroBatch = dict[str, Tensor | None]
 """``tokens``, ``labels`` (B, S); ``positions`` and ``documents`` (B, S), or None."""

@@ -32,7 +32,7 @@ from toolkit.parallel.context import SequenceShards
 from toolkit.parallel.execution import Execution, MicroBatch
 from toolkit.parallel.mesh import Mesh
 
-TIED, COPY = "tok_embeddings.weight", "output.weight"
+TIED = "tok_embeddings.weight"
 
 
 def cut(model: Llama, modules: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ which part of it a rank has. The forward computes with that part as a plain tens
 communicate (Megatron's column, row and sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198):
 hidden states are gathered along the sequence before attention, feed-forward and head, and what rows of a
 matrix contribute is summed and scattered along the sequence again. DTensor's own dispatch of each
-operation, about a hundred microseconds, so is never paid.
+operation is never paid so.
 
 What each module does is data beside the model: a pattern of names and a style of :data:`STYLES`.
 """

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from toolkit.build import DTYPES, build_model, sharding
+from toolkit.build import DTYPES, build_model, model_optimizer, sharding
 from toolkit.config import Config
 from toolkit.config.layout import Degrees
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.names import clean_name
-from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
+from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.parallel.execution import Execution
 from toolkit.parallel.mesh import build_mesh
 
@@ -100,19 +100,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _optimizer_bytes(config: Config, named: Sequence[tuple[str, nn.Parameter]]) -> int:
-    options = config.optimizer
     # The kernels differ in speed alone, and the fused ones are for devices that compute.
-    optimizer = build_optimizer(
-        named,
-        name=options.name,
-        lr=options.lr,
-        beta1=options.beta1,
-        beta2=options.beta2,
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        implementation="for-loop",
-        no_decay=options.no_decay,
-    )
+    optimizer = model_optimizer(config, named, implementation="for-loop", in_backward=False)
     return sum(_local(tensor).nbytes for tensor in optimizer_tensors(named, optimizer).values())
 
 
