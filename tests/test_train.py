@@ -12,6 +12,7 @@ import toolkit.trainer
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer
 from toolkit import train
+from toolkit.distributed.fault_reports import SUPERVISED
 from toolkit.errors import EXIT_DATA, EXIT_ERROR, DataError, OutOfMemory, ToolkitError, TrainingError
 
 
@@ -34,7 +35,7 @@ def test_a_rank_tells_what_it_may_be_alone_with(
         raise error
 
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(train, "_check", lambda *_: None)
+    monkeypatch.setenv(SUPERVISED, "1")
     monkeypatch.setattr(train, "_train", failing)
     assert train.main([]) == code
     assert ("the device is full" in capsys.readouterr().err) == tells

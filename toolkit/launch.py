@@ -72,7 +72,8 @@ def main(argv: Sequence[str]) -> int:
             os.execv(sys.executable, [sys.executable, "-m", "toolkit.train", *argv])
         hardware = detect()
         launch = launch_from(os.environ, hardware)
-        preflight.run(config, world_size=launch.world_size, hardware=hardware)
+        tell = launch.node_rank == 0
+        preflight.check_and_tell(config, world_size=launch.world_size, hardware=hardware, tell=tell)
         open_data(config, progress=True)
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)

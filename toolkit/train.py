@@ -6,6 +6,7 @@ before torch is imported, so that a mistake costs a fraction of a second. Exit c
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -13,7 +14,6 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from toolkit import preflight
 from toolkit.config import Config, load_config
 from toolkit.corpora import open_data
 from toolkit.distributed.fault_reporter import FaultReporter, lost_peers
@@ -28,19 +28,7 @@ from toolkit.errors import (
     ToolkitError,
     report,
 )
-from toolkit.hardware import detect
 from toolkit.run_folder import traces_prefix
-
-
-def _check(config: Config, rank: int, world_size: int) -> None:
-    """Run the preflight on every rank; rank 0 says what is about to run."""
-    hardware = detect()
-    preflight.run(config, world_size=world_size, hardware=hardware)
-    if rank > 0:
-        return
-    if config.job.print_config:
-        print(config.to_toml())
-    print(preflight.describe(config, world_size=world_size, hardware=hardware))
 
 
 def _train(config: Config, faults: FaultReporter | None) -> int:
@@ -83,7 +71,11 @@ def main(argv: Sequence[str]) -> int:
             from toolkit.plan.dry_run import dry_run
 
             return dry_run(config, os.environ)
-        _check(config, rank, world_size)
+        if SUPERVISED not in os.environ:  # else the launch has
+            from toolkit import preflight
+            from toolkit.hardware import detect
+
+            preflight.check_and_tell(config, world_size=world_size, hardware=detect(), tell=rank == 0)
     except ToolkitError as error:  # the same on every rank
         return report(error, show=rank == 0, debug=debug)
     if world_size > 1:
@@ -114,4 +106,6 @@ def _leave(code: int) -> NoReturn:
 if __name__ == "__main__":
     # Until the training listens, Ctrl-C simply ends the process: a traceback would say nothing.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Imports make no garbage but take an eighth longer while it is looked for; training does that itself.
+    gc.disable()
     _leave(main(sys.argv[1:]))

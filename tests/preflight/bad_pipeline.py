@@ -10,6 +10,7 @@ SIZE = "parallelism.pipeline_parallel_microbatch_size"
 FILE = "parallelism.pipeline_parallel_schedule_csv"
 RESHARD = "parallelism.fsdp_reshard_after_forward"
 STRATEGY = "parallelism.sharding_strategy"
+POLICY = "parallelism.fsdp_wrap_policy"
 PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 BATCH = "training.global_batch_size"
 TAKES, KEEPS, FITS = "schedule_takes_micro_batches", "split_backward_keeps_parameters", "schedule_file_fits"
@@ -101,6 +102,23 @@ CASES: list[Bad] = [
         "ZBVZeroBubble computes",
         'set it to "1", set compile.enable = true, or set parallelism.pipeline_parallel_schedule to',
         world=2,
+    ),
+    *(
+        bad(
+            "recomputed_blocks_gather_alike",
+            f"activation_checkpoint.selective_ac_option=op {PP}=2 {frees} {units} {SCHEDULE}={schedule}",
+            f"with {schedule} some forwards gather",
+            'set parallelism.fsdp_wrap_policy = "block"',
+            world=2,
+        )
+        for schedule, frees, units in (
+            ("1F1B", f"{RESHARD}=always", f"{POLICY}=class parallelism.fsdp_wrap_classes=Attention"),
+            (
+                "Interleaved1F1B",
+                f"{STRATEGY}=FULL_SHARD",
+                f"{POLICY}=size parallelism.fsdp_min_num_params=999",
+            ),
+        )
     ),
     bad(
         "v_shape_runs_here",

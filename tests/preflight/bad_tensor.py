@@ -56,6 +56,14 @@ CASES = [
         hardware=H100,
     ),
     bad(
+        "async_tensor_parallel_runs",
+        f"{ASYNC} {TP}=2 {COMPILED} compile.backend=aot_eager",
+        "compile.backend is aot_eager",
+        'compile.backend = "inductor"',
+        world=2,
+        hardware=H100,
+    ),
+    bad(
         "sequence_divides",
         f"training.seq_len=252 {CP}=4",
         "2·cp = 8",

@@ -78,6 +78,20 @@ def run(
         raise errors[0]("\n".join(map(str, problems)))  # type: ignore[arg-type]  # ConfigError went above
 
 
+def check_and_tell(config: Config, *, world_size: int, hardware: Hardware, tell: bool = True) -> None:
+    """:func:`run`; then, where ``tell``, print what is about to run.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: as :func:`run` does.
+    """
+    run(config, world_size=world_size, hardware=hardware)
+    if not tell:
+        return
+    if config.job.print_config:
+        print(config.to_toml())
+    print(describe(config, world_size=world_size, hardware=hardware), flush=True)
+
+
 def _broken(facts: Run, only: Collection[str] = ()) -> list[tuple[Rule, Problem]]:
     rules = [rule for file in _ORDER for rule in RULES.values() if rule.check.__module__ == file.__name__]
     chosen = [rule for rule in rules if not only or rule.check.__name__ in only]

@@ -11,6 +11,7 @@ from toolkit.config.stages import SCHEDULES, bubble, stages_of_ranks
 from toolkit.errors import Problem
 from toolkit.preflight import facts
 from toolkit.preflight.facts import Run, divisors, rule
+from toolkit.preflight.rules_sharding import units_in_blocks
 from toolkit.preflight.schedule_file import Malformed, ScheduleFile, fault, read_schedule
 from toolkit.wording import either
 
@@ -18,12 +19,15 @@ _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _SIZE = "parallelism.pipeline_parallel_microbatch_size"
 _FILE = "parallelism.pipeline_parallel_schedule_csv"
 _PARTS = "parallelism.module_fqns_per_model_part"
+_POLICY = "parallelism.fsdp_wrap_policy"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _STRATEGY = "parallelism.sharding_strategy"
 _CHECKPOINT = "activation_checkpoint.selective_ac_option"
 _EARLY = "optimizer.early_step_in_backward"
 _V_ON_CPU = (2, 13)
 _LARGE_BUBBLE = 0.2
+_FORWARDS_FIRST = ("GPipe", "LoopedBFS")
+"""Schedules in which a rank ends all forwards before the first backward."""
 
 
 @rule()
@@ -108,10 +112,7 @@ def split_backward_keeps_parameters(run: Run) -> list[Problem]:
 def split_backward_computes_again(run: Run) -> list[Problem]:
     """Selective checkpointing hands out once what it kept; a backward in halves asks twice. The compiler has
     made both part of one graph."""
-    options, compiling = run.config.activation_checkpoint, run.config.compile
-    compiled = compiling.enable and "model" in compiling.components
-    by_operation = options.mode == "selective" and options.selective_ac_option == "op"
-    if run.pp == 1 or not by_operation or compiled or not _splits_backward(run):
+    if run.pp == 1 or not _computes_operations_again(run) or not _splits_backward(run):
         return []
     rule = (
         f"{_which(run)} computes gradients of weights apart from those of inputs, and torch hands out only "
@@ -120,6 +121,33 @@ def split_backward_computes_again(run: Run) -> list[Problem]:
     whole = _whole(run.config.parallelism.pipeline_parallel_schedule_csv)
     fix = f'set it to "1", set compile.enable = true, or {whole}'
     return [run.problem(_CHECKPOINT, rule, fix)]
+
+
+@rule()
+def recomputed_blocks_gather_alike(run: Run) -> list[Problem]:
+    """Mode op computes a block again operator by operator, those included that gather a unit inside of it.
+    After the first backward torch keeps units gathered, and the next forwards do not gather them; the
+    backwards of these do, where the forwards have freed them."""
+    options = run.config.parallelism
+    if run.pp == 1 or not _computes_operations_again(run) or not units_in_blocks(run):
+        return []
+    keeps = reshard_after_forward(options) == "never"
+    all_first = options.pipeline_parallel_schedule in _FORWARDS_FIRST
+    if keeps or _splits_backward(run) or (all_first and not options.pipeline_parallel_schedule_csv):
+        return []
+    rule = (
+        f"with {_which(run)} some forwards gather the units inside a block and some find them gathered, "
+        "and op computes again only what is the same each time"
+    )
+    fix = f'set it to "1", set {_POLICY} = "block", or leave out what frees parameters after forward'
+    return [run.problem(_CHECKPOINT, rule, fix)]
+
+
+def _computes_operations_again(run: Run) -> bool:
+    """Selective checkpointing by operator, of blocks that are not compiled."""
+    options, compiling = run.config.activation_checkpoint, run.config.compile
+    compiled = compiling.enable and "model" in compiling.components
+    return options.mode == "selective" and options.selective_ac_option == "op" and not compiled
 
 
 def _which(run: Run) -> str:

@@ -58,6 +58,9 @@ def async_tensor_parallel_runs(run: Run) -> list[Problem]:
     if not compiling.enable or "model" not in compiling.components:
         fix = 'set compile.enable = true with "model" in compile.components, or remove it'
         return [run.problem(_ASYNC, "the compiler makes it, and the model is not compiled", fix)]
+    if compiling.backend != "inductor":
+        fix = 'set compile.backend = "inductor", or remove it'
+        return [run.problem(_ASYNC, f"inductor makes it, and compile.backend is {compiling.backend}", fix)]
     return []
 
 
