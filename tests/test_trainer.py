@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer, weights_digest
+from toolkit.checkpoint.manifest import committed_steps
 from toolkit.config import Config
 from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ConfigError, TrainingError
 from toolkit.trainer import Trainer
@@ -25,7 +26,8 @@ def _config(folder: Path, *, steps: int = STEPS, **tables: dict[str, Any]) -> Co
     tables["training"] = {"steps": steps, **tables.get("training", {})}
     # the schedule of the whole run, however far one start of it goes
     tables["lr_scheduler"] = {"warmup_steps": 2, "total_steps": STEPS}
-    return small_config(folder, checkpoint={"enable": True, "interval": 4}, **tables)
+    checkpoint = {"enable": True, "interval": 4, **tables.pop("checkpoint", {})}
+    return small_config(folder, checkpoint=checkpoint, **tables)
 
 
 def _run(config: Config) -> dict[str, Any]:
@@ -120,6 +122,25 @@ def _losses_on_the_same_data(folder: str) -> tuple[float, float]:
     return said, trainer.train_step(batches, learning_rate=1e-3).loss
 
 
+def _in_background(folder: str) -> dict[str, Any]:
+    """Two halves whose checkpoints are written while training goes on."""
+    saving = {"interval": 1, "async_mode": "async"}
+    _run(_config(Path(folder, "background"), steps=4, checkpoint=saving))
+    return _run(_config(Path(folder, "background"), checkpoint=saving))
+
+
+def _from_seed(folder: str) -> tuple[int, list[int], dict[str, Any]]:
+    """A run that saves its initial weights and ends, and the run that goes on from them."""
+    seeding = small_trainer(_config(Path(folder, "seeded"), checkpoint={"create_seed_checkpoint": True}))
+    code, there = seeding.run(), committed_steps(Path(folder, "seeded", "checkpoint"))
+    return code, there, _run(_config(Path(folder, "seeded")))
+
+
+def _out_of_time(folder: str) -> dict[str, Any]:
+    trainer = small_trainer(_config(Path(folder, "late"), job={"time_limit": 1e-6}))
+    return {"code": trainer.run(), "step": trainer.step, "latest": trainer.checkpoints.latest()}
+
+
 def _everything(folder: str) -> dict[str, Any]:
     return {
         "resume": _whole_and_halves(folder),
@@ -128,6 +149,9 @@ def _everything(folder: str) -> dict[str, Any]:
         "same": _losses_on_the_same_data(folder),
         "child": _start_from_weights(folder),
         "shared": _two_runs_in_one_folder(folder),
+        "background": _in_background(folder),
+        "seed": _from_seed(folder),
+        "late": _out_of_time(folder),
     }
 
 
@@ -191,3 +215,22 @@ def test_a_folder_that_another_run_writes_to_is_refused_on_every_rank(results: l
 def test_validation_is_the_loss_of_training(results: list[dict[str, Any]]) -> None:
     validation, training = results[0]["same"]
     assert validation == pytest.approx(training, rel=1e-6)
+
+
+def test_a_run_that_saves_in_the_background_is_the_same_run(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        whole, background = result["resume"]["whole"], result["background"]
+        assert background["weights"] == whole["weights"]
+        assert background["losses"] == {step: whole["losses"][step] for step in range(5, STEPS + 1)}
+
+
+def test_a_seed_checkpoint_is_where_a_run_begins(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        code, steps, run = result["seed"]
+        assert (code, steps) == (0, [0])
+        assert run == result["resume"]["whole"]
+
+
+def test_a_run_out_of_time_saves_and_stops(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["late"] == {"code": 75, "step": 1, "latest": 1}

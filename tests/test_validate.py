@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer, weights_digest
+from toolkit.checkpoint.manifest import committed_steps
 
 
 def _run(folder: Path, *, steps: int, validate: bool, reshard: str = "default") -> Any:
@@ -50,6 +54,36 @@ def test_a_checkpoint_saved_beside_a_validation_goes_on_as_if_there_had_been_non
     for found in run_world(_saved_beside_validation, 2, str(tmp_path)):
         for shards, validated, plain in found:
             assert shards and validated == plain
+
+
+def _stopped_in_validation(folder: str) -> tuple[int, int, bool, list[int]]:
+    """A run whose last rank gets SIGTERM in the second of many batches of its first validation."""
+    trainer = small_trainer(
+        small_config(
+            folder,
+            training={"steps": 6},
+            validation={"enable": True, "freq": 2, "steps": -1, "seq_len": 64, "local_batch_size": 1},
+            checkpoint={"enable": True, "interval": 100},
+        )
+    )
+    losses, loss = 0, trainer.execution.loss
+
+    def counted(batch: Any) -> torch.Tensor:
+        nonlocal losses
+        losses += 1
+        if losses == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss(batch)
+
+    trainer.execution.loss = counted  # type: ignore[method-assign]
+    code = trainer.run()
+    validated = any("validation_loss" in record for record in trainer.history)
+    return code, losses, validated, committed_steps(Path(folder, "checkpoint"))
+
+
+def test_a_signal_in_a_validation_does_not_wait_for_its_end(tmp_path: Path) -> None:
+    for code, losses, validated, steps in run_world(_stopped_in_validation, 2, str(tmp_path)):
+        assert (code, losses, validated, steps) == (75, 2, False, [2])
 
 
 def _pipeline(schedule: str, **more: Any) -> dict[str, Any]:

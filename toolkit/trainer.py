@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import islice
@@ -14,12 +16,14 @@ import torch.distributed as dist
 
 from toolkit import __version__
 from toolkit.build import build_model, compiles, compute_dtype, model_args, model_optimizer, sharding
+from toolkit.checkpoint.background import Background
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.config import Config
 from toolkit.config.layout import batch_shape, degrees
 from toolkit.corpora import Data
 from toolkit.distributed import process_group
+from toolkit.distributed.deadline import Deadline
 from toolkit.distributed.garbage import GarbageCollection
 from toolkit.distributed.seeds import seed_step, set_deterministic
 from toolkit.distributed.signals import StopRequest
@@ -27,6 +31,7 @@ from toolkit.errors import (
     EXIT_ERROR,
     EXIT_FINISHED,
     EXIT_REQUEUE,
+    CheckpointError,
     ConfigError,
     OutOfMemory,
     Problem,
@@ -61,6 +66,8 @@ class Trainer:
         self.step = 0
         self.tokens = 0
         self.best_validation: float | None = None
+        self.run_id = uuid.uuid4().hex  # rank 0's is saved
+        self._deadline = Deadline(config.job.time_limit, os.environ)
         self._lock: IO[str] | None = None
         self.folder = Path(config.job.dump_folder).expanduser()
         set_deterministic(config.debug.deterministic, warn_only=config.debug.deterministic_warn_only)
@@ -76,11 +83,7 @@ class Trainer:
         self.total_steps = config.training.steps
         if config.training.epochs:
             self.total_steps = -(-config.training.epochs * self.loader.epoch_samples // self.batch.total)
-        self.checkpoints = CheckpointManager(
-            self.folder / config.checkpoint.folder,
-            keep_latest_k=config.checkpoint.keep_latest_k,
-            group=self.patient_group,
-        )
+        self.checkpoints = self._checkpoint_manager()
         if config.checkpoint.enable:
             with phases("checkpoint"):
                 self._restore()
@@ -151,6 +154,19 @@ class Trainer:
 
     # Checkpoints
 
+    def _checkpoint_manager(self) -> CheckpointManager:
+        options = self.config.checkpoint
+        background = None
+        if options.async_mode != "disabled":
+            background = Background(pinned=options.async_mode == "async_with_pinned_mem")
+        return CheckpointManager(
+            self.folder / options.folder,
+            keep_latest_k=options.keep_latest_k,
+            keep_every_n=options.keep_every_n,
+            background=background,
+            group=self.patient_group,
+        )
+
     def _tensors(self, *, model_only: bool, copies: bool = False) -> dict[str, torch.Tensor]:
         """Of this rank, or those of its ``copies``, which no checkpoint holds."""
         named = list(self.execution.copies() if copies else self.execution.named_parameters())
@@ -190,11 +206,40 @@ class Trainer:
             self.step = manifest["step"]
             self.tokens = run["tokens"]
             self.best_validation = run["best_validation"]
+            self.run_id = run.get("id", self.run_id)
         if "dataloader" not in excluded:
             self.loader.load_state_dict(run["loader"])
 
-    def _save(self, *, model_only: bool = False) -> None:
-        run = {
+    def _save(self, *, model_only: bool = False, final: bool = False) -> None:
+        """Save, or tell why not and leave it to the next save, if there is one.
+
+        Raises:
+            CheckpointError: the ``final`` save failed.
+        """
+        self._end_save(wait=True)
+        try:
+            self.checkpoints.save(self.step, self._tensors(model_only=model_only), self._about(model_only))
+            if final:
+                self.checkpoints.end_save(wait=True)
+        except CheckpointError as error:
+            if final:
+                raise
+            self._not_saved(error)
+
+    def _end_save(self, *, wait: bool) -> None:
+        """Hear how a save in the background went."""
+        try:
+            self.checkpoints.end_save(wait=wait)
+        except CheckpointError as error:
+            self._not_saved(error)
+
+    def _not_saved(self, error: CheckpointError) -> None:
+        self.log.say(f"NOT SAVED: {error}\n  Training goes on, and the next save tries again.")
+
+    def _about(self, model_only: bool) -> dict[str, Any]:
+        """What the manifest tells of the run."""
+        return {
+            "id": self.run_id,
             "model_only": model_only,
             "config": self.config.to_toml(origins=False),
             "model": asdict(self.args),
@@ -210,7 +255,6 @@ class Trainer:
                 "python": platform.python_version(),
             },
         }
-        self.checkpoints.save(self.step, self._tensors(model_only=model_only), run)
 
     # Training
 
@@ -218,6 +262,8 @@ class Trainer:
         """Train to the last step and return the exit code."""
         self._start_log()
         try:
+            if self.config.checkpoint.create_seed_checkpoint:
+                return self._saved_seed()
             if self.step >= self.total_steps:
                 return self._already_finished()
             watched = observers(
@@ -236,7 +282,7 @@ class Trainer:
                 self._lock.close()
 
     def _loop(self, after_step: Callable[[int], None] | None) -> int:
-        training, request = self.config.training, StopRequest()
+        training, request = self.config.training, StopRequest(self._deadline)
         garbage = GarbageCollection(training.gc_freq, debug=training.gc_debug)
         batches = iter(self.loader)
         speed = open_speed_meter(self.config, self.args, self.device, self.param_dtype)
@@ -249,6 +295,7 @@ class Trainer:
             try:
                 result = self.train_step(micro_batches, learning_rate=self._rate(), stop=request.asked)
             except TrainingError as error:
+                self._end_save(wait=True)  # what all ranks fail of together must not cost a save as well
                 raise TrainingError(f"step {self.step}: {error}") from None
             if after_step:
                 with speed.apart("profiler"):
@@ -264,14 +311,18 @@ class Trainer:
                     self.config.comm.train_timeout_seconds, except_for=self.patient_group
                 )
             # Who asked to stop gives little time: the save comes first.
-            if self._validation_due(last) and not result.stop:
-                self._validate(speed)
-            if self._save_due(last, result.stop):
+            stop = result.stop
+            if self._validation_due(last) and not stop:
+                stop = self._validate(speed, request)
+            self._end_save(wait=False)
+            if self._save_due(last, stop):
                 with speed.apart("checkpoint"):
-                    self._save(model_only=last and self.config.checkpoint.last_save_model_only)
+                    model_only = last and self.config.checkpoint.last_save_model_only
+                    self._save(model_only=model_only, final=last or stop)
             self.log.advance(self.step)
             garbage.after_step(self.step)
-            if result.stop:
+            self._deadline.lap()
+            if stop:
                 break
         request.release()
         return self._finished() if self.step == self.total_steps else self._stopped(request)
@@ -294,7 +345,8 @@ class Trainer:
     def _validation_due(self, last: bool) -> bool:
         return self.validation_loader is not None and (last or self.step % self.config.validation.freq == 0)
 
-    def _validate(self, speed: SpeedMeter) -> None:
+    def _validate(self, speed: SpeedMeter, request: StopRequest) -> bool:
+        """Whether it was cut short, since a rank was asked to stop."""
         assert self.validation_loader is not None
         steps = self.config.validation.steps
         with speed.apart("validation"):
@@ -303,11 +355,15 @@ class Trainer:
                 self.validation_loader,
                 device=self.device,
                 limit=None if steps == -1 else steps,
+                stop=lambda: request.asked,
             )
         self.compile_clock()  # what validation compiles is in its own seconds already
+        if loss is None:
+            return True
         if self.best_validation is None or loss < self.best_validation:
             self.best_validation = loss
         self._record({"validation_loss": loss})
+        return False
 
     def _save_due(self, last: bool, stop: bool) -> bool:
         options = self.config.checkpoint
@@ -363,6 +419,11 @@ class Trainer:
             )
         return EXIT_FINISHED
 
+    def _saved_seed(self) -> int:
+        self._save(final=True)
+        self.log.say(f"saved the initial weights as {step_folder(self.checkpoints.folder, self.step)}")
+        return EXIT_FINISHED
+
     def _already_finished(self) -> int:
         self.log.say(
             f"nothing to do: the checkpoint of step {self.step} in {self.checkpoints.folder} is at or past "
@@ -372,7 +433,7 @@ class Trainer:
         return EXIT_FINISHED
 
     def _stopped(self, request: StopRequest) -> int:
-        what = request.signal.name if request.signal else "a signal to another rank"
+        what = request.reason
         if not self._save_due(last=False, stop=True):
             self.log.say(
                 f"stopped after step {self.step} by {what}; nothing saved: the config saves no checkpoints"

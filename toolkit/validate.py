@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 import torch
@@ -14,16 +14,27 @@ from toolkit.step import count_valid
 
 @torch.no_grad()
 def validate(
-    execution: Execution, batches: Iterable[MicroBatch], *, device: torch.device, limit: int | None
-) -> float:
-    """Mean loss a token (nats) over all ranks' micro-batches, at most ``limit`` of them on each rank.
+    execution: Execution,
+    batches: Iterable[MicroBatch],
+    *,
+    device: torch.device,
+    limit: int | None,
+    stop: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Mean loss a token (nats) over all ranks' micro-batches, at most ``limit`` of them on each rank; None
+    where ``stop`` was true on some rank before the end.
 
     Every rank must bring equally many micro-batches: sharded parameters are gathered in each.
     """
     for model in execution.models:
         model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
+    stops = torch.zeros((), device=device)
     for batch in islice(batches, limit):
+        stops.fill_(stop())
+        dist.all_reduce(stops)
+        if stops:
+            break
         batch = execution.prepare(batch, device)
         sums[0] += execution.loss(batch)
         sums[1] += count_valid([batch]) * execution.counts
@@ -31,4 +42,4 @@ def validate(
     execution.end_evaluation()
     for model in execution.models:
         model.train()
-    return (sums[0] / sums[1].clamp(min=1)).item()
+    return None if stops else (sums[0] / sums[1].clamp(min=1)).item()

@@ -7,7 +7,10 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import warnings
+from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from tests.helpers import run_world
 from toolkit.checkpoint import manager as manager_module
+from toolkit.checkpoint import manifest as manifest_module
 from toolkit.checkpoint import storage
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import MANIFEST, build_manifest, committed_steps
@@ -191,6 +195,13 @@ def test_retention_counts_committed_steps(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1000", "step-30", "step-5"]
 
 
+def test_some_steps_are_kept_for_good(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_latest_k=2, keep_every_n=20)
+    for step in range(10, 80, 10):
+        manager.save(step, _tensors(), {})
+    assert committed_steps(tmp_path) == [20, 40, 60, 70]
+
+
 def test_saving_a_step_again_replaces_it(saved):
     saved.save(5, _tensors(2.0), {"tokens": 18})
     target = _empty()
@@ -222,6 +233,59 @@ def test_the_reason_of_a_failed_write_is_told_and_not_what_torch_makes_of_it(sav
             saved.save(6, many, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_folder_that_is_deleted_under_way_costs_this_save_alone(saved, monkeypatch):
+    write = storage._HashingStream.write
+
+    def deleting(stream, data):
+        shutil.rmtree(saved.folder, ignore_errors=True)
+        return write(stream, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage._HashingStream, "write", deleting)
+        with pytest.raises(CheckpointError, match="step 6 was not saved .*No such file or directory"):
+            saved.save(6, _tensors(), {})
+    assert saved.latest() is None
+    saved.save(7, _tensors(), {})
+    assert saved.latest() == 7
+
+
+def test_a_file_system_that_has_become_read_only_is_told(saved, monkeypatch):
+    def read_only(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "checkpoint")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "mkdir", read_only)
+        with pytest.raises(CheckpointError, match="cannot be written: Read-only file system"):
+            saved.save(6, _tensors(), {})
+    assert [path.name for path in saved.folder.iterdir()] == ["step-5"]
+
+
+def test_a_shard_of_another_run_is_not_taken(saved, tmp_path):
+    other = CheckpointManager(tmp_path / "other", say=lambda text: None)
+    other.save(5, _tensors(1.0), {})
+    shutil.copy(other.folder / "step-5" / "__0_0.distcp", saved.folder / "step-5")
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp was altered"):
+        saved.load(5, _empty())
+
+
+def test_the_step_and_not_the_clock_says_what_is_newest(saved, monkeypatch):
+    times = {
+        step: json.loads((saved.folder / f"step-{step}" / MANIFEST).read_text())["saved_at"] for step in (5,)
+    }
+    monkeypatch.setattr(manifest_module, "datetime", _Yesterday)
+    saved.save(6, _tensors(1.0), {})
+    assert json.loads((saved.folder / "step-6" / MANIFEST).read_text())["saved_at"] < times[5]
+    assert saved.latest() == 6
+    CheckpointManager(saved.folder, keep_latest_k=1).save(7, _tensors(), {})
+    assert committed_steps(saved.folder) == [7]
+
+
+class _Yesterday(datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return datetime.now(tz) - timedelta(days=1)
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):

@@ -299,8 +299,9 @@ def test_a_signal_reaches_each_rank_once_and_the_save_is_waited_for(number):
 def test_who_logs_out_loses_nothing(tmp_path):
     leader, follower = pty.openpty()
     code = f"""
+from toolkit.distributed.deadline import Deadline
 from toolkit.distributed.signals import StopRequest
-request = StopRequest()
+request = StopRequest(Deadline(None, {{}}))
 print("ready", flush=True)
 while not request.asked:
     time.sleep(0.01)

@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 OPTIONS = [
     bad("built_options", "memory_estimation.enable", "memory_estimation.enable = true is not built yet"),
-    bad("built_options", "checkpoint.async_mode=async", "is not built yet", 'async_mode = "disabled"'),
+    bad("built_options", "checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf = true is not built yet"),
     bad("supported_options", "fault_tolerance.enable", "torchft"),
     bad("supported_options", "parallelism.expert_parallel_degree=2", "mixture-of-experts"),
     bad("loader_workers", "training.dataloader.prefetch_factor=2", "num_workers is 0"),
@@ -171,6 +171,31 @@ FILES = [
 CHECKPOINT = [
     bad("checkpoint_options_act", "checkpoint.load_step=5", "checkpoint.enable is false"),
     bad("checkpoint_options_act", "checkpoint.initial_load_path=x", "checkpoint.enable is false"),
+    bad("checkpoint_options_act", "job.time_limit=60", "checkpoint.enable is false"),
+    bad(
+        "saves_are_made",
+        "checkpoint.keep_every_n=700 checkpoint.interval=200 checkpoint.enable",
+        "checkpoint.interval, which is 200",
+        "the nearest is 800",
+    ),
+    bad(
+        "saves_are_made",
+        "checkpoint.async_mode=async_with_pinned_mem checkpoint.enable",
+        "this is a CPU",
+        'set it to "async"',
+    ),
+    bad(
+        "saves_are_made",
+        "checkpoint.load_only checkpoint.create_seed_checkpoint checkpoint.enable",
+        "nothing but save",
+    ),
+    bad(
+        "saves_are_made",
+        "checkpoint.create_seed_checkpoint checkpoint.enable",
+        "has step 6 already",
+        "leave it out",
+        prepare=lambda folder: (save(folder, 4), save(folder, 6)),
+    ),
     bad("checkpoint_complete", "checkpoint.load_step=5 checkpoint.enable", "step-5", "are: none"),
     bad(
         "checkpoint_complete",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -57,3 +59,14 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self.group)
         return marks.bool().tolist()
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Without DCP's warning that a process is alone. With a group it gives none, and filters of
+        warnings are no matter for a thread in the background."""
+        if self.distributed:
+            yield
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield

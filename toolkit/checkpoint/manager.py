@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
-import uuid
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
+from toolkit.checkpoint.background import Background
 from toolkit.checkpoint.collective import Ranks
 from toolkit.checkpoint.loading import load_tensors
 from toolkit.checkpoint.manifest import (
@@ -36,21 +34,20 @@ from toolkit.checkpoint.manifest import (
     step_folder,
     unsound_steps,
 )
+from toolkit.checkpoint.retention import clear, delete, replaced_name, superseded, temporary_name
 from toolkit.checkpoint.storage import CommittingWriter, Files, tensors_of
 from toolkit.durable import sync_file, sync_folder
 from toolkit.errors import CheckpointError
-
-_TEMPORARY = re.compile(r"step-\d+\.tmp-[0-9a-f]+")
-_REPLACED = re.compile(r"(step-\d+)\.replaced-[0-9a-f]+")
 
 
 class CheckpointManager:
     """The checkpoints in ``folder``, seen alike by all ranks of ``group`` (default: all).
 
     Every method is collective: all ranks call it, with the same arguments but for the tensors, which
-    are each rank's own. ``keep_latest_k`` is how many committed checkpoints are kept, 0 for all.
-    ``say`` takes one line of text for the user; rank 0 calls it. Tensors may be DTensors of any mesh;
-    the group must carry CPU tensors (gloo).
+    are each rank's own. ``keep_latest_k`` is how many committed checkpoints are kept, 0 for all; those of
+    steps that ``keep_every_n`` divides stay beside them. With ``background``, saves are written while the
+    caller goes on, in which nobody else may use the group. ``say`` takes one line of text for the user;
+    rank 0 calls it. Tensors may be DTensors of any mesh; the group must carry CPU tensors (gloo).
     """
 
     def __init__(
@@ -58,11 +55,15 @@ class CheckpointManager:
         folder: Path | str,
         *,
         keep_latest_k: int = 0,
+        keep_every_n: int | None = None,
+        background: Background | None = None,
         group: dist.ProcessGroup | None = None,
         say: Callable[[str], None] = print,
     ):
         self.folder = Path(folder)
         self.keep_latest_k = keep_latest_k
+        self.keep_every_n = keep_every_n
+        self.background = background
         self.group = group
         self.say = say
         self.ranks = Ranks(group)
@@ -72,6 +73,7 @@ class CheckpointManager:
 
         What looks newer but is no checkpoint is told.
         """
+        self.end_save(wait=True)
         return self.ranks.decide(self._latest)
 
     def _latest(self) -> int | None:
@@ -85,12 +87,35 @@ class CheckpointManager:
         """Write ``tensors`` under flat names, with ``run`` (JSON types) in the manifest, as ``step-N``.
 
         A committed checkpoint of the same step is replaced: after a rewind, what is written last is
-        what counts. Then the oldest beyond ``keep_latest_k`` are deleted. Returns the folder.
+        what counts. Then the oldest that need not be kept are deleted. Returns the folder.
+
+        With ``background`` it returns when the tensors are copied, and :meth:`end_save` says how the
+        write ended.
 
         Raises:
             CheckpointError: on every rank, when any rank could not write (disk full, read-only …). All
                 earlier checkpoints are as they were.
         """
+        self.end_save(wait=True)
+        tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        if self.background:
+            copies = self.background.copy(tensors)
+            self.background.start(lambda: self._write(step, copies, run))
+        else:
+            self._write(step, tensors, run)
+        return step_folder(self.folder, step)
+
+    def end_save(self, *, wait: bool) -> None:
+        """Raise what a save in the background has failed with; ``wait`` until it has ended.
+
+        Raises:
+            CheckpointError: as :meth:`save` does, though not on every rank in the same call. Every method
+                that uses the folder raises it, if none has before.
+        """
+        if self.background:
+            self.background.end(wait=wait)
+
+    def _write(self, step: int, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> None:
         final = step_folder(self.folder, step)
         temporary = self.ranks.decide(lambda: self._new_folder(final))
 
@@ -103,10 +128,9 @@ class CheckpointManager:
 
         writer = CommittingWriter(temporary, commit)
         try:
-            with _without_crc32(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            with _without_crc32(), self.ranks.quiet():
                 dcp.save(
-                    {name: tensor.detach() for name, tensor in tensors.items()},
+                    dict(tensors),
                     storage_writer=writer,
                     planner=DefaultSavePlanner(flatten_state_dict=False),
                     process_group=self.group,
@@ -120,7 +144,6 @@ class CheckpointManager:
             ) from error
         if self.ranks.rank == 0:
             self._retire(step)
-        return final
 
     def load(
         self,
@@ -141,26 +164,22 @@ class CheckpointManager:
             CheckpointError: on every rank alike: no such checkpoint; files missing, truncated, altered
                 or unsafe; names or shapes that do not fit.
         """
+        self.end_save(wait=True)
         folder, manifest = self.ranks.decide(lambda: self._find(where))
         load_tensors(folder, manifest, tensors, exclude=exclude, verify=verify, ranks=self.ranks)
         return manifest
 
     def remove_leftovers(self) -> None:
         """Clear what killed saves and deletions left behind; called at the start of a run that will save."""
+        self.end_save(wait=True)
         self.ranks.decide(self._remove_leftovers)
 
     def _remove_leftovers(self) -> None:
-        for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():
-            replaced = _REPLACED.fullmatch(path.name)
-            if replaced and not (self.folder / replaced[1]).exists():
-                path.rename(self.folder / replaced[1])
-                self.say(f"checkpoint: restored {replaced[1]}, which a killed save was replacing")
-            elif replaced or _TEMPORARY.fullmatch(path.name):
-                shutil.rmtree(path)
-                self.say(f"checkpoint: removed {path.name}, left by a save that was killed")
+        for said in clear(self.folder):
+            self.say(f"checkpoint: {said}")
 
     def _new_folder(self, final: Path) -> Path:
-        temporary = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
+        temporary = temporary_name(final)
         try:
             temporary.mkdir(parents=True)
         except OSError as error:
@@ -190,18 +209,17 @@ class CheckpointManager:
         return folder, read_manifest(folder)
 
     def _retire(self, just_saved: int) -> None:
-        """Delete the oldest beyond ``keep_latest_k``, never the one just saved. A failure is only told."""
-        if self.keep_latest_k == 0:
-            return
-        others = [step for step in committed_steps(self.folder) if step != just_saved]
-        for step in others[: max(0, len(others) + 1 - self.keep_latest_k)]:
-            path = step_folder(self.folder, step)
+        """Delete the oldest that need not be kept, never the one just saved. A failure is only told."""
+        for step in superseded(
+            committed_steps(self.folder),
+            newest=just_saved,
+            keep_latest_k=self.keep_latest_k,
+            keep_every_n=self.keep_every_n,
+        ):
             try:
-                # renamed first: half deleted, it must not look committed
-                doomed = path.rename(path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}"))
-                shutil.rmtree(doomed)
+                delete(self.folder, step)
             except OSError as error:
-                self.say(f"checkpoint: {path} could not be deleted: {error}")
+                self.say(f"checkpoint: {step_folder(self.folder, step)} could not be deleted: {error}")
 
 
 def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
@@ -218,7 +236,7 @@ def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
     sync_folder(temporary)
     replaced = None
     if final.exists():
-        replaced = final.with_name(f"{final.name}.replaced-{uuid.uuid4().hex[:8]}")
+        replaced = replaced_name(final)
         _rename(final, replaced)
     _rename(temporary, final)
     if replaced:

@@ -34,6 +34,9 @@ class Job(Table):
         str, DefaultOnly("the schema is extended in toolkit/config, not by importing a module at start-up")
     ] = ""
     """torchtitan's module of further config classes."""
+    time_limit: PositiveFloat | None = None
+    """Minutes of wall time within which a rank saves and stops, with exit code 75. The end of a Slurm job is
+    heeded without it."""
     debug: bool = False
     """Show tracebacks of mistakes in config, data or checkpoint. The flag --debug is short for it."""
 
@@ -104,10 +107,13 @@ class Checkpoint(Table):
     """Save the last step as Hugging Face safetensors."""
     export_dtype: Annotated[Literal["float16", "bfloat16", "float32"], NotBuilt()] = "float32"
     """Precision of a weights-only save."""
-    async_mode: Annotated[Literal["disabled", "async", "async_with_pinned_mem"], NotBuilt()] = "disabled"
-    """Write checkpoints while training goes on."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Write checkpoints while training goes on, from a copy in host memory as large as what a rank saves;
+    with pinned memory a GPU makes it faster."""
     keep_latest_k: NonNegative = 10
     """Keep this many checkpoints and delete older ones; 0 keeps all."""
+    keep_every_n: Positive | None = None
+    """Beside the latest, keep those of every so many steps: a multiple of interval."""
     load_step: Literal[-1] | NonNegative = -1
     """Step to resume from; -1 is the newest."""
     exclude_from_loading: list[
@@ -117,7 +123,7 @@ class Checkpoint(Table):
     lr_scheduler holds nothing."""
     enable_first_step_checkpoint: bool = False
     """Also save after the first step, to learn early that saving works."""
-    create_seed_checkpoint: Annotated[bool, NotBuilt()] = False
+    create_seed_checkpoint: bool = False
     """Save the initial weights and stop. Not needed here: they do not depend on the mesh."""
     load_only: bool = False
     """Load but never save."""

@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and stop: SIGTERM, SIGINT, SIGUSR1 and SIGHUP. Imports no torch."""
+"""What asks a run to save and stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, and its wall time. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import stat
 import sys
 import time
 from types import FrameType
+
+from toolkit.distributed.deadline import Deadline
 
 INSISTING_SECONDS = 2.0
 
@@ -28,21 +30,29 @@ def leave_terminal() -> None:
 
 
 class StopRequest:
-    """Notes the first signal and lets the step in progress end.
+    """Notes the first signal, or that ``deadline`` is near, and lets the step in progress end.
 
     A rank may be signalled alone, so this is only this rank's wish: the ranks agree on it inside a step
     (see `toolkit.step`). Schedulers and launchers repeat themselves, so a further signal changes
     nothing, save a SIGINT seconds later: that is a person at a keyboard who does not want to wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: Deadline) -> None:
+        self.deadline = deadline
         self.signal: signal.Signals | None = None
         self._since = 0.0
         self._before = {number: signal.signal(number, self._note) for number in asking()}
 
     @property
     def asked(self) -> bool:
-        return self.signal is not None
+        return self.signal is not None or self.deadline.near()
+
+    @property
+    def reason(self) -> str:
+        """Who asked, as far as this rank knows."""
+        if self.signal:
+            return self.signal.name
+        return "its time limit" if self.deadline.near() else "a signal to another rank"
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:

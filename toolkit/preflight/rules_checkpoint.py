@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
-from toolkit.checkpoint.manifest import check_files
+from toolkit.checkpoint.manifest import check_files, read_manifest, step_folder
 from toolkit.errors import CheckpointError, DataError, Problem
 from toolkit.preflight.facts import Run, rule
+from toolkit.wording import first_few
 
+_CURVE = ("model", "data", "training", "validation", "optimizer", "lr_scheduler", "debug")
+"""Tables that a run which goes on is expected to share with the run so far."""
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "head_dim", "tie_embeddings")
 
 
 @rule()
 def checkpoint_options_act(run: Run) -> list[Problem]:
-    """Loading and saving happen only where checkpoints are enabled."""
+    """Loading and saving, and stopping in time to save, happen only where checkpoints are enabled."""
     options = run.config.checkpoint
     if options.enable:
         return []
@@ -21,6 +27,8 @@ def checkpoint_options_act(run: Run) -> list[Problem]:
         "checkpoint.initial_load_path": options.initial_load_path is not None,
         "checkpoint.load_step": options.load_step != -1,
         "checkpoint.load_only": options.load_only,
+        "checkpoint.create_seed_checkpoint": options.create_seed_checkpoint,
+        "job.time_limit": run.config.job.time_limit is not None,
     }
     fix = "set checkpoint.enable = true, or leave it out"
     return [
@@ -28,6 +36,29 @@ def checkpoint_options_act(run: Run) -> list[Problem]:
         for key, is_asked in asked.items()
         if is_asked
     ]
+
+
+@rule()
+def saves_are_made(run: Run) -> list[Problem]:
+    """What is to be kept is saved, by a way that this device has."""
+    options, problems = run.config.checkpoint, []
+    if options.keep_every_n and options.keep_every_n % options.interval:
+        rule = (
+            f"must be a multiple of checkpoint.interval, which is {options.interval}: no other step is saved"
+        )
+        near = options.interval * -(-options.keep_every_n // options.interval)
+        problems.append(run.problem("checkpoint.keep_every_n", rule, f"the nearest is {near}"))
+    if options.async_mode == "async_with_pinned_mem" and run.hardware.device == "cpu":
+        rule = "pinned memory is for copies from a GPU, and this is a CPU"
+        problems.append(run.problem("checkpoint.async_mode", rule, 'set it to "async"'))
+    if options.create_seed_checkpoint and options.load_only:
+        rule = "saves nothing beside checkpoint.create_seed_checkpoint, which does nothing but save"
+        problems.append(run.problem("checkpoint.load_only", rule, "leave one of them out"))
+    if options.create_seed_checkpoint and run.steps:
+        rule = f"is for a new run, and {run.checkpoints} has step {max(run.steps)} already"
+        fix = "leave it out to go on from there, or name another job.dump_folder"
+        problems.append(run.problem("checkpoint.create_seed_checkpoint", rule, fix))
+    return problems
 
 
 @rule(CheckpointError)
@@ -113,3 +144,38 @@ def batch_resumable(run: Run) -> list[Problem]:
             f"set it to {saved.get('global_batch_size')}, which was the batch so far",
         )
     ]
+
+
+def checkpoint_notes(run: Run) -> list[str]:
+    """What sets the run apart from the one so far, and checkpoints of other runs beside its own."""
+    if run.manifest is None or not run.resumes:
+        return []
+    changes = list(_changes(run))
+    said = [f"not as in {run.loaded}: {', '.join(changes)}"] if changes else []
+    own = run.manifest["run"].get("id")
+    ids = {step: read_manifest(step_folder(run.checkpoints, step))["run"].get("id") for step in run.steps}
+    strange = [f"step-{step}" for step in run.steps if ids[step] != own]
+    if strange and run.loaded.parent == run.checkpoints:
+        said.append(f"{run.loaded} is of another run than {first_few(strange, 3)} beside it")
+    return said
+
+
+def _changes(run: Run) -> Iterator[str]:
+    """The values that shape a run's curve and are not those of the checkpoint's; of keys that both know."""
+    assert run.manifest is not None
+    before = tomllib.loads(run.manifest["run"].get("config", ""))
+    now = tomllib.loads(run.config.to_toml(origins=False))
+    for table in _CURVE:
+        was, here = (_flat(config.get(table, {})) for config in (before, now))
+        yield from (
+            f"{table}.{key} {was[key]!r} → {here[key]!r}"
+            for key in was
+            if key in here and was[key] != here[key]
+        )
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,97 @@
+"""Whether a run survives being killed: a table of many kills at random moments.
+
+    python -m benchmarks.kills [--kills 200] [--folder FOLDER] [--output benchmarks/results/kills.md]
+
+``tests/checkpoint/kills.py`` says what a kill is and what must hold after it. Runs that are killed at most
+ten times follow one another, saving in turn while training waits and in the background. What has been done
+is kept in FOLDER, and the command goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe
+from tests.checkpoint.kills import RANKS, STEPS, TARGETS, chain, result, start
+
+AT_MOST = 10
+MODES = ("disabled", "async")
+
+
+def report(starts: Sequence[dict[str, Any]], command: str, machine: str) -> str:
+    """The table in Markdown."""
+    killed = [one for one in starts if one["killed"]]
+    problems = [problem for one in starts for problem in one["problems"]]
+    lines = [
+        "# Kills",
+        "",
+        f"`{command}`: a run of {STEPS} steps on {RANKS} ranks that saves after each, killed at random "
+        f"moments until it comes to its end. {machine}",
+        "",
+        "| SIGKILL to | while saves are | kills | of them inside a save |",
+        "|---|---|---|---|",
+    ]
+    kills = Counter((one["kill"]["target"], one["mode"]) for one in killed)
+    inside = Counter((one["kill"]["target"], one["mode"]) for one in killed if one["unfinished_save"])
+    for target in TARGETS:
+        for mode in MODES:
+            how = {"disabled": "waited for", "async": "in the background"}[mode]
+            lines.append(f"| {target} | {how} | {kills[target, mode]} | {inside[target, mode]} |")
+    lines += [
+        "",
+        f"{len(killed)} kills in {len({one['chain'] for one in starts})} runs. Not "
+        "resumed from the newest committed step, a committed step lost, a file that is not what was saved, a "
+        f"rank left running, or a loss, parameter or moment unlike the run that was never killed: "
+        f"{len(problems)}.",
+        *(f"- {problem}" for problem in problems),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "kills"))
+    parser.add_argument("--output", type=Path, help="Markdown file to write; default: print only")
+    options = parser.parse_args()
+    folder: Path = options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = describe()
+    never, kept = folder / "never_killed", folder / "starts.jsonl"
+    if not (never / "done").exists():
+        first = start(never, "disabled", None)
+        assert not first.problems, first.problems
+        (never / "done").touch()
+    expected = result(never)
+    starts = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    while (done := sum(one["killed"] for one in starts)) < options.kills:
+        number = starts[-1]["chain"] + 1 if starts else 0
+        mode, place = MODES[number % len(MODES)], folder / f"run-{number}"
+        shutil.rmtree(place, ignore_errors=True)
+        at_most = min(AT_MOST, options.kills - done)
+        outcomes = chain(place, mode, random.Random(number), at_most, expected)
+        new = [{"chain": number, "mode": mode, **asdict(outcome)} for outcome in outcomes]
+        with kept.open("a") as lines:
+            lines.writelines(json.dumps(one) + "\n" for one in new)
+        starts += new
+        problems = [problem for outcome in outcomes for problem in outcome.problems]
+        print(f"run {number}: {sum(one['killed'] for one in new)} kills, {problems or 'equal'}", flush=True)
+        if not problems:
+            shutil.rmtree(place)
+    text = report(starts, f"python -m benchmarks.kills --kills {options.kills}", machine)
+    print(text)
+    if options.output:
+        options.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Saves that are written while training goes on: what they hold, how they fail, what they reuse."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.helpers import run_world
+from tests.training import small_config, small_trainer
+from toolkit.checkpoint import manager as manager_module
+from toolkit.checkpoint import storage
+from toolkit.checkpoint.background import Background
+from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.checkpoint.manifest import committed_steps
+from toolkit.errors import CheckpointError
+
+
+class _Gate:
+    """Holds up every commit until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.open = threading.Event()
+        commit = manager_module._commit
+
+        def wait_and_commit(*arguments: Any) -> None:
+            self.open.wait(60)
+            commit(*arguments)
+
+        monkeypatch.setattr(manager_module, "_commit", wait_and_commit)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Gate]:
+    gate = _Gate(monkeypatch)
+    yield gate
+    gate.open.set()
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> CheckpointManager:
+    return CheckpointManager(tmp_path / "checkpoint", background=Background(), say=lambda text: None)
+
+
+def _load(manager: CheckpointManager, step: int) -> torch.Tensor:
+    found = torch.zeros(1000)
+    manager.load(step, {"model.weight": found})
+    return found
+
+
+def test_what_is_saved_is_what_was_there_when_save_was_called(
+    manager: CheckpointManager, gate: _Gate
+) -> None:
+    weight = torch.arange(1000.0)
+    manager.save(1, {"model.weight": weight}, {})
+    weight.zero_()  # training goes on
+    assert committed_steps(manager.folder) == []
+    manager.end_save(wait=False)
+    gate.open.set()
+    manager.end_save(wait=True)
+    assert committed_steps(manager.folder) == [1]
+    assert torch.equal(_load(manager, 1), torch.arange(1000.0))
+
+
+def test_a_save_waits_for_the_one_before(manager: CheckpointManager, gate: _Gate) -> None:
+    """Their copies are in the same memory."""
+    manager.save(1, {"model.weight": torch.ones(1000)}, {})
+    threading.Timer(0.2, gate.open.set).start()
+    manager.save(2, {"model.weight": 2 * torch.ones(1000)}, {})
+    assert torch.equal(_load(manager, 1), torch.ones(1000))
+    assert torch.equal(_load(manager, 2), 2 * torch.ones(1000))
+
+
+def test_a_write_that_fails_is_raised_once_and_costs_nothing_else(
+    manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {"model.weight": torch.ones(1000)}
+    manager.save(1, weights, {})
+    manager.end_save(wait=True)
+
+    def full(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage._HashingStream, "write", full)
+        manager.save(2, weights, {})
+        with pytest.raises(CheckpointError, match="step 2 was not saved .*No space left"):
+            manager.end_save(wait=True)
+    manager.end_save(wait=True)
+    assert [path.name for path in manager.folder.iterdir()] == ["step-1"]
+    manager.save(3, weights, {})
+    manager.end_save(wait=True)
+    assert committed_steps(manager.folder) == [1, 3]
+
+
+def test_copies_are_made_in_the_same_memory_each_time() -> None:
+    background, weight = Background(), torch.ones(1000)
+    first = background.copy({"model.weight": weight.detach()})["model.weight"]
+    weight.mul_(3)
+    second = background.copy({"model.weight": weight.detach()})["model.weight"]
+    assert first.data_ptr() == second.data_ptr() != weight.data_ptr()
+    assert torch.equal(second, weight)
+
+
+def _save_while_reducing(folder: str) -> tuple[float, bool, bool]:
+    """Two ranks train, here by an all-reduce, while shards are written through a group of its own."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(torch.arange(10_001.0), mesh, [Shard(0)])
+    manager = CheckpointManager(folder, background=Background(), group=dist.new_group(backend="gloo"))
+    total = torch.zeros(())
+    for step in range(1, 6):
+        manager.save(step, {"model.weight": weight}, {})
+        for _ in range(50):
+            ones = torch.ones(())
+            dist.all_reduce(ones)
+            total += ones
+        weight.to_local().add_(1)
+    manager.end_save(wait=True)
+    found = distribute_tensor(torch.zeros(10_001), mesh, [Shard(0)])
+    manager.load(3, {"model.weight": found})
+    whole = found.full_tensor()
+    copies = Background().copy({"model.weight": weight})["model.weight"]
+    alike = isinstance(copies, DTensor) and copies.placements == weight.placements
+    return total.item(), torch.equal(whole, torch.arange(10_001.0) + 2), alike
+
+
+def test_ranks_go_on_talking_while_they_save(tmp_path: Path) -> None:
+    assert run_world(_save_while_reducing, 2, str(tmp_path)) == [(500.0, True, True)] * 2
+
+
+def _failing_run(folder: str) -> dict[str, Any]:
+    """Trains six steps; the disk is full at the saves of steps 2 and 4. Then another run, full to its end."""
+    outcomes: dict[str, Any] = {}
+    write = storage._HashingStream.write
+    for mode in ("disabled", "async"):
+        for full, name in (((2, 4), "in between"), ((2, 4, 6), "to the end")):
+            trainer = small_trainer(
+                small_config(
+                    Path(folder, f"{mode} {name}"),
+                    training={"steps": 6, "seq_len": 32},
+                    checkpoint={"enable": True, "interval": 2, "async_mode": mode},
+                )
+            )
+            said: list[str] = []
+
+            def filling(stream: Any, data: Any, trainer: Any = trainer, full: Any = full) -> int:
+                if trainer.saving in full:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return write(stream, data)
+
+            save = trainer.checkpoints.save
+
+            def noting(step: int, *rest: Any, trainer: Any = trainer, save: Any = save) -> Any:
+                trainer.saving = step
+                return save(step, *rest)
+
+            storage._HashingStream.write = filling  # type: ignore[method-assign]
+            trainer.checkpoints.save = noting  # type: ignore[method-assign]
+            start_log = trainer._start_log
+
+            def listening(trainer: Any = trainer, start_log: Any = start_log, said: Any = said) -> None:
+                start_log()
+                trainer.log.say = said.append
+
+            trainer._start_log = listening  # type: ignore[method-assign]
+            try:
+                code: Any = trainer.run()
+            except CheckpointError as error:
+                code = str(error)
+            finally:
+                storage._HashingStream.write = write  # type: ignore[method-assign]
+            steps = committed_steps(Path(folder, f"{mode} {name}", "checkpoint"))
+            outcomes[f"{mode} {name}"] = (code, trainer.step, steps, [x for x in said if "NOT SAVED" in x])
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def failing_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_world(_failing_run, 2, str(tmp_path_factory.mktemp("failing")))[0]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_full_disk_does_not_end_training(failing_runs: dict[str, Any], mode: str) -> None:
+    code, step, steps, said = failing_runs[f"{mode} in between"]
+    assert (code, step, steps) == (0, 6, [6])
+    assert len(said) == 2
+    assert "step 2 was not saved" in said[0] and "No space left" in said[0]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_run_whose_last_save_fails_has_failed(failing_runs: dict[str, Any], mode: str) -> None:
+    code, step, steps, _ = failing_runs[f"{mode} to the end"]
+    assert "step 6 was not saved" in code
+    assert (step, steps) == (6, [])

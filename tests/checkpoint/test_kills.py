@@ -1,0 +1,36 @@
+"""A run that is killed at any moment goes on from its newest checkpoint, to the last bit."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.kills import chain, result, start
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.timeout(600),
+]
+KILLS = 3
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    folder = tmp_path_factory.mktemp("kills") / "uninterrupted"
+    outcome = start(folder, "disabled", None)
+    assert outcome.problems == []
+    return result(folder)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_killed_run_goes_on_as_if_it_never_was(
+    uninterrupted: Mapping[str, str], tmp_path: Path, mode: str
+) -> None:
+    """``python -m benchmarks.kills`` does it 200 times."""
+    outcomes = chain(tmp_path / "run", mode, random.Random(7), KILLS, uninterrupted)
+    assert [problem for outcome in outcomes for problem in outcome.problems] == []
+    assert sum(outcome.killed for outcome in outcomes) == KILLS

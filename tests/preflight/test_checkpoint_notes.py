@@ -1,0 +1,48 @@
+"""What a start is told of the checkpoint that it goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.preflight.bad_runs import CPU, configure, save
+from toolkit.preflight import notes
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _told(flags: list[str]) -> list[str]:
+    said = notes(configure(["--checkpoint.enable", *flags]), world_size=1, hardware=CPU)
+    return [note for note in said if "step-" in note]
+
+
+def test_what_differs_from_the_run_so_far_is_told(folder: Path) -> None:
+    before = configure(["--checkpoint.enable", "--optimizer.lr=0.1", "--metrics.log_freq=7"])
+    save(folder, 5, config=before.to_toml(origins=False))
+    same = ["--optimizer.lr=0.1"]
+    assert _told(same) == []
+    [note] = _told(["--optimizer.lr=0.2", "--optimizer.name=Adam", "--training.steps=9"])
+    assert note.startswith("not as in outputs/checkpoint/step-5: training.steps 10000 → 9, ")
+    assert "optimizer.name 'AdamW' → 'Adam', optimizer.lr 0.1 → 0.2" in note
+    other = ["--job.dump_folder=new", "--checkpoint.initial_load_path=outputs/checkpoint/step-5"]
+    assert _told(other) == []  # the weights alone are no run that goes on
+    assert len(_told([*other, "--checkpoint.initial_load_model_only=false"])) == 1
+
+
+def test_a_key_that_the_older_run_did_not_have_is_no_difference(folder: Path) -> None:
+    save(folder, 5, config="[optimizer]\nname = 'AdamW'\n")
+    assert _told([]) == []
+
+
+def test_a_checkpoint_of_another_run_among_its_own_is_told(folder: Path) -> None:
+    save(folder, 5, id="a")
+    save(folder, 10, id="a")
+    assert _told([]) == []
+    save(folder, 20, id="b")  # copied here from another run, say
+    [note] = _told([])
+    assert note == "outputs/checkpoint/step-20 is of another run than step-5, step-10 beside it"

@@ -1,0 +1,250 @@
+"""Look after the checkpoints of a run, without a GPU and without the run.
+
+    python -m tools.checkpoint list FOLDER                   what is there, and what only looks like it
+    python -m tools.checkpoint inspect STEP [--tensors]      what a checkpoint holds and which run saved it
+    python -m tools.checkpoint verify PATH ...               read every file and compare it with its SHA-256
+    python -m tools.checkpoint diff STEP OTHER               settings and tensors in which two differ
+    python -m tools.checkpoint prune FOLDER --keep-latest K [--keep-every N] [--dry-run]
+
+FOLDER is a run's folder or that of its checkpoints, STEP a step-N in it, PATH either. Exit codes: 0 all is
+well (for diff: equal), 1 what diff compares differs, 2 the arguments, 3 a checkpoint cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.manifest import (
+    check_files,
+    committed_steps,
+    read_manifest,
+    step_folder,
+    unsound_steps,
+)
+from toolkit.checkpoint.retention import delete, leftovers, superseded
+from toolkit.errors import EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, CheckpointError, ToolkitError, report
+from toolkit.hardware import cores
+
+GIB = 2**30
+
+
+def checkpoints_in(folder: Path) -> Path:
+    """The folder of the checkpoints: ``folder``, or the one in it where it is a run's.
+
+    Raises:
+        CheckpointError: there is neither.
+    """
+    inside = [path.parent for path in folder.glob("*/step-*")]
+    if not folder.is_dir() or not (inside or any(folder.glob("step-*"))):
+        raise CheckpointError(f"{folder} is no folder of checkpoints: there is no step-N in it")
+    return folder if any(folder.glob("step-*")) else inside[0]
+
+
+def size(manifest: Mapping[str, Any]) -> int:
+    """Bytes of all files."""
+    return sum(entry["bytes"] for entry in manifest["files"].values())
+
+
+def list_steps(folder: Path) -> Iterator[str]:
+    """A line a step, then what is no checkpoint."""
+    yield f"{'step':>9}  {'saved at':19}  {'GiB':>8}  {'tokens':>17}  mesh"
+    for step in committed_steps(folder):
+        manifest = read_manifest(step_folder(folder, step))
+        run = manifest["run"]
+        yield (
+            f"{step:9}  {manifest['saved_at'][:19].replace('T', ' ')}  {size(manifest) / GIB:8.2f}"
+            f"  {run.get('tokens', 0):17,}  {run.get('mesh', '')}"
+            f"{'  weights only' if run.get('model_only') else ''}"
+        )
+    for step, reason in sorted(unsound_steps(folder).items()):
+        yield f"{step:9}  no checkpoint: {reason}"
+    for path in leftovers(folder):
+        yield f"{path.name}: left by a process that was killed; the run's next start clears it"
+
+
+def inspect(step: Path, *, tensors: bool) -> Iterator[str]:
+    """What the manifest tells; with ``tensors``, each of them, from DCP's index."""
+    manifest = read_manifest(step)
+    run = manifest["run"]
+    facts = {
+        "step": manifest["step"],
+        "saved at": manifest["saved_at"],
+        "files": f"{len(manifest['files'])}, {size(manifest) / GIB:.2f} GiB",
+        "tensors": f"{manifest['tensors']['count']}, {manifest['tensors']['bytes'] / GIB:.2f} GiB",
+        "digest": manifest["digest"],
+        **{key.replace("_", " "): value for key, value in run.items() if not isinstance(value, dict | str)},
+        "mesh": run.get("mesh", ""),
+        **{key: _pairs(value) for key, value in run.items() if isinstance(value, dict)},
+    }
+    yield from (f"{name:22} {value}" for name, value in facts.items())
+    if tensors:
+        from toolkit.checkpoint.storage import read_metadata, tensors_of
+
+        for name, entry in tensors_of(read_metadata(step, manifest["files"])).items():
+            dtype, parts = str(entry.properties.dtype).removeprefix("torch."), len(entry.chunks)
+            yield f"{name:60} {dtype:9} {tuple(entry.size)!s:20} in {parts} part{'s'[: parts > 1]}"
+    yield "\n" + run.get("config", "").rstrip()
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items())
+
+
+def verify(steps: Sequence[Path]) -> Iterator[tuple[Path, list[str]]]:
+    """Each of ``steps`` with what is wrong with it, by the SHA-256 of all its files."""
+    with ThreadPoolExecutor(cores()) as threads:
+        for step in steps:
+            try:
+                files = read_manifest(step)["files"]
+            except CheckpointError as error:
+                yield step, [str(error)]
+                continue
+            one_by_one = [{name: entry} for name, entry in files.items()]
+            found = threads.map(lambda file, step=step: check_files(step, file, verify=True), one_by_one)
+            yield step, [problem for problems in found for problem in problems]
+
+
+def diff(left: Path, right: Path) -> Iterator[str]:
+    """What differs, a line each; tensors are read one at a time."""
+    ours, theirs = read_manifest(left), read_manifest(right)
+    before, after = (_settings(manifest) for manifest in (ours, theirs))
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            yield f"{key}: {before.get(key)!r}, {after.get(key)!r}"
+    from toolkit.checkpoint.loading import read_tensor
+    from toolkit.checkpoint.storage import read_metadata, tensors_of
+
+    for step, problems in verify([left, right]):
+        if problems:
+            raise CheckpointError(f"{step}: {'; '.join(problems)}")
+    here, there = read_metadata(left, ours["files"]), read_metadata(right, theirs["files"])
+    names, others = tensors_of(here), tensors_of(there)
+    for name in sorted(names.keys() | others.keys()):
+        if name not in names or name not in others:
+            yield f"{name}: only in {left if name in names else right}"
+        elif names[name].size != others[name].size:
+            yield f"{name}: shape {tuple(names[name].size)}, {tuple(others[name].size)}"
+        else:
+            x, y = read_tensor(left, here, name), read_tensor(right, there, name)
+            if x.dtype != y.dtype:
+                yield f"{name}: {x.dtype}, {y.dtype}"
+            elif not x.equal(y):
+                apart = (x.double() - y.double()).abs()
+                yield (
+                    f"{name}: {int((x != y).sum()):,} of {x.numel():,} values differ, by at most "
+                    f"{apart.max().item():.3g}; the largest value is {x.abs().max().item():.3g}"
+                )
+
+
+def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's step, mesh and the like, and its configuration by dotted key."""
+    run = manifest["run"]
+    tables = tomllib.loads(run.get("config", ""))
+    config = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
+    plain = {key: value for key, value in run.items() if key not in ("config", "model")}
+    return {"step": manifest["step"], **plain, **config}
+
+
+def prune(folder: Path, *, keep_latest: int, keep_every: int | None, dry_run: bool) -> Iterator[str]:
+    """Delete what need not be kept; the newest checkpoint is read and verified before any other goes.
+
+    Raises:
+        CheckpointError: the newest one is damaged.
+    """
+    steps = committed_steps(folder)
+    doomed = superseded(
+        steps, newest=max(steps, default=0), keep_latest_k=keep_latest, keep_every_n=keep_every
+    )
+    if doomed and not dry_run:
+        [(newest, problems)] = verify([step_folder(folder, max(steps))])
+        if problems:
+            raise CheckpointError(f"nothing deleted: {newest} is damaged: {'; '.join(problems)}")
+    for step in doomed:
+        if not dry_run:
+            delete(folder, step)
+        yield f"{'would delete' if dry_run else 'deleted'} step-{step}"
+    yield f"{len(steps) - len(doomed)} of {len(steps)} kept"
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.checkpoint",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list").add_argument("folder", type=Path)
+    shown = actions.add_parser("inspect")
+    shown.add_argument("step", type=Path)
+    shown.add_argument("--tensors", action="store_true")
+    actions.add_parser("verify").add_argument("paths", type=Path, nargs="+")
+    compared = actions.add_parser("diff")
+    compared.add_argument("step", type=Path)
+    compared.add_argument("other", type=Path)
+    pruned = actions.add_parser("prune")
+    pruned.add_argument("folder", type=Path)
+    pruned.add_argument("--keep-latest", type=int, required=True, metavar="K")
+    pruned.add_argument("--keep-every", type=int, metavar="N")
+    pruned.add_argument("--dry-run", action="store_true")
+    return parser
+
+
+def _verify(paths: Sequence[Path]) -> int:
+    steps: list[Path] = []
+    for path in paths:
+        if path.name.startswith("step-"):
+            steps.append(path)
+        else:
+            folder = checkpoints_in(path)
+            steps += [
+                step_folder(folder, step)
+                for step in sorted([*committed_steps(folder), *unsound_steps(folder)])
+            ]
+    damaged = 0
+    for step, problems in verify(steps):
+        damaged += bool(problems)
+        print(f"{step}: {'; '.join(problems) or 'sound'}", flush=True)
+    return EXIT_DATA if damaged else EXIT_FINISHED
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for and return the exit code."""
+    parser = _parser()
+    asked = parser.parse_args(argv)
+    try:
+        if asked.action == "verify":
+            return _verify(asked.paths)
+        if asked.action == "list":
+            lines = list_steps(checkpoints_in(asked.folder))
+        elif asked.action == "inspect":
+            lines = inspect(asked.step, tensors=asked.tensors)
+        elif asked.action == "diff":
+            lines = diff(asked.step, asked.other)
+        else:
+            if asked.keep_latest < 1 or (asked.keep_every or 1) < 1:
+                parser.error("--keep-latest and --keep-every are at least 1")
+            lines = prune(
+                checkpoints_in(asked.folder),
+                keep_latest=asked.keep_latest,
+                keep_every=asked.keep_every,
+                dry_run=asked.dry_run,
+            )
+        count = 0
+        for line in lines:
+            count += 1
+            print(line, flush=True)
+    except ToolkitError as error:
+        return report(error, show=True)
+    return EXIT_ERROR if asked.action == "diff" and count else EXIT_FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
