@@ -23,7 +23,7 @@ from toolkit.checkpoint.storage import read_metadata, tensors_of
 from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.trainer import Trainer
 
-RANKS, STEPS, SAVED = 4, 3, 2
+RANKS, STEPS, SAVED = 4, 7, 2
 Settings = dict[str, Any]
 Digests = dict[str, str]
 Pair = tuple[str, str]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from itertools import islice
+import random
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,21 @@ def test_one_order_on_any_mesh_and_after_any_resume(
     state = _loader(local_batch_size=12, **changes).state_dict() | {"samples": 12 * resume_at}
     resumed = _global_batches(3, dp_size, state, local_batch_size=local, **changes)
     assert resumed == whole[resume_at:]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_epoch_interrupted_ten_times_at_changing_world_sizes_is_one_epoch(seed: int) -> None:
+    chance, batches = random.Random(seed), 30
+    fixed: dict[str, Any] = {"corpus": _corpus(8 * batches), "global_batch_size": 8}
+    state: dict[str, Any] | None = None
+    consumed: list[list[int]] = []
+    for first, last in pairwise([0, *sorted(chance.sample(range(1, batches), 10)), batches]):
+        world = chance.choice([1, 2, 4, 8])
+        local = chance.choice([1, 8 // world])
+        consumed += _global_batches(last - first, world, state, local_batch_size=local, **fixed)
+        state = _loader(**fixed).state_dict() | {"samples": 8 * last}
+    assert consumed == _global_batches(batches, 1, local_batch_size=8, **fixed)
+    assert sorted(sample for batch in consumed for sample in batch) == list(range(8 * batches))
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ def test_every_option_of_torchtitan_at_its_default(tmp_path: Path) -> None:
         "job",
         "metrics",
         "model",
+        "checkpoint",
         "optimizer",
         "lr_scheduler",
         "training",

@@ -46,7 +46,7 @@ class CheckpointManager:
     Every method is collective: all ranks call it, with the same arguments but for the tensors, which
     are each rank's own. ``keep_latest_k`` is how many committed checkpoints are kept, 0 for all; those of
     steps that ``keep_every_n`` divides stay beside them. With ``background``, saves are written while the
-    caller goes on, in which nobody else may use the group. ``say`` takes one line of text for the user;
+    caller goes on, and the group is one that nobody else uses. ``say`` takes one line of text for the user;
     rank 0 calls it. Tensors may be DTensors of any mesh; the group must carry CPU tensors (gloo).
     """
 
@@ -67,6 +67,7 @@ class CheckpointManager:
         self.group = group
         self.say = say
         self.ranks = Ranks(group)
+        assert not (background and self.ranks.size > 1 and group is None), "the caller uses the default group"
 
     def latest(self) -> int | None:
         """The newest committed step, or None; rank 0's view of the file system decides.

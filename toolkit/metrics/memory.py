@@ -21,8 +21,8 @@ def memory(device: torch.device) -> dict[str, float]:
     ``memory_peak_gib`` the most since the start.
     """
     if device.type != "cuda":
-        resident, peak = _resident()
-        return {"memory_gib": resident / _GIB, "memory_peak_gib": peak / _GIB}
+        now, peak = resident()
+        return {"memory_gib": now / _GIB, "memory_peak_gib": peak / _GIB}
     stats = torch.cuda.memory_stats(device)
     torch.cuda.reset_peak_memory_stats(device)
     return {
@@ -71,7 +71,7 @@ def out_of_memory_advice(
     return "\n".join(lines)
 
 
-def _resident() -> tuple[int, int]:
+def resident() -> tuple[int, int]:
     """(now, peak) resident bytes."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
