@@ -6,7 +6,8 @@
 The state of a model of so many billion parameters in fp32 with AdamW, sharded over the ranks, is saved and
 loaded by turns, ours and plain, in one world. The first size is for saves that are waited for, the second for
 those in the background. FOLDER is on the disk that is measured; its page cache takes part as it does in a
-run. Peak memory is what resident memory rose to above what it was before the call.
+run, and most in the load that is not verified, which follows one of the same files. Peak memory is what
+resident memory rose to above what it was before the call.
 """
 
 from __future__ import annotations

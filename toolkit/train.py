@@ -106,6 +106,6 @@ def _leave(code: int) -> NoReturn:
 if __name__ == "__main__":
     # Until the training listens, Ctrl-C simply ends the process: a traceback would say nothing.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Imports make no garbage but take an eighth longer while it is looked for; training does that itself.
+    # Imports make no garbage, and take longer while it is looked for; training does that at steps of its own.
     gc.disable()
     _leave(main(sys.argv[1:]))

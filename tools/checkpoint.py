@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +27,7 @@ from toolkit.checkpoint.manifest import (
     unsound_steps,
 )
 from toolkit.checkpoint.retention import delete, leftovers, superseded
+from toolkit.config.values import dotted
 from toolkit.errors import EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, CheckpointError, ToolkitError, report
 from toolkit.hardware import cores
 
@@ -145,10 +145,8 @@ def diff(left: Path, right: Path) -> Iterator[str]:
 def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The run's step, mesh and the like, and its configuration by dotted key."""
     run = manifest["run"]
-    tables = tomllib.loads(run.get("config", ""))
-    config = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
     plain = {key: value for key, value in run.items() if key not in ("config", "model")}
-    return {"step": manifest["step"], **plain, **config}
+    return {"step": manifest["step"], **plain, **dotted(run.get("config", ""))}
 
 
 def prune(folder: Path, *, keep_latest: int, keep_every: int | None, dry_run: bool) -> Iterator[str]:

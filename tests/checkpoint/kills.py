@@ -95,7 +95,7 @@ def _alive(pid: int) -> bool:
 def start(folder: Path, mode: str, kill: Kill | None) -> Outcome:
     """One start of the run in ``folder``, with saves by ``checkpoint.async_mode`` = ``mode``."""
     outcome = Outcome(kill, before=_newest(folder))
-    log = folder / "log.txt"
+    log, old = folder / "log.txt", leftovers(folder / "checkpoint")
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "toolkit.launch", *_FLAGS, f"--job.dump_folder={folder}"]
     command += [f"--checkpoint.async_mode={mode}", f"--data.cache_folder={folder.parent / 'cache'}"]
@@ -112,20 +112,23 @@ def start(folder: Path, mode: str, kill: Kill | None) -> Outcome:
     ranks: list[int] = []
     try:
         if kill:
-            ranks = _kill(process, folder, kill, outcome)
+            ranks = _kill(process, folder, kill, outcome, old)
         process.wait(timeout=LIMIT)
     except subprocess.TimeoutExpired:
         outcome.problems.append(f"it did not end in {LIMIT:.0f} s")
         process.kill()
     _look(outcome, folder, log.read_text(errors="replace"), ranks, process.wait())
+    outcome.unfinished_save = not set(leftovers(folder / "checkpoint")) <= set(old)
     return outcome
 
 
-def _kill(process: subprocess.Popen[bytes], folder: Path, kill: Kill, outcome: Outcome) -> list[int]:
-    """Wait for the moment, then kill; the ranks that ran."""
+def _kill(
+    process: subprocess.Popen[bytes], folder: Path, kill: Kill, outcome: Outcome, old: list[Path]
+) -> list[int]:
+    """Wait for the moment, then kill; the ranks that ran. ``old`` saves are not this start's."""
     checkpoints = folder / "checkpoint"
     seen: int = outcome.before
-    left = {path.name for path in leftovers(checkpoints)}
+    left = {path.name for path in old}
     begun: set[str] = set()
     deadline = time.monotonic() + LIMIT
     while len(begun) < kill.saves and process.poll() is None and time.monotonic() < deadline:
@@ -162,7 +165,6 @@ def _look(outcome: Outcome, folder: Path, said: str, ranks: list[int], code: int
     if left:
         problems.append(f"ranks {left} still run")
     checkpoints = folder / "checkpoint"
-    outcome.unfinished_save = bool(leftovers(checkpoints))
     for step in committed_steps(checkpoints):
         where = step_folder(checkpoints, step)
         problems += check_files(where, read_manifest(where)["files"], verify=True)

@@ -155,3 +155,17 @@ def _format_float(value: float) -> str:
 def _format_string(value: str) -> str:
     # JSON's escapes are TOML's, except that TOML also wants DEL escaped and knows no surrogate pairs.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def dotted(toml: str) -> dict[str, Any]:
+    """The values of a TOML document by dotted key."""
+
+    def values(table: dict[str, Any], prefix: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in table.items():
+            found |= (
+                values(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+            )
+        return found
+
+    return values(tomllib.loads(toml), "")

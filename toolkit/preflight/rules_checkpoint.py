@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
 from toolkit.checkpoint.manifest import check_files, read_manifest, step_folder
+from toolkit.config.values import dotted
 from toolkit.errors import CheckpointError, DataError, Problem
 from toolkit.preflight.facts import Run, rule
 from toolkit.wording import first_few
@@ -163,19 +162,11 @@ def checkpoint_notes(run: Run) -> list[str]:
 def _changes(run: Run) -> Iterator[str]:
     """The values that shape a run's curve and are not those of the checkpoint's; of keys that both know."""
     assert run.manifest is not None
-    before = tomllib.loads(run.manifest["run"].get("config", ""))
-    now = tomllib.loads(run.config.to_toml(origins=False))
+    before = dotted(run.manifest["run"].get("config", ""))
+    now = dotted(run.config.to_toml(origins=False))
     for table in _CURVE:
-        was, here = (_flat(config.get(table, {})) for config in (before, now))
         yield from (
-            f"{table}.{key} {was[key]!r} → {here[key]!r}"
-            for key in was
-            if key in here and was[key] != here[key]
+            f"{key} {was!r} → {now[key]!r}"
+            for key, was in before.items()
+            if key.startswith(f"{table}.") and key in now and was != now[key]
         )
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
