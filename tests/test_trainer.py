@@ -141,6 +141,25 @@ def _out_of_time(folder: str) -> dict[str, Any]:
     return {"code": trainer.run(), "step": trainer.step, "latest": trainer.checkpoints.latest()}
 
 
+def _stopped_while_compiling(folder: str) -> tuple[int, list[int], int]:
+    """A signal to one rank at the first thing that is compiled."""
+    from torch._dynamo.callback import callback_handler
+
+    compiled = 0
+
+    def begins(*_: Any) -> None:
+        nonlocal compiled
+        compiled += 1
+        if compiled == 1 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    callback_handler.register_start_callback(begins)
+    config = _config(Path(folder) / "compiled", compile={"enable": True, "backend": "aot_eager"})
+    code = small_trainer(config).run()
+    callback_handler.remove_start_callback(begins)
+    return code, committed_steps(Path(folder) / "compiled" / "checkpoint"), compiled
+
+
 def _everything(folder: str) -> dict[str, Any]:
     return {
         "resume": _whole_and_halves(folder),
@@ -152,6 +171,7 @@ def _everything(folder: str) -> dict[str, Any]:
         "background": _in_background(folder),
         "seed": _from_seed(folder),
         "late": _out_of_time(folder),
+        "compiling": _stopped_while_compiling(folder),
     }
 
 
@@ -234,3 +254,10 @@ def test_a_seed_checkpoint_is_where_a_run_begins(results: list[dict[str, Any]]) 
 def test_a_run_out_of_time_saves_and_stops(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["late"] == {"code": 75, "step": 1, "latest": 1}
+
+
+def test_a_signal_while_the_model_is_compiled_saves_and_stops(results: list[dict[str, Any]]) -> None:
+    for code, steps, compiled in (result["compiling"] for result in results):
+        assert compiled > 0
+        # The first step was under way, and the second is where the ranks agree.
+        assert (code, steps) == (EXIT_REQUEUE, [2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,3 +202,36 @@ def test_a_run_whose_last_save_fails_has_failed(failing_runs: dict[str, Any], mo
     code, step, steps, _ = failing_runs[f"{mode} to the end"]
     assert "step 6 was not saved" in code
     assert (step, steps) == (6, [])
+
+
+def _stopped_in_a_save(folder: str) -> tuple[int, list[int], list[int]]:
+    """A signal to one rank while step 3 is written, which lasts until the run waits for it."""
+    config = small_config(
+        folder, training={"steps": 50}, checkpoint={"enable": True, "interval": 3, "async_mode": "async"}
+    )
+    trainer = small_trainer(config)
+    commit, end, waited_for = manager_module._commit, trainer.checkpoints.end_save, threading.Event()
+    committed: list[int] = []
+
+    def slow_commit(*arguments: Any) -> None:
+        waited_for.wait(60)
+        commit(*arguments)
+        committed.append(trainer.step)
+
+    def end_save(*, wait: bool) -> None:
+        if wait and trainer.step > 3:
+            waited_for.set()
+        elif not wait and trainer.step == 4 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        end(wait=wait)
+
+    manager_module._commit = slow_commit
+    trainer.checkpoints.end_save = end_save  # type: ignore[method-assign]
+    code = trainer.run()
+    return code, committed_steps(Path(folder, "checkpoint")), committed
+
+
+def test_a_signal_in_a_save_waits_for_it_and_saves_where_it_stopped(tmp_path: Path) -> None:
+    ranks = run_world(_stopped_in_a_save, 2, str(tmp_path))
+    assert [(code, steps) for code, steps, _ in ranks] == [(75, [3, 5])] * 2
+    assert ranks[0][2] == [5, 5]  # both were committed after the stop

@@ -1,6 +1,7 @@
 """A run saved on one mesh goes on on any other: parameters, moments, names and losses, through the trainer.
 
-Everything in fp64: a mesh differs from another by the order of sums alone.
+Everything in fp64: a mesh differs from another by the order of sums alone. No width of the feed-forward's
+shards divides evenly.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -35,7 +37,7 @@ def _pipeline(schedule: str, **more: Any) -> Settings:
     return {"pipeline_parallel_schedule": schedule, **sizes, **more}
 
 
-# Of four ranks; data parallelism takes what the others leave.
+# Data parallelism takes what the others leave.
 MESHES: dict[str, Settings] = {
     "fsdp": {},
     "pp tp": _pipeline("Interleaved1F1B", tensor_parallel_degree=2),
@@ -46,21 +48,39 @@ MESHES: dict[str, Settings] = {
 if torch.__version__ >= (2, 13):  # before, gloo cannot send to the own rank
     MESHES["pp v-shaped"] = _pipeline("ZBVZeroBubble", fsdp_reshard_after_forward="never")
 NAMES = list(MESHES)
+OF_OTHER_WORLDS: dict[int, dict[str, Settings]] = {
+    1: {"one": {}},
+    2: {
+        "fsdp of 2": {},
+        "tp of 2": {"tensor_parallel_degree": 2},
+        "cp of 2": {"context_parallel_degree": 2},
+        "pp of 2": _pipeline("1F1B"),
+    },
+    8: {
+        "fsdp of 8": {},
+        "hsdp of 2 x 4": {"data_parallel_replicate_degree": 2},
+        "fsdp of 4 tp": {"tensor_parallel_degree": 2},
+        "pp fsdp tp": _pipeline("1F1B", tensor_parallel_degree=2),
+        "pp tp cp": _pipeline("Interleaved1F1B", tensor_parallel_degree=2, context_parallel_degree=2),
+    },
+}
 # Each mesh to the next, and some to themselves.
 CHAIN = list(zip(NAMES, NAMES[1:] + NAMES[:1], strict=True)) + [(name, name) for name in NAMES[1:4]]
 
 
 def _trainer(folder: Path, mesh: str, tied: bool, **checkpoint: Any) -> Trainer:
+    settings = next(of_world[mesh] for of_world in (MESHES, *OF_OTHER_WORLDS.values()) if mesh in of_world)
+    rows = min(4, 16 // dist.get_world_size())
     dtype = "float64"
     training = {"dtype": dtype, "mixed_precision_param": dtype, "mixed_precision_reduce": dtype}
     return small_trainer(
         small_config(
             folder,
-            model={"vocab_size": 4104, "dim": 32, "n_layers": 4, "ffn_dim": 48, "tie_embeddings": tied},
-            training={"steps": STEPS, "seq_len": 32, "local_batch_size": 4, **training},
+            model={"vocab_size": 4104, "dim": 32, "n_layers": 4, "ffn_dim": 50, "tie_embeddings": tied},
+            training={"steps": STEPS, "seq_len": 32, "local_batch_size": rows, **training},
             lr_scheduler={"warmup_steps": 2},
             checkpoint={"enable": True, "interval": SAVED, **checkpoint},
-            parallelism=MESHES[mesh],
+            parallelism=settings,
         )
     )
 
@@ -104,9 +124,9 @@ def _resumed(folder: Path, source: Path, mesh: str, tied: bool) -> dict[str, Any
     return loaded | _finish(trainer)
 
 
-def _world(folder: str, tied: bool, pairs: list[Pair]) -> dict[str, Any]:
+def _world(folder: str, tied: bool, meshes: list[str], pairs: list[Pair]) -> dict[str, Any]:
     base = Path(folder)
-    whole = {mesh: _whole_run(base / mesh, mesh, tied) for mesh in MESHES}
+    whole = {mesh: _whole_run(base / mesh, mesh, tied) for mesh in meshes}
     resumed = {
         (source, target): _resumed(base / f"{source} to {target}", base / source, target, tied)
         for source, target in pairs
@@ -115,7 +135,7 @@ def _world(folder: str, tied: bool, pairs: list[Pair]) -> dict[str, Any]:
 
 
 def _runs(tied: bool, pairs: list[Pair], folder: Path, timeout: float) -> list[dict[str, Any]]:
-    return run_world(_world, RANKS, str(folder), tied, pairs, timeout=timeout)
+    return run_world(_world, RANKS, str(folder), tied, NAMES, pairs, timeout=timeout)
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +164,17 @@ def _stored(mesh: str, folder: Path) -> dict[str, tuple[Any, ...]]:
     return {name: (tuple(tensor.size), tensor.properties.dtype) for name, tensor in tensors.items()}
 
 
-def _check_resumed(source: str, target: str, runs: list[dict[str, Any]], *, tied: bool) -> None:
-    whole = [rank["whole"][source] for rank in runs]
-    resumed = [rank["resumed"][source, target] for rank in runs]
+def _check_resumed(
+    source: str,
+    target: str,
+    saving: list[dict[str, Any]],
+    loading: list[dict[str, Any]],
+    *,
+    tied: bool,
+) -> None:
+    """What the ranks of a world that saved, and of one that loaded, returned."""
+    whole = [rank["whole"][source] for rank in saving]
+    resumed = [rank["resumed"][source, target] for rank in loading]
     loaded = _together(rank["loaded"] for rank in resumed)
     assert loaded == _together(rank["saved"] for rank in whole)
     copies = _together(rank["copies"] for rank in resumed)
@@ -176,7 +204,7 @@ def test_every_mesh_saves_the_same_tensors(runs: list[dict[str, Any]], folder: P
 def test_another_mesh_holds_what_was_saved_and_goes_on(
     source: str, target: str, runs: list[dict[str, Any]]
 ) -> None:
-    _check_resumed(source, target, runs, tied=True)
+    _check_resumed(source, target, runs, runs, tied=True)
 
 
 @pytest.mark.exhaustive
@@ -186,7 +214,29 @@ def test_every_pair_of_meshes(tied: bool, tmp_path: Path) -> None:
     pairs = list(product(MESHES, MESHES))
     runs = _runs(tied, pairs, tmp_path, timeout=1700)
     for source, target in pairs:
-        _check_resumed(source, target, runs, tied=tied)
+        _check_resumed(source, target, runs, runs, tied=tied)
     names = _stored("fsdp", tmp_path)
     assert ("model.output.weight" in names) is not tied
     assert all(_stored(mesh, tmp_path) == names for mesh in MESHES)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_every_pair_of_world_sizes(tied: bool, tmp_path: Path) -> None:
+    worlds = {RANKS: MESHES, **OF_OTHER_WORLDS}
+    saving = {
+        ranks: run_world(_world, ranks, str(tmp_path), tied, list(meshes), [], timeout=600)
+        for ranks, meshes in worlds.items()
+    }
+    for target_ranks, targets in worlds.items():
+        pairs = [
+            (source, target)
+            for source_ranks, sources in worlds.items()
+            for source, target in product(sources, targets)
+            if source_ranks != target_ranks
+        ]
+        loading = run_world(_world, target_ranks, str(tmp_path), tied, [], pairs, timeout=1500)
+        for source, target in pairs:
+            ranks = next(ranks for ranks, meshes in worlds.items() if source in meshes)
+            _check_resumed(source, target, saving[ranks], loading, tied=tied)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit.checkpoint.collective import Ranks
 from toolkit.checkpoint.manifest import ADVICE, check_files
-from toolkit.checkpoint.storage import VerifiedReader, read_metadata, tensors_of
+from toolkit.checkpoint.storage import METADATA, VerifiedReader, read_metadata, tensors_of
 from toolkit.errors import CheckpointError
 from toolkit.wording import first_few
 
@@ -33,13 +34,16 @@ def load_tensors(
 ) -> None:
     """Fill ``tensors`` from ``folder``; see :meth:`toolkit.checkpoint.manager.CheckpointManager.load`.
 
-    Nothing is written into ``tensors`` before every check on every rank has passed.
+    The index is verified first, the shards while they are read, in a thread: their bytes come from the disk
+    once. So after an error ``tensors`` may hold anything.
 
     Raises:
         CheckpointError: the same on every rank.
     """
     files = manifest["files"]
-    _agree(ranks, folder, check_files(folder, _share(files, ranks), verify=verify), ADVICE)
+    index = {name: files[name] for name in files if name == METADATA}
+    unsound = check_files(folder, files, verify=False) or check_files(folder, index, verify=verify)
+    _agree(ranks, folder, unsound, ADVICE)
     metadata, problems = None, []
     try:
         metadata = read_metadata(folder, files)
@@ -49,17 +53,23 @@ def load_tensors(
     assert metadata is not None
     wanted = {name: tensor.detach() for name, tensor in tensors.items() if not excluded(name, exclude)}
     _agree(ranks, folder, _misfits(metadata, wanted, exclude, ranks), "set model.* as in that run")
-    try:
-        with ranks.quiet():
-            dcp.load(
-                wanted,
-                storage_reader=VerifiedReader(folder, metadata),
-                planner=DefaultLoadPlanner(flatten_state_dict=False),
-                process_group=ranks.group,
-            )
-    except CheckpointException as error:
-        causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
-        raise CheckpointError(f"{folder} could not be read: {causes}") from error
+    failure = None
+    with ThreadPoolExecutor(1, "verify") as thread:
+        verified = thread.submit(check_files, folder, _share(files, ranks), verify=verify)
+        try:
+            with ranks.quiet():
+                dcp.load(
+                    wanted,
+                    storage_reader=VerifiedReader(folder, metadata),
+                    planner=DefaultLoadPlanner(flatten_state_dict=False),
+                    process_group=ranks.group,
+                )
+        except CheckpointException as error:
+            failure = error
+    _agree(ranks, folder, verified.result(), ADVICE)
+    if failure:
+        causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in sorted(failure.failures.items()))
+        raise CheckpointError(f"{folder} could not be read: {causes}") from failure
 
 
 def read_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
@@ -82,9 +92,10 @@ def excluded(name: str, exclude: Sequence[str]) -> bool:
 
 
 def _share(files: Mapping[str, dict[str, Any]], ranks: Ranks) -> dict[str, dict[str, Any]]:
-    """This rank's part of the files, so that a large checkpoint is hashed once, not once a rank."""
-    by_size = sorted(files, key=lambda name: (-files[name]["bytes"], name))
-    return {name: files[name] for name in by_size[ranks.rank :: ranks.size]}
+    """This rank's part of the shards, so that each is hashed once: those that the same rank wrote, which it
+    most likely reads as well."""
+    writers = {name: int(name.split("_")[2]) for name in files if name != METADATA}
+    return {name: files[name] for name, writer in writers.items() if writer % ranks.size == ranks.rank}
 
 
 def _misfits(

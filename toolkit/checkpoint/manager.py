@@ -159,11 +159,11 @@ class CheckpointManager:
         Any layout loads what any other saved. Names that start with one of ``exclude`` (whole parts:
         ``optim``, ``model.output``) keep their values. Top-level names that no rank asks for, such as
         ``optim`` when only ``model`` is loaded, are skipped; within the others names must agree.
-        ``verify`` checks SHA-256 sums first, each rank a share of the files.
+        ``verify`` checks SHA-256 sums, each rank's of a share of the files.
 
         Raises:
             CheckpointError: on every rank alike: no such checkpoint; files missing, truncated, altered
-                or unsafe; names or shapes that do not fit.
+                or unsafe; names or shapes that do not fit. ``tensors`` then may hold anything.
         """
         self.end_save(wait=True)
         folder, manifest = self.ranks.decide(lambda: self._find(where))
