@@ -51,6 +51,11 @@ def _is_debug(flavor: str) -> bool:
     return flavor.startswith("debugmodel")
 
 
+def meta_ffn_dim(dim: int, multiplier: float, multiple_of: int) -> int:
+    """Meta's rule for the feed-forward: two thirds of 4·dim, times the multiplier, rounded up to the multiple."""
+    return -(-int(multiplier * int(8 * dim / 3)) // multiple_of) * multiple_of
+
+
 @dataclass(frozen=True)
 class _Size:
     """A row of Meta's ``params.json``: the feed-forward width follows from the last two."""
@@ -63,9 +68,7 @@ class _Size:
     ffn_multiple_of: int = 256
 
     def ffn_dim(self, dim: int) -> int:
-        """Meta's rule: two thirds of 4·dim, times the multiplier, rounded up to the multiple."""
-        width = int(self.ffn_multiplier * int(8 * dim / 3))
-        return -(-width // self.ffn_multiple_of) * self.ffn_multiple_of
+        return meta_ffn_dim(dim, self.ffn_multiplier, self.ffn_multiple_of)
 
 
 @dataclass(frozen=True)
