@@ -59,7 +59,7 @@ def args_of(folder: Path) -> LlamaArgs:
     kind = fields.values.get("model_type", "llama")
     if kind != "llama":
         raise DataError(
-            f"{path} is not of a Llama: model_type = {kind!r}; only models whose model_type is 'llama' can be read"
+            f"{path} is not of a Llama that can be read: model_type = {kind!r} (it must be 'llama')"
         )
     _refuse_other_models(fields)
     dim, n_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
@@ -185,9 +185,10 @@ def _rope(fields: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
     if kind != "llama3":
         rope.refuse(key, 'must be "default" or "llama3"')
         return theta, None
+    original = fields.count("original_max_position_embeddings", max_seq_len)
     return theta, RopeScaling(
         factor=rope.positive("factor"),
         low_freq_factor=rope.positive("low_freq_factor"),
         high_freq_factor=rope.positive("high_freq_factor"),
-        original_max_seq_len=rope.count("original_max_position_embeddings", max_seq_len),
+        original_max_seq_len=rope.count("original_max_position_embeddings", original),
     )

@@ -1,4 +1,4 @@
-"""Fields of a JSON file that others wrote, with everything that is wrong with them in one message. No torch."""
+"""Fields of a JSON file that others wrote, and all that is wrong with them in one message. No torch."""
 
 from __future__ import annotations
 

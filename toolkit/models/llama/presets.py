@@ -52,7 +52,7 @@ def _is_debug(flavor: str) -> bool:
 
 
 def meta_ffn_dim(dim: int, multiplier: float, multiple_of: int) -> int:
-    """Meta's rule for the feed-forward: two thirds of 4·dim, times the multiplier, rounded up to the multiple."""
+    """Meta's rule: two thirds of 4·dim, times the multiplier, rounded up to the multiple."""
     return -(-int(multiplier * int(8 * dim / 3)) // multiple_of) * multiple_of
 
 
