@@ -12,15 +12,13 @@ from toolkit.weights import hf_config
 from toolkit.weights.hf_names import from_hf, reorders_rows
 from toolkit.weights.regions import Place, new_output, read_region, whole
 from toolkit.weights.safetensors_header import folder_entries
-from toolkit.weights.source import Region, Stored
+from toolkit.weights.source import Region, Stored, without_tied_head
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class SafetensorsFolder:
     """See :class:`toolkit.weights.source.Source`.
-
-    A tied head is left out where it is stored all the same, as transformers does.
 
     Raises:
         DataError: the folder is not there, is not of a Llama, or is damaged.
@@ -32,12 +30,11 @@ class SafetensorsFolder:
         self._places: dict[str, Place] = {}
         for theirs, entry in folder_entries(place).items():
             name = from_hf(theirs)
-            if name is None or (name == "output.weight" and self.args.tie_embeddings):
-                continue
-            self._places[name] = Place(entry.file, entry.begin, entry.shape, _DTYPES[entry.dtype])
-        self.tensors: Mapping[str, Stored] = {
-            name: Stored(place.shape, place.dtype) for name, place in self._places.items()
-        }
+            if name is not None:
+                self._places[name] = Place(entry.file, entry.begin, entry.shape, _DTYPES[entry.dtype])
+        self.tensors: Mapping[str, Stored] = without_tied_head(
+            self, {name: Stored(place.shape, place.dtype) for name, place in self._places.items()}
+        )
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
         place = self._places[name]

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from toolkit.errors import DataError
 from toolkit.models.llama.presets import LlamaArgs
 
 Region = Sequence[slice]
@@ -54,3 +55,25 @@ class Source(Protocol):
             DataError: the file has changed, is shorter than its header says, or cannot be read.
         """
         ...
+
+
+HEAD, EMBEDDING = "output.weight", "tok_embeddings.weight"
+
+
+def without_tied_head(source: Source, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """``tensors`` without a head that is stored although it is tied, as Meta does.
+
+    Raises:
+        DataError: the first rows of the head are not those of the embedding: it is not tied.
+    """
+    if not source.args.tie_embeddings or HEAD not in tensors:
+        return dict(tensors)
+    head, embedding = tensors[HEAD], tensors.get(EMBEDDING)
+    if head == embedding:
+        first = (slice(0, min(16, head.shape[0])), *(slice(0, size) for size in head.shape[1:]))
+        if torch.equal(source.read(HEAD, first), source.read(EMBEDDING, first)):
+            return {name: stored for name, stored in tensors.items() if name != HEAD}
+    raise DataError(
+        f"{source.place} has a head of its own, though its embedding is said to be tied: set "
+        '"tie_word_embeddings" in config.json, or "tied_embeddings" in params.json, to false'
+    )
