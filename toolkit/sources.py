@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit.checkpoint.manifest import MANIFEST, committed_steps, step_folder
-from toolkit.checkpoint.reading import CheckpointTensors
+from toolkit.checkpoint.reading import open_checkpoint, pieces
+from toolkit.checkpoint.storage import tensors_of
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.llama.presets import LlamaArgs, RopeScaling
+from toolkit.weights.meta_folder import MetaFolder
+from toolkit.weights.regions import Place, new_output, read_region, whole
+from toolkit.weights.safetensors_folder import SafetensorsFolder
 from toolkit.weights.source import Region, Source, Stored
 
 MODEL_PREFIX = "model."
@@ -29,27 +36,47 @@ _NEEDED = """it must be one of
 
 
 class CheckpointWeights:
-    """The model in a checkpoint, as a :class:`~toolkit.weights.source.Source`.
+    """The model in a checkpoint, as a :class:`~toolkit.weights.source.Source`: pieces that ranks have saved,
+    joined region by region.
+
+    ``metadata`` is the vetted index of the tensors, ``run`` what the manifest tells of the run.
 
     Raises:
-        CheckpointError: as :class:`~toolkit.checkpoint.reading.CheckpointTensors`, or the manifest does not
-            tell the model's shape.
+        CheckpointError: the manifest does not tell the model's shape.
     """
 
-    def __init__(self, folder: Path, *, verify: bool = True):
-        self._stored = CheckpointTensors(folder, verify=verify)
+    def __init__(self, folder: Path, metadata: Metadata, run: Mapping[str, Any]):
         self.place = folder
-        self.run: dict[str, Any] = self._stored.manifest["run"]
-        self.args = _args(folder, self.run.get("model"))
+        self.run = run
+        self.args = _args(folder, run.get("model"))
         self.tensors: Mapping[str, Stored] = {
             name.removeprefix(MODEL_PREFIX): Stored(tuple(entry.size), entry.properties.dtype)
-            for name, entry in self._stored.tensors.items()
+            for name, entry in tensors_of(metadata).items()
             if name.startswith(MODEL_PREFIX)
         }
+        self._pieces = cache(lambda name: pieces(folder, metadata, MODEL_PREFIX + name))
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
-        """See :meth:`toolkit.weights.source.Source.read`; pieces that a rank has saved are read whole."""
-        return self._stored.read(MODEL_PREFIX + name, region, out)
+        """See :meth:`toolkit.weights.source.Source.read`."""
+        shape, dtype = self.tensors[name].shape, self.tensors[name].dtype
+        region = whole(shape) if region is None else region
+        out = new_output(shape, dtype, region, out)
+        for piece in self._pieces(name):
+            bounds = [
+                (max(cut.start, start), min(cut.stop, start + size))
+                for cut, start, size in zip(region, piece.offsets, piece.shape, strict=True)
+            ]
+            if any(start >= stop for start, stop in bounds):
+                continue
+            inside = [slice(a - o, b - o) for (a, b), o in zip(bounds, piece.offsets, strict=True)]
+            target = out[
+                tuple(slice(a - c.start, b - c.start) for (a, b), c in zip(bounds, region, strict=True))
+            ]
+            part = target if target.is_contiguous() else torch.empty(target.shape, dtype=dtype)
+            read_region(Place(piece.file, piece.begin, piece.shape, dtype), inside, part)
+            if part is not target:
+                target.copy_(part)
+        return out
 
 
 def _args(folder: Path, shape: Any) -> LlamaArgs:
@@ -71,17 +98,14 @@ def open_source(path: Path | str, *, verify: bool = True) -> Source:
     folder = Path(path).expanduser()
     step = find_checkpoint(folder)
     if step is not None:
-        return CheckpointWeights(step, verify=verify)
+        manifest, metadata = open_checkpoint(step, verify=verify)
+        return CheckpointWeights(step, metadata, manifest["run"])
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {what}; {_NEEDED}{_hub_hint(path)}")
     if _holds(folder, "*.safetensors", "*.safetensors.index.json"):
-        from toolkit.weights.safetensors_folder import SafetensorsFolder
-
         return SafetensorsFolder(folder)
     if _holds(folder, "consolidated.*.pth"):
-        from toolkit.weights.meta_folder import MetaFolder
-
         return MetaFolder(folder)
     lacking = "no weights"
     if _holds(folder, "config.json", "params.json"):
