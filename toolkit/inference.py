@@ -25,7 +25,7 @@ from toolkit.models.llama.presets import LlamaArgs
 from toolkit.models.llama.sharding import fsdp_units, tensor_plan
 from toolkit.parallel.mesh import Mesh, build_mesh
 from toolkit.sources import CheckpointWeights, open_source
-from toolkit.weights.load import load_weights
+from toolkit.weights.load import load_weights, open_alike
 from toolkit.weights.source import Source
 
 
@@ -63,7 +63,8 @@ def load_model(
         ConfigError: ``tp`` does not divide the ranks, or a dimension of the model.
         DataError, CheckpointError: weights or tokenizer cannot be used.
     """
-    source = open_source(path, verify=verify)
+    source = open_alike(lambda: open_source(path, verify=verify))
+    assert source is not None
     mesh = _mesh(device, source.args, tp)
     with torch.device("meta"):
         model = Llama(source.args)
