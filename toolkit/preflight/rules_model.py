@@ -7,7 +7,7 @@ import os
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.facts import Run, rule
 from toolkit.preflight.hub import PUBLISHED, download_line, published_name
-from toolkit.shape import architecture_key
+from toolkit.shape import architecture_key, config_folder
 
 
 @rule()
@@ -30,8 +30,8 @@ def model_exists(run: Run) -> list[Problem]:
 @rule(DataError)
 def architecture_readable(run: Run) -> list[Problem]:
     """config.json says what the model is, where nothing else does."""
-    if not run.architecture_error or run.weights is not None:  # of weights another rule says more
-        return []
+    if not run.architecture_error or run.weights == config_folder(run.config):
+        return []  # of the folder of the weights another rule says more
     fix = (
         "name a folder of a Llama; where only its tokenizer is wanted, set model.name and model.flavor, "
         "which go before config.json"

@@ -97,11 +97,8 @@ def weights_readable(run: Run) -> list[Problem]:
         theirs = hf_config.args_of(run.weights)
         entries = folder_entries(run.weights)
     except DataError as error:
-        return [
-            run.problem(
-                key, str(error), "take a folder of a Llama's safetensors, whole, or download it again"
-            )
-        ]
+        said, _, fix = str(error).partition("\n  fix:  ")
+        return [run.problem(key, said, fix or "take a folder of a Llama's safetensors that is whole")]
     found = {name: entry.shape for name, entry in entries.items() if from_hf(name) is not None}
     if theirs.tie_embeddings:
         found.pop(to_hf("output.weight"), None)
