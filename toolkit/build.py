@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from toolkit import hardware
 from toolkit.config import Config
 from toolkit.config.layout import reshard_after_forward
 from toolkit.config.stages import Stages, may_split_backward, pipeline_stages
 from toolkit.models.llama.model import Llama, init_rule
-from toolkit.models.llama.presets import LlamaArgs, attention_choice, resolve
+from toolkit.models.llama.presets import LlamaArgs, attention_choice
 from toolkit.optim.optimizer import NamedParameters, build_optimizer
 from toolkit.parallel.activation_checkpoint import ActivationCheckpointing
 from toolkit.parallel.execution import Execution, Whole
@@ -31,16 +33,6 @@ if TYPE_CHECKING:
     from toolkit.parallel.wrap import Wrapping
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-def model_args(config: Config, *, tokenizer_vocab: int) -> LlamaArgs:
-    """The preset that ``config.model`` names, changed field by field.
-
-    Raises:
-        ConfigError: the preset does not exist or its fields contradict one another.
-    """
-    model = config.model
-    return resolve(model.name, model.flavor, tokenizer_vocab=tokenizer_vocab, **model.overrides())
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -63,7 +55,7 @@ def compiles(config: Config, device: torch.device) -> bool:
 def _attention(config: Config, device: torch.device) -> str:
     model = config.model
     return attention_choice(
-        model.attention, model.flavor, device=device.type, documents=config.data.document_mask
+        model.attention, model.flavor or "", device=device.type, documents=config.data.document_mask
     )
 
 
@@ -138,11 +130,12 @@ def build_model(
     device: torch.device,
     *,
     how: Sharding,
-    seed: int,
+    seed: int | None,
     storage: bool = True,
 ) -> Execution:
-    """A model sharded over ``mesh`` on ``device``, its weights a function of ``seed`` alone; without
-    ``storage`` it stays on the meta device, to be looked at."""
+    """A model sharded over ``mesh`` on ``device``, its weights a function of ``seed`` alone, or whatever was
+    in memory where that is None, for weights that will be loaded; without ``storage`` it stays on the meta
+    device, to be looked at."""
     if compiles(config, device):
         from toolkit.parallel.compile import keep_for_two_backwards, use_cache
 
@@ -175,7 +168,7 @@ def build_model(
         )
         models.append(model.to_empty(device="cpu" if how.cpu_offload else device) if storage else model)
     execution = _execution(config, models, stages, mesh, shards, how, device)
-    if storage:
+    if storage and seed is not None:
         named = [*execution.named_parameters(), *execution.copies()]
         initialize(named, seed, lambda name: init_rule(name, args))
     return execution
@@ -207,6 +200,25 @@ def _execution(
         hidden_dtype=how.param_dtype,
         device=device,
     )
+
+
+def load_hugging_face(
+    execution: Execution, folder: Path, *, broadcast: bool, group: dist.ProcessGroup
+) -> None:
+    """Fill the model with the weights of a Hugging Face folder, which with ``broadcast`` rank 0 alone sees.
+
+    ``group`` has all ranks and carries CPU tensors.
+
+    Raises:
+        DataError: the folder is damaged or does not fit the model; alike on every rank.
+    """
+    from toolkit.weights.load import load_weights, open_alike
+    from toolkit.weights.safetensors_folder import SafetensorsFolder
+
+    source = open_alike(lambda: SafetensorsFolder(folder), on_rank_0_alone=broadcast, group=group)
+    tensors: dict[str, Tensor] = dict(execution.named_parameters())
+    load_weights(source, tensors, broadcast_from_rank_0=broadcast, group=group)
+    execution.refresh_copies(tensors, dict(execution.copies()))
 
 
 def model_optimizer(

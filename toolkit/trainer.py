@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 
 from toolkit import __version__
-from toolkit.build import build_model, compiles, compute_dtype, model_args, model_optimizer, sharding
+from toolkit.build import (
+    build_model,
+    compiles,
+    compute_dtype,
+    load_hugging_face,
+    model_optimizer,
+    sharding,
+)
 from toolkit.checkpoint.background import Background
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import step_folder
@@ -48,6 +55,7 @@ from toolkit.optim.schedule import learning_rate
 from toolkit.parallel.mesh import build_mesh
 from toolkit.reporting import open_log, open_speed_meter, told_at_start
 from toolkit.run_folder import claim
+from toolkit.shape import model_args, weights_folder
 from toolkit.step import StepResult, TrainStep
 from toolkit.validate import validate
 
@@ -137,7 +145,9 @@ class Trainer:
         self.args = model_args(config, tokenizer_vocab=self.data.tokenizer.n_words)
         self.param_dtype = compute_dtype(config, self.device)
         how = sharding(config, param_dtype=self.param_dtype)
-        self.execution = build_model(config, self.args, self.mesh, self.device, how=how, seed=self.seed)
+        # Weights that the run does not begin with are not drawn: that takes longer than reading others.
+        seed = self.seed if self._pretrained() is None else None
+        self.execution = build_model(config, self.args, self.mesh, self.device, how=how, seed=seed)
         parameters = [*self.execution.named_parameters(), *self.execution.copies()]
         self.optimizer = model_optimizer(config, parameters)
         self.train_step = TrainStep(
@@ -174,19 +184,26 @@ class Trainer:
         return tensors if model_only else tensors | optimizer_tensors(named, self.optimizer)
 
     def _restore(self) -> None:
-        """Go on from the run's own checkpoint, else start from ``initial_load_path``."""
+        """Go on from the run's own checkpoint, else start from the weights or checkpoint that are named."""
         options = self.config.checkpoint
         if not options.load_only:
             self.checkpoints.remove_leftovers()
         step = self.checkpoints.latest() if options.load_step == -1 else options.load_step
         if step is not None:
             self._resume(step)
-        elif options.initial_load_path:
+        elif folder := self._pretrained():
+            broadcast = options.initial_load_broadcast
+            load_hugging_face(self.execution, folder, broadcast=broadcast, group=self.patient_group)
+        elif options.initial_load_path and not options.initial_load_in_hf:
             source = Path(options.initial_load_path).expanduser()
             if options.initial_load_model_only:
                 self._load(source, model_only=True)
             else:
                 self._resume(source)
+
+    def _pretrained(self) -> Path | None:
+        """The Hugging Face folder with the weights of a new run, if it takes some."""
+        return None if "model" in self._excluded() else weights_folder(self.config)
 
     def _load(self, where: int | Path, *, model_only: bool) -> dict[str, Any]:
         tensors = self._tensors(model_only=model_only)

@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 
 # Where our default differs from torchtitan's on purpose; docs/configuration.md says why.
 OUR_DEFAULTS = {
+    "model.name": None,
+    "model.flavor": None,
     "metrics.enable_tensorboard": True,
     "checkpoint.last_save_model_only": False,
     "training.mixed_precision_param": "auto",

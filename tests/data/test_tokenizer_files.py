@@ -157,5 +157,5 @@ def test_original_is_named_by_the_folder_above(tmp_path: Path) -> None:
 
 
 def test_special_tokens_start_after_the_ranks() -> None:
-    files = TokenizerFiles(Path("tokenizer.model"), "tiktoken", b"")
+    files = TokenizerFiles(Path("tokenizer.model"), Path(), "tiktoken", b"")
     assert list(special_tokens_llama3(files, 300).values()) == list(range(300, 556))

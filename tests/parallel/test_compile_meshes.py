@@ -21,10 +21,11 @@ from tests import meshes
 from tests.helpers import run_world
 from tests.mesh_runs import error
 from tests.training import small_config
-from toolkit.build import build_model, model_args, sharding
+from toolkit.build import build_model, sharding
 from toolkit.config import Config
 from toolkit.config.layout import degrees
 from toolkit.parallel.mesh import build_mesh
+from toolkit.shape import model_args
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all runs
 

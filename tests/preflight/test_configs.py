@@ -92,6 +92,8 @@ def test_every_option_of_torchtitan_at_its_default(tmp_path: Path) -> None:
         "job.config_file",
         "metrics.enable_tensorboard",
         "checkpoint.last_save_model_only",
+        "model.name",
+        "model.flavor",
         "training.mixed_precision_param",
     }
     only_ours = {key for key in keys if theirs.origin(key) == "default"}

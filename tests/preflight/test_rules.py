@@ -19,6 +19,7 @@ from tests.preflight import (
     bad_sharding,
     bad_stages,
     bad_tensor,
+    bad_weights,
 )
 from tests.preflight.bad_runs import (
     CPU,
@@ -49,7 +50,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 OPTIONS = [
     bad("built_options", "memory_estimation.enable", "memory_estimation.enable = true is not built yet"),
-    bad("built_options", "checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf = true is not built yet"),
     bad("supported_options", "fault_tolerance.enable", "torchft"),
     bad("supported_options", "parallelism.expert_parallel_degree=2", "mixture-of-experts"),
     bad("loader_workers", "training.dataloader.prefetch_factor=2", "num_workers is 0"),
@@ -82,7 +82,8 @@ MODEL = [
     bad(
         "tokenizer_readable",
         "model.hf_assets_path=meta-llama/Llama-3-8B",
-        "did you mean Meta-Llama-3-8B? Download meta-llama/Meta-Llama-3-8B",
+        "did you mean Meta-Llama-3-8B? hf download meta-llama/Meta-Llama-3-8B --local-dir ./Meta-Llama-3-8B",
+        "gated",
     ),
     bad("tokenizer_readable", "model.hf_assets_path=meta-llama/Llama-3-3B", "did you mean Llama-3.2-3B?"),
     bad("vocabulary_fits", "model.vocab_size=1000", "4096", "model.vocab_size = 4096"),
@@ -171,6 +172,8 @@ FILES = [
 CHECKPOINT = [
     bad("checkpoint_options_act", "checkpoint.load_step=5", "checkpoint.enable is false"),
     bad("checkpoint_options_act", "checkpoint.initial_load_path=x", "checkpoint.enable is false"),
+    bad("checkpoint_options_act", "checkpoint.last_save_in_hf", "checkpoint.enable is false"),
+    bad("checkpoint_options_act", "checkpoint.hf_export_interval=500", "checkpoint.enable is false"),
     bad("checkpoint_options_act", "job.time_limit=60", "checkpoint.enable is false"),
     bad(
         "saves_are_made",
@@ -256,6 +259,7 @@ PARTS = (
     bad_mixture,
     bad_observing,
     bad_attention,
+    bad_weights,
 )
 BAD = [*OPTIONS, *MODEL, *MESH, *FILES, *CHECKPOINT, *(case for part in PARTS for case in part.CASES)]
 

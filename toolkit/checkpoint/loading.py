@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from toolkit.checkpoint.collective import Ranks
 from toolkit.checkpoint.manifest import ADVICE, check_files
 from toolkit.checkpoint.storage import METADATA, VerifiedReader, read_metadata, tensors_of
+from toolkit.collective import Ranks
 from toolkit.errors import CheckpointError
 from toolkit.wording import first_few
 

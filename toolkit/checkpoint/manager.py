@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit.checkpoint.background import Background
-from toolkit.checkpoint.collective import Ranks
 from toolkit.checkpoint.loading import load_tensors
 from toolkit.checkpoint.manifest import (
     MANIFEST,
@@ -36,6 +35,7 @@ from toolkit.checkpoint.manifest import (
 )
 from toolkit.checkpoint.retention import clear, delete, replaced_name, superseded, temporary_name
 from toolkit.checkpoint.storage import CommittingWriter, Files, tensors_of
+from toolkit.collective import Ranks
 from toolkit.durable import sync_file, sync_folder
 from toolkit.errors import CheckpointError
 

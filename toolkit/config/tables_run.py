@@ -91,11 +91,16 @@ class Checkpoint(Table):
     interval: Positive = 500
     """Steps from one checkpoint to the next; the last step is always saved."""
     initial_load_path: str | None = None
-    """A step-N folder to start from when the run has no checkpoint of its own."""
+    """A step-N folder to start from when the run has no checkpoint of its own, or with initial_load_in_hf a
+    Hugging Face folder."""
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path, not optimizer, step and data position."""
-    initial_load_in_hf: Annotated[bool, NotBuilt()] = False
-    """initial_load_path holds Hugging Face safetensors."""
+    initial_load_in_hf: bool = False
+    """Start from the weights of a Hugging Face folder (config.json and safetensors): initial_load_path, or
+    model.hf_assets_path where that is None."""
+    initial_load_broadcast: bool = False
+    """With initial_load_in_hf, rank 0 alone reads the folder and sends the others their parts: for storage
+    that only its node sees."""
     initial_load_in_hf_quantized: Annotated[
         bool, DefaultOnly("quantised Hugging Face weights are only published for mixture-of-experts models")
     ] = False
@@ -103,10 +108,12 @@ class Checkpoint(Table):
     last_save_model_only: bool = False
     """Save only the weights after the last step (torchtitan's default is true). A run that ended so cannot
     go on."""
-    last_save_in_hf: Annotated[bool, NotBuilt()] = False
-    """Save the last step as Hugging Face safetensors."""
-    export_dtype: Annotated[Literal["float16", "bfloat16", "float32"], NotBuilt()] = "float32"
-    """Precision of a weights-only save."""
+    last_save_in_hf: bool = False
+    """After the last step also write the model as a Hugging Face folder, hf/step-N inside job.dump_folder."""
+    hf_export_interval: Positive | None = None
+    """Steps from one such folder to the next, during training: a multiple of interval."""
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Precision of the weights in these folders and in a weights-only save (last_save_model_only)."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write checkpoints while training goes on, from a copy in host memory as large as what a rank saves;
     with pinned memory a GPU makes it faster."""

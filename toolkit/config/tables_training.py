@@ -23,15 +23,18 @@ from toolkit.config.fields import (
 
 
 class Model(Table):
-    """Which Llama. A key that is None takes the preset's value."""
+    """Which Llama. Where neither name nor flavor is set, config.json of hf_assets_path says it, if there is
+    one. A key that is None takes the value of that file or of the preset."""
 
-    name: str = "llama3"
+    name: str | None = None
     """Family: llama2, llama3.0, llama3.1, llama3.2, llama3.3, or llama3, which is torchtitan's (RoPE scaled
-    by 8 at every size)."""
-    flavor: str = "debugmodel"
-    """Size within the family, such as 8B. debugmodel takes its vocabulary from the tokenizer."""
+    by 8 at every size). None: llama3."""
+    flavor: str | None = None
+    """Size within the family, such as 8B. debugmodel takes its vocabulary from the tokenizer. None:
+    debugmodel."""
     hf_assets_path: str = "./tests/assets/tokenizer"
-    """Folder of the tokenizer (tokenizer.model or tokenizer.json), as Hugging Face lays a model out."""
+    """Folder of the tokenizer (tokenizer.model or tokenizer.json) and config.json, as Hugging Face lays a
+    model out."""
     tokenizer_path: str | None = None
     """Tokenizer file or folder, when it is not in hf_assets_path."""
     converters: Annotated[list[str], NotBuilt()] = []

@@ -78,6 +78,7 @@ class Tokenizer(ABC):
 
     Attributes:
         path: the file it was read from.
+        folder: where the model files that belong to it are.
         kind: "tiktoken", "sentencepiece" or "json".
         n_words: entries, special tokens included: ids are 0 to ``n_words - 1``.
         special_tokens: name → id of every special token.
@@ -88,6 +89,7 @@ class Tokenizer(ABC):
 
     def __init__(self, files: TokenizerFiles, n_words: int, special_tokens: dict[str, int]):
         self.path = files.path
+        self.folder = files.folder
         self.kind = files.kind
         self.n_words = n_words
         self.special_tokens = special_tokens

@@ -50,6 +50,7 @@ class TokenizerFiles:
 
     Attributes:
         path: the file that defines it.
+        folder: where the model files that belong to it are.
         kind: how to read that file.
         content: its bytes.
         added: name → id of the tokens that ``tokenizer_config.json`` beside it lists.
@@ -59,6 +60,7 @@ class TokenizerFiles:
     """
 
     path: Path
+    folder: Path
     kind: Kind
     content: bytes
     added: dict[str, int] = field(default_factory=dict)
@@ -94,7 +96,7 @@ def find(path: str | Path) -> TokenizerFiles:
         raise DataError(f"cannot read tokenizer file {file}: {error.strerror}") from error
     kind = kind_of(content, file)
     added, named = _tokenizer_config(folder / "tokenizer_config.json")
-    return TokenizerFiles(file, kind, content, added, named, _is_llama3_0(folder))
+    return TokenizerFiles(file, folder, kind, content, added, named, _is_llama3_0(folder))
 
 
 def kind_of(content: bytes, path: Path) -> Kind:
@@ -201,7 +203,8 @@ def llama3_names(*, older: bool = False) -> list[str]:
     return [name or next(reserved) for name in names]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no such file or it holds something else."""
     if not path.is_file():
         return {}
     try:
@@ -213,7 +216,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _tokenizer_config(path: Path) -> tuple[dict[str, int], dict[str, str]]:
     """(added token name → id, role → token name) that a ``tokenizer_config.json`` declares."""
-    config = _read_json(path)
+    config = read_json(path)
 
     def name(token: Any) -> str | None:
         return token.get("content") if isinstance(token, dict) else token
@@ -226,7 +229,7 @@ def _tokenizer_config(path: Path) -> tuple[dict[str, int], dict[str, str]]:
 
 def _is_llama3_0(folder: Path) -> bool:
     """Whether the model files of ``folder`` are of Llama 3.0: the later ones have scaled RoPE."""
-    hugging_face, meta = _read_json(folder / "config.json"), _read_json(folder / "params.json")
+    hugging_face, meta = read_json(folder / "config.json"), read_json(folder / "params.json")
     if hugging_face.get("model_type") == "llama":
         return not (hugging_face.get("rope_scaling") or hugging_face.get("rope_parameters", {}).get("factor"))
     return bool(meta) and not meta.get("use_scaled_rope", False)

@@ -1,4 +1,4 @@
-"""Collectives within a forward, with gradients: each one's backward is the other.
+"""Collectives within a forward. Those with gradients are each other's backward.
 
 They are torch's functional ones, which torch.compile traces and can overlap with matmuls, waited for on
 the spot: torch 2.13 drops the gradient of one that is still under way where it enters a compiled block.
@@ -30,6 +30,11 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part, along ``dim``, of the sum over ranks."""
     return _ReduceScatter.apply(x, dim, group)
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks, on each of them; without gradients."""
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 class _Gather(torch.autograd.Function):

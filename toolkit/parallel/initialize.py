@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from toolkit.hardware import cores
 from toolkit.models.llama.model import Init
 from toolkit.names import clean_name
+from toolkit.shards import local_part, threads
 
 BLOCK_ELEMENTS = 1 << 18
 """Numbers in a block, at most, unless a single row has more. Changing it changes every initialisation."""
@@ -43,10 +40,10 @@ def initialize(
     Raises:
         ValueError: a parameter is on the meta device and has no storage to fill.
     """
-    with ThreadPoolExecutor(_threads()) as pool:
+    with ThreadPoolExecutor(threads()) as pool:
         for wrapped_name, parameter in parameters:
             name = clean_name(wrapped_name)
-            local, offset = _local_part(parameter)
+            local, offset = local_part(parameter)
             if local.is_meta:
                 raise ValueError(f"{name} is on the meta device: call to_empty before initialize")
             rule = rules(name)
@@ -54,15 +51,6 @@ def initialize(
                 local.fill_(rule.mean)
             elif local.numel():
                 _fill(local, offset, parameter.shape, rule, f"{seed}/{name}", pool)
-
-
-def _local_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """This rank's part of the parameter and where it starts in every dimension."""
-    if not isinstance(parameter, DTensor):
-        return parameter.detach(), [0] * parameter.ndim
-    mesh, placements = parameter.device_mesh, parameter.placements
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    return parameter.to_local().detach(), offset
 
 
 def _fill(
@@ -101,9 +89,3 @@ def _draw(key: str, shape: Sequence[int], rule: Init) -> np.ndarray:
     numbers *= np.float32(rule.std)
     numbers += np.float32(rule.mean)
     return numbers.reshape(shape)
-
-
-def _threads() -> int:
-    """This process's share of the cores; torch's own thread count is 1 under torchrun."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, cores() // processes)

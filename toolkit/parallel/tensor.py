@@ -5,7 +5,8 @@ which part of it a rank has. The forward computes with that part as a plain tens
 communicate (Megatron's column, row and sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198):
 hidden states are gathered along the sequence before attention, feed-forward and head, and what rows of a
 matrix contribute is summed and scattered along the sequence again. DTensor's own dispatch of each
-operation is never paid so.
+operation is never paid so. Generation, whose sequences are of one token, keeps them whole: nothing is
+gathered, and sums go to all ranks.
 
 What each module does is data beside the model: a pattern of names and a style of :data:`STYLES`.
 """
@@ -13,6 +14,7 @@ What each module does is data beside the model: a pattern of names and a style o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MethodType
@@ -26,26 +28,45 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from toolkit.loss import cross_entropy_sum, vocabulary_parallel_sum
-from toolkit.parallel.collectives import gather, reduce_scatter
+from toolkit.parallel.collectives import all_reduce, gather, reduce_scatter
 
 SEQUENCE = 1
 """The dimension of hidden states (B, S, D) that is split between blocks."""
 
 
-def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+@dataclass(frozen=True)
+class Between:
+    """How hidden states between the blocks lie on the ranks of ``group``: each has a piece of the sequence,
+    or, without ``split``, all of it."""
+
+    group: dist.ProcessGroup
+    split: bool
+
+    def whole(self, x: Tensor) -> Tensor:
+        """What lies between the blocks, put together on every rank."""
+        return gather(x, SEQUENCE, self.group) if self.split else x
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over ranks, as it lies between the blocks."""
+        return reduce_scatter(x, SEQUENCE, self.group) if self.split else all_reduce(x, self.group)
+
+
+def apply_tensor_parallel(
+    model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, *, split_sequence: bool = True
+) -> None:
     """Split the modules of ``model``, on the meta device, in place: ``plan`` has styles by patterns of names,
-    the first that fits.
+    the first that fits. Without ``split_sequence`` sequences of any length pass, and no gradients.
 
     Raises:
         ValueError: a dimension to be split does not divide by the mesh, or a parameter is in no module of
             the plan, so that no rank would add the others' share of its gradient.
     """
-    group = mesh.get_group()
+    between = Between(mesh.get_group(), split_sequence)
     for name, module in list(model.named_modules()):
         style = next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
         if style:
             try:
-                STYLES[style](module, mesh, group)
+                STYLES[style](module, mesh, between)
             except ValueError as error:
                 raise ValueError(f"{name}.{error}") from None
     missing = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
@@ -68,7 +89,7 @@ def _split(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
         module.register_parameter(name, nn.Parameter(part))
 
 
-def _column(module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+def _column(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
     """Output features split: takes whole hidden states, gives this rank's features."""
     _split(module, mesh, Shard(0))
 
@@ -78,17 +99,17 @@ def _column(module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup) -> No
     module.forward = MethodType(forward, module)
 
 
-def _row(module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """Input features split: takes this rank's features, gives its piece of the sequence of the sum."""
+def _row(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
+    """Input features split: takes this rank's features, gives the sum as it lies between the blocks."""
     _split(module, mesh, Shard(1))
 
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        return reduce_scatter(F.linear(x, local(self.weight)), SEQUENCE, group)
+        return between.summed(F.linear(x, local(self.weight)))
 
     module.forward = MethodType(forward, module)
 
 
-def _norm(module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+def _norm(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
     """A norm of this rank's piece of the sequence: its weight is whole, its gradient a share."""
     _split(module, mesh, Replicate())
 
@@ -98,16 +119,16 @@ def _norm(module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup) -> None
     module.forward = MethodType(forward, module)
 
 
-def _gather_input(module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+def _gather_input(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
     """The pieces of the sequence put together once for all that the module does with them."""
 
     def whole(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return gather(args[0], SEQUENCE, group), *args[1:]
+        return between.whole(args[0]), *args[1:]
 
     module.register_forward_pre_hook(whole)
 
 
-def _embedding(module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+def _embedding(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
     """Entries split: each rank looks up those that it has, and gets its piece of the sequence."""
     _split(module, mesh, Shard(0))
 
@@ -116,14 +137,15 @@ def _embedding(module: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup) ->
         index = tokens - mesh.get_local_rank() * len(weight)
         mine = (index >= 0) & (index < len(weight))
         found = F.embedding(index * mine, weight) * mine[..., None]
-        return reduce_scatter(found, SEQUENCE, group)
+        return between.summed(found)
 
     module.forward = MethodType(forward, module)
 
 
-def _head(module: Any, mesh: DeviceMesh, group: dist.ProcessGroup, *, gathered: bool = False) -> None:
+def _head(module: Any, mesh: DeviceMesh, between: Between, *, gathered: bool = False) -> None:
     """Vocabulary split: logits stay split within the loss, unless ``gathered``, and are gathered where there
     are no labels."""
+    group = between.group
     _split(module, mesh, Shard(0))
     if gathered:
         module.loss = partial(_gathered_loss, group=group)
@@ -133,7 +155,7 @@ def _head(module: Any, mesh: DeviceMesh, group: dist.ProcessGroup, *, gathered: 
 
     def forward(self: Any, h: Tensor, labels: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         weight = local(self.weight if tied is None else tied)
-        out = inner(self, gather(h, SEQUENCE, group), labels, weight)
+        out = inner(self, between.whole(h), labels, weight)
         return _whole_logits(out, group) if labels is None else out
 
     module.forward = MethodType(forward, module)
@@ -165,7 +187,7 @@ class _Whole(torch.autograd.Function):
         return grad.narrow(-1, ctx.first, ctx.part).contiguous(), None
 
 
-STYLES: dict[str, Callable[[nn.Module, DeviceMesh, dist.ProcessGroup], None]] = {
+STYLES: dict[str, Callable[[nn.Module, DeviceMesh, Between], None]] = {
     "column": _column,
     "row": _row,
     "norm": _norm,

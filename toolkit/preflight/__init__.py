@@ -30,6 +30,7 @@ from toolkit.preflight import (
     rules_sharding,
     rules_stages,
     rules_tensor,
+    rules_weights,
 )
 from toolkit.preflight.facts import RULES, Rule, Run
 
@@ -52,6 +53,7 @@ _ORDER = (
     rules_corpora,
     rules_mixture,
     rules_checkpoint,
+    rules_weights,
 )
 
 
@@ -155,7 +157,7 @@ def summary(config: Config, *, world_size: int, hardware: Hardware) -> str:
         cut = f"{mesh.dp} data-parallel × {facts.micro_batches} micro-batches of {size}"
     return "\n".join(
         [
-            f"model  {config.model.name} {config.model.flavor}, {parameter_count(model):,} parameters",
+            f"model  {facts.model_named}, {parameter_count(model):,} parameters",
             f"mesh   {mesh} on {hardware.name}",
             f"with   {', '.join(_techniques(facts, mesh))}",
             f"batch  {batch.total} samples ({cut}) of {config.training.seq_len} tokens",

@@ -17,7 +17,8 @@ from toolkit.config.stages import SCHEDULES, Schedule, Stages, pipeline_stages
 from toolkit.data.tokenizer_files import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
-from toolkit.models.llama.presets import LlamaArgs, resolve
+from toolkit.models.llama.presets import LlamaArgs
+from toolkit.shape import model_args, model_named, weights_folder
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,10 @@ class Run:
         return "" if isinstance(self._vocabulary, int) else str(self._vocabulary)
 
     @cached_property
-    def _model(self) -> LlamaArgs | ConfigError:
-        model = self.config.model
+    def _model(self) -> LlamaArgs | ConfigError | DataError:
         try:
-            return resolve(model.name, model.flavor, tokenizer_vocab=self.vocabulary, **model.overrides())
-        except ConfigError as error:
+            return model_args(self.config, tokenizer_vocab=self.vocabulary)
+        except (ConfigError, DataError) as error:
             return error
 
     @property
@@ -76,7 +76,17 @@ class Run:
 
     @property
     def model_problems(self) -> list[Problem]:
-        return [] if isinstance(self._model, LlamaArgs) else self._model.problems
+        return self._model.problems if isinstance(self._model, ConfigError) else []
+
+    @property
+    def architecture_error(self) -> str:
+        """Why config.json, which should say what the model is, does not."""
+        return str(self._model) if isinstance(self._model, DataError) else ""
+
+    @cached_property
+    def model_named(self) -> str:
+        """What to call the model."""
+        return model_named(self.config)
 
     @property
     def batch(self) -> BatchShape | None:
@@ -135,13 +145,20 @@ class Run:
 
     @cached_property
     def loaded_by(self) -> str:
-        """The key by which a checkpoint is loaded: its own where there is one; "" where none is."""
+        """The key by which a checkpoint of ours is loaded: its own where there is one; "" where none is."""
         options = self.config.checkpoint
         if not options.enable:
             return ""
         if options.load_step != -1 or self.steps:
             return "checkpoint.load_step"
-        return "" if options.initial_load_path is None else "checkpoint.initial_load_path"
+        if options.initial_load_path is None or options.initial_load_in_hf:
+            return ""
+        return "checkpoint.initial_load_path"
+
+    @cached_property
+    def weights(self) -> Path | None:
+        """The Hugging Face folder that the run starts from."""
+        return None if self.loaded_by else weights_folder(self.config)
 
     @cached_property
     def loaded(self) -> Path:

@@ -17,7 +17,9 @@ _NOT_ON_CPU = {
 def attention_of(run: Run) -> str:
     """The back end that the run will take."""
     model, documents = run.config.model, run.config.data.document_mask
-    return attention_choice(model.attention, model.flavor, device=run.hardware.device, documents=documents)
+    return attention_choice(
+        model.attention, model.flavor or "", device=run.hardware.device, documents=documents
+    )
 
 
 def precision_of(run: Run) -> str:
@@ -30,7 +32,7 @@ def precision_of(run: Run) -> str:
 
 def _chooser(run: Run) -> str:
     """The key that chose it."""
-    named = run.config.model.attention == "auto" and flavor_attention(run.config.model.flavor)
+    named = run.config.model.attention == "auto" and flavor_attention(run.config.model.flavor or "")
     return "model.flavor" if named else "model.attention"
 
 
@@ -90,7 +92,7 @@ def attention_takes_head_dim(run: Run) -> list[Problem]:
 
 def attention_notes(run: Run) -> list[str]:
     """What becomes of a choice that was made otherwise than here, and of one that is dear."""
-    model, named = run.config.model, flavor_attention(run.config.model.flavor)
+    model, named = run.config.model, flavor_attention(run.config.model.flavor or "")
     choice = attention_of(run)
     said = []
     if named and choice != named:

@@ -9,6 +9,7 @@ from toolkit.checkpoint.manifest import check_files, read_manifest, step_folder
 from toolkit.config.values import dotted
 from toolkit.errors import CheckpointError, DataError, Problem
 from toolkit.preflight.facts import Run, rule
+from toolkit.preflight.weight_folders import instead_of_checkpoint
 from toolkit.wording import first_few
 
 _CURVE = ("model", "data", "training", "validation", "optimizer", "lr_scheduler", "debug")
@@ -27,6 +28,9 @@ def checkpoint_options_act(run: Run) -> list[Problem]:
         "checkpoint.load_step": options.load_step != -1,
         "checkpoint.load_only": options.load_only,
         "checkpoint.create_seed_checkpoint": options.create_seed_checkpoint,
+        "checkpoint.initial_load_in_hf": options.initial_load_in_hf,
+        "checkpoint.last_save_in_hf": options.last_save_in_hf,
+        "checkpoint.hf_export_interval": options.hf_export_interval is not None,
         "job.time_limit": run.config.job.time_limit is not None,
     }
     fix = "set checkpoint.enable = true, or leave it out"
@@ -66,7 +70,7 @@ def checkpoint_complete(run: Run) -> list[Problem]:
     if run.manifest_error:
         others = ", ".join(map(str, run.steps)) or "none"
         own = f"the steps in {run.checkpoints} are: {others}; -1 takes the newest"
-        fix = own if run.loaded_by == "checkpoint.load_step" else "name a step-N folder of a finished save"
+        fix = own if run.loaded_by == "checkpoint.load_step" else instead_of_checkpoint(run.loaded)
         return [run.problem(run.loaded_by, run.manifest_error, fix)]
     if run.manifest is None:
         return []

@@ -3,53 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.facts import Run, rule
-from toolkit.wording import closest
-
-PUBLISHED = {
-    "Llama-2-7b-hf": ("llama2", "7B"),
-    "Llama-2-13b-hf": ("llama2", "13B"),
-    "Llama-2-70b-hf": ("llama2", "70B"),
-    "Meta-Llama-3-8B": ("llama3.0", "8B"),
-    "Meta-Llama-3-70B": ("llama3.0", "70B"),
-    "Llama-3.1-8B": ("llama3.1", "8B"),
-    "Llama-3.1-70B": ("llama3.1", "70B"),
-    "Llama-3.1-405B": ("llama3.1", "405B"),
-    "Llama-3.2-1B": ("llama3.2", "1B"),
-    "Llama-3.2-3B": ("llama3.2", "3B"),
-    "Llama-3.3-70B-Instruct": ("llama3.3", "70B"),
-}
-"""Repositories of meta-llama on the Hugging Face Hub, and what they are called here."""
-
-_MISTAKEN = {
-    "llama-3-8b": "Meta-Llama-3-8B",
-    "llama-3-70b": "Meta-Llama-3-70B",
-    "llama-3-405b": "Llama-3.1-405B",
-    "llama-3-1b": "Llama-3.2-1B",
-    "llama-3-3b": "Llama-3.2-3B",
-}
-"""Names that documents use for repositories that do not exist under them."""
-
-_LOOKS_PUBLISHED = re.compile(r"(meta-)?llama-\d", re.IGNORECASE)
-
-
-def published_name(text: str) -> str | None:
-    """Return the Hub's name of the model that an id or the last part of a path means, if it means one."""
-    stem = os.path.basename(text.rstrip("/"))
-    if not _LOOKS_PUBLISHED.match(stem):
-        return None
-    plain = stem.lower().removesuffix("-instruct")
-    return _MISTAKEN.get(plain) or closest(plain, PUBLISHED)
+from toolkit.preflight.hub import PUBLISHED, download_line, published_name
+from toolkit.shape import architecture_key, config_folder
 
 
 @rule()
 def model_exists(run: Run) -> list[Problem]:
     """The preset exists, and its changed fields go together."""
     name = run.config.model.name
-    published = published_name(name)
+    published = published_name(name or "")
     if published is None:
         return [run.located(problem) for problem in run.model_problems]
     family, flavor = PUBLISHED[published]
@@ -63,17 +28,25 @@ def model_exists(run: Run) -> list[Problem]:
 
 
 @rule(DataError)
+def architecture_readable(run: Run) -> list[Problem]:
+    """config.json says what the model is, where nothing else does."""
+    if not run.architecture_error or run.weights == config_folder(run.config):
+        return []  # of the folder of the weights another rule says more
+    fix = (
+        "name a folder of a Llama; where only its tokenizer is wanted, set model.name and model.flavor, "
+        "which go before config.json"
+    )
+    return [run.problem(architecture_key(run.config), run.architecture_error, fix)]
+
+
+@rule(DataError)
 def tokenizer_readable(run: Run) -> list[Problem]:
     """There is a tokenizer where the config says."""
     if not run.tokenizer_error:
         return []
     key = "model.tokenizer_path" if run.config.model.tokenizer_path else "model.hf_assets_path"
-    published = None if os.path.exists(run.tokenizer_path) else published_name(run.tokenizer_path)
-    fix = "name a folder that has tokenizer.model or tokenizer.json"
-    if published:
-        stem = os.path.basename(run.tokenizer_path.rstrip("/"))
-        meant = "" if stem.lower().startswith(published.lower()) else f"did you mean {published}? "
-        fix = f"{meant}Download meta-llama/{published} and give the local folder"
+    download = None if os.path.exists(run.tokenizer_path) else download_line(run.tokenizer_path)
+    fix = download or "name a folder that has tokenizer.model or tokenizer.json"
     return [run.problem(key, run.tokenizer_error, fix)]
 
 
@@ -82,13 +55,12 @@ def vocabulary_fits(run: Run) -> list[Problem]:
     """The embedding has a row for each token."""
     if run.model is None or run.vocabulary is None or run.vocabulary <= run.model.vocab_size:
         return []
-    model = run.config.model
-    key = "model.vocab_size" if model.vocab_size else "model.flavor"
+    key = "model.vocab_size" if run.config.model.vocab_size else architecture_key(run.config)
     return [
         run.problem(
             key,
             f"the tokenizer in {run.tokenizer_path} has {run.vocabulary} tokens, the model "
-            f"({model.name} {model.flavor}) {run.model.vocab_size}",
+            f"({run.model_named}) {run.model.vocab_size}",
             f"set model.vocab_size = {run.vocabulary}, or model.hf_assets_path to this model's tokenizer",
         )
     ]
@@ -104,7 +76,7 @@ def sequence_fits_model(run: Run) -> list[Problem]:
     return [
         run.problem(
             key,
-            f"{run.config.model.name} {run.config.model.flavor} is made for at most {limit} tokens",
+            f"{run.model_named} is made for at most {limit} tokens",
             f"set it to at most {limit}, or raise model.max_seq_len",
         )
         for key in keys

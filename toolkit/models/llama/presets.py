@@ -6,6 +6,7 @@ Meta's releases. Each has a ``debugmodel``, a few million parameters that train 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -51,6 +52,11 @@ def _is_debug(flavor: str) -> bool:
     return flavor.startswith("debugmodel")
 
 
+def meta_ffn_dim(dim: int, multiplier: float, multiple_of: int) -> int:
+    """Meta's rule: two thirds of 4·dim, times the multiplier, rounded up to the multiple."""
+    return -(-int(multiplier * int(8 * dim / 3)) // multiple_of) * multiple_of
+
+
 @dataclass(frozen=True)
 class _Size:
     """A row of Meta's ``params.json``: the feed-forward width follows from the last two."""
@@ -63,9 +69,7 @@ class _Size:
     ffn_multiple_of: int = 256
 
     def ffn_dim(self, dim: int) -> int:
-        """Meta's rule: two thirds of 4·dim, times the multiplier, rounded up to the multiple."""
-        width = int(self.ffn_multiplier * int(8 * dim / 3))
-        return -(-width // self.ffn_multiple_of) * self.ffn_multiple_of
+        return meta_ffn_dim(dim, self.ffn_multiplier, self.ffn_multiple_of)
 
 
 @dataclass(frozen=True)
@@ -154,37 +158,47 @@ _OVERRIDES = {field.name for field in fields(LlamaArgs)} - {"rope_scaling"} | {"
 
 
 def resolve(name: str, flavor: str, *, tokenizer_vocab: int | None = None, **overrides: Any) -> LlamaArgs:
-    """The shape of ``name``/``flavor`` with fields replaced; ``None`` keeps the preset's value.
+    """The shape of ``name``/``flavor`` with fields replaced as by :func:`changed`.
 
-    ``overrides`` are the ``model.*`` keys: every field of :class:`LlamaArgs`, and
-    ``rope_scaling_factor`` for ``rope_scaling`` (1 turns scaling off; where the preset has none, the
-    preset's ``max_seq_len`` is taken as the original context). What depends on an overridden field
-    follows it unless it is given too: ``head_dim`` is ``dim / n_heads``, ``ffn_dim`` comes from
-    ``dim`` by the preset's own rule, and ``n_kv_heads`` follows ``n_heads`` where they were equal.
-    A debugmodel without ``vocab_size`` has ``tokenizer_vocab`` entries.
+    ``ffn_dim`` follows ``dim`` by the preset's own rule. A debugmodel without ``vocab_size`` has
+    ``tokenizer_vocab`` entries.
 
     Raises:
         ConfigError: no such name or flavor, or values that do not fit together; all of them at once.
     """
+    preset = _find(name, flavor)
+    if _is_debug(flavor) and tokenizer_vocab is not None and overrides.get("vocab_size") is None:
+        overrides["vocab_size"] = tokenizer_vocab
+    return changed(preset, ffn_rule=_FAMILIES[name].sizes[flavor].ffn_dim, **overrides)
+
+
+def changed(base: LlamaArgs, *, ffn_rule: Callable[[int], int] | None = None, **overrides: Any) -> LlamaArgs:
+    """``base`` with fields replaced; ``None`` keeps the value that it has.
+
+    ``overrides`` are the ``model.*`` keys: every field of :class:`LlamaArgs`, and
+    ``rope_scaling_factor`` for ``rope_scaling`` (1 turns scaling off; where the base has none, its
+    ``max_seq_len`` is taken as the original context). What depends on an overridden field follows it
+    unless it is given too: ``head_dim`` is ``dim / n_heads``, ``ffn_dim`` comes from ``dim`` by
+    ``ffn_rule`` where there is one, and ``n_kv_heads`` follows ``n_heads`` where they were equal.
+
+    Raises:
+        ConfigError: values that do not fit together; all of them at once.
+    """
     unknown = overrides.keys() - _OVERRIDES
     if unknown:
         raise TypeError(f"not fields of the model: {', '.join(sorted(unknown))}")
-    preset = _find(name, flavor)
-    size = _FAMILIES[name].sizes[flavor]
     given = {key: value for key, value in overrides.items() if value is not None}
 
     if "rope_scaling_factor" in given:
-        given["rope_scaling"] = _scaling(preset, given.pop("rope_scaling_factor"))
-    if _is_debug(flavor) and tokenizer_vocab is not None:
-        given.setdefault("vocab_size", tokenizer_vocab)
-    if "dim" in given:
-        given.setdefault("ffn_dim", size.ffn_dim(given["dim"]))
-    if "n_heads" in given and preset.n_kv_heads == preset.n_heads:
+        given["rope_scaling"] = _scaling(base, given.pop("rope_scaling_factor"))
+    if "dim" in given and ffn_rule is not None:
+        given.setdefault("ffn_dim", ffn_rule(given["dim"]))
+    if "n_heads" in given and base.n_kv_heads == base.n_heads:
         given.setdefault("n_kv_heads", given["n_heads"])
-    derived = "head_dim" not in given
+    derived = "head_dim" not in given and not given.keys().isdisjoint(("dim", "n_heads"))
     if derived:
-        given["head_dim"] = given.get("dim", preset.dim) // given.get("n_heads", preset.n_heads)
-    args = replace(preset, **given)
+        given["head_dim"] = given.get("dim", base.dim) // given.get("n_heads", base.n_heads)
+    args = replace(base, **given)
     _check_together(args, derived_head_dim=derived)
     return args
 
@@ -227,11 +241,30 @@ def block_parameters(args: LlamaArgs) -> tuple[int, int, int]:
 
 def parameter_names(args: LlamaArgs) -> list[str]:
     """Names of the distinct parameters in the model's order; a tied head has none."""
-    parts = ["attention_norm", *(f"attention.{name}" for name in ("wq", "wk", "wv", "wo"))]
-    parts += ["ffn_norm", *(f"feed_forward.{name}" for name in ("w1", "w2", "w3"))]
-    blocks = [f"layers.{layer}.{part}" for layer in range(args.n_layers) for part in parts]
-    ends = ["norm"] if args.tie_embeddings else ["norm", "output"]
-    return [f"{module}.weight" for module in ("tok_embeddings", *blocks, *ends)]
+    return list(parameter_shapes(args))
+
+
+def parameter_shapes(args: LlamaArgs) -> dict[str, tuple[int, ...]]:
+    """Shapes of the distinct parameters by name, in the model's order."""
+    dim, queries, keys = args.dim, args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    block: dict[str, tuple[int, ...]] = {
+        "attention_norm": (dim,),
+        "attention.wq": (queries, dim),
+        "attention.wk": (keys, dim),
+        "attention.wv": (keys, dim),
+        "attention.wo": (dim, queries),
+        "ffn_norm": (dim,),
+        "feed_forward.w1": (args.ffn_dim, dim),
+        "feed_forward.w2": (dim, args.ffn_dim),
+        "feed_forward.w3": (args.ffn_dim, dim),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings": (args.vocab_size, dim)}
+    for layer in range(args.n_layers):
+        shapes |= {f"layers.{layer}.{part}": shape for part, shape in block.items()}
+    shapes["norm"] = (dim,)
+    if not args.tie_embeddings:
+        shapes["output"] = (args.vocab_size, dim)
+    return {f"{module}.weight": shape for module, shape in shapes.items()}
 
 
 def _find(name: str, flavor: str) -> LlamaArgs:
@@ -251,12 +284,12 @@ def _find(name: str, flavor: str) -> LlamaArgs:
     return PRESETS[name][flavor]
 
 
-def _scaling(preset: LlamaArgs, factor: float) -> RopeScaling | None:
+def _scaling(base: LlamaArgs, factor: float) -> RopeScaling | None:
     if factor == 1:
         return None
-    if preset.rope_scaling is not None:
-        return replace(preset.rope_scaling, factor=float(factor))
-    return RopeScaling(float(factor), original_max_seq_len=preset.max_seq_len)
+    if base.rope_scaling is not None:
+        return replace(base.rope_scaling, factor=float(factor))
+    return RopeScaling(float(factor), original_max_seq_len=base.max_seq_len)
 
 
 def _check_together(args: LlamaArgs, *, derived_head_dim: bool) -> None:

@@ -10,13 +10,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, DataError
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks that save and load together; a process without a process group is alone."""
+    """The ranks that save or load together; a process without a process group is alone."""
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.distributed = dist.is_initialized()
@@ -28,21 +28,23 @@ class Ranks:
         """What ``make`` returns on rank 0, on every rank.
 
         Raises:
-            CheckpointError: ``make`` failed; the same message on every rank.
+            CheckpointError, DataError: ``make`` failed; the same message on every rank, a CheckpointError
+                where it was neither.
         """
         outcome: list = [None, None]
         if self.rank == 0:
             try:
                 outcome = [make(), None]
-            except CheckpointError as error:
-                outcome = [None, str(error)]
+            except (CheckpointError, DataError) as error:
+                outcome = [None, (type(error), str(error))]
             except Exception as error:  # the others must hear of it, whatever it is
-                outcome = [None, f"rank 0: {type(error).__name__}: {error}"]
+                outcome = [None, (CheckpointError, f"rank 0: {type(error).__name__}: {error}")]
         if self.size > 1:
             dist.broadcast_object_list(outcome, group=self.group, group_src=0)
         value, failure = outcome
         if failure is not None:
-            raise CheckpointError(failure)
+            kind, message = failure
+            raise kind(message)
         return value
 
     def agree(self, problems: Sequence[str]) -> list[str]:

@@ -1,0 +1,140 @@
+"""Losses of real models against recorded ones, and of the same rows on several ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import run_world
+from tests.models.small_llama import build, small
+from toolkit.errors import DataError
+from toolkit.evaluation import Evaluator, Row, documents, rolling_windows, text_loss
+from toolkit.inference import load_model, needed_tokenizer
+
+ASSETS = Path(os.environ.get("TOOLKIT_ASSETS", ""))
+needs_assets = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
+
+
+@given(st.integers(0, 40), st.integers(1, 12), st.data())
+def test_windows_predict_each_token_once(n: int, length: int, data: st.DataObject) -> None:
+    stride = data.draw(st.none() | st.integers(1, length))
+    ids = list(range(1, n + 1))
+    rows = list(rolling_windows(ids, before=0, length=length, stride=stride))
+    assert [token for row in rows for token in row.continuation] == ids
+    for row in rows:
+        together = [*row.context, *row.continuation]
+        assert row.context and len(together) - 1 <= length
+        assert together == list(range(together[0], together[0] + len(together)))
+        if together[0] > 0:  # a window that leaves some out sees as many as fit
+            assert len(together) - 1 == length
+    for row in rows[1:]:
+        assert len(row.continuation) <= (stride or length)
+
+
+def test_windows_are_those_of_lm_eval() -> None:
+    utils = pytest.importorskip("lm_eval.utils")
+    for n, length in ((1, 4), (4, 4), (5, 4), (10, 4), (12, 4), (9, 1)):
+        ids = list(range(1, n + 1))
+        theirs = utils.get_rolling_token_windows(ids, prefix_token=0, max_seq_len=length, context_len=1)
+        expected = [utils.make_disjoint_window(pair) for pair in theirs]
+        ours = rolling_windows(ids, before=0, length=length)
+        assert [(list(row.context), list(row.continuation)) for row in ours] == expected
+
+
+def rows_of(vocab: int, count: int) -> list[Row]:
+    draw = torch.Generator().manual_seed(0)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(vocab, (n,), generator=draw).tolist()
+
+    return [Row(ids(1 + index % 4), ids(1 + 3 * index % 7)) for index in range(count)]
+
+
+def test_scores_are_those_of_the_logits() -> None:
+    """Batches and padding change nothing; a row whose tokens are the likeliest ones is greedy."""
+    model = build(small("llama3.2"))
+    rows = rows_of(model.args.vocab_size, 11)
+    for index in (3, 7):
+        context = list(rows[index].context)
+        for _ in range(3):
+            context.append(int(model(torch.tensor([context]))[0, -1].argmax()))
+        rows[index] = Row(context[:-3], context[-3:])
+    found = Evaluator(model, batch_size=4).scores(rows)
+    total, tokens = 0.0, 0
+    for index, (row, score) in enumerate(zip(rows, found, strict=True)):
+        inputs = torch.tensor([[*row.context, *row.continuation]])
+        log = F.log_softmax(model(inputs)[0, len(row.context) - 1 : -1].double(), -1)
+        expected = log[torch.arange(len(log)), torch.tensor(row.continuation)].sum().item()
+        assert score.log_likelihood == pytest.approx(expected, rel=1e-5)
+        assert score.greedy == (log.argmax(-1).tolist() == list(row.continuation))
+        assert score.greedy or index not in (3, 7)
+        total, tokens = total - expected, tokens + len(row.continuation)
+    loss = Evaluator(model, batch_size=3).loss_of_rows(rows)
+    assert (loss.tokens, loss.total) == (tokens, pytest.approx(total, rel=1e-5))
+
+
+@needs_assets
+@pytest.mark.parametrize("name", ["stories260K", "stories15M"])
+def test_recorded_losses(name: str) -> None:
+    reference = json.loads((ASSETS / name / "reference_fp32.json").read_bytes())
+    model = load_model(ASSETS / name / "hf", device=torch.device("cpu"), dtype=torch.float32)
+    tokenizer, evaluator = needed_tokenizer(model), Evaluator(model.model, batch_size=4)
+    length = model.args.max_seq_len
+    loss = text_loss(evaluator, tokenizer, [reference["story"]], length=length)
+    assert loss.mean == pytest.approx(reference["story_loss"], abs=2e-6)
+    assert loss.perplexity == pytest.approx(math.exp(reference["story_loss"]), rel=2e-6)
+    assert loss.n_bytes == len(reference["story"].encode())
+    assert loss.bits_per_byte == pytest.approx(loss.total / math.log(2) / loss.n_bytes)
+    # What sees more of the text is not worse, and windows of 16 are.
+    short = text_loss(evaluator, tokenizer, [reference["story"]], length=16)
+    overlapping = text_loss(evaluator, tokenizer, [reference["story"]], length=16, stride=4)
+    assert loss.mean < overlapping.mean < short.mean
+    if name == "stories260K":
+        stories = (ASSETS / "text" / "tinystories_2M.txt").read_text().split("<|endoftext|>")
+        stories = [story.strip() for story in stories if len(story.strip()) > 100][:60]
+        ids = [tokenizer.encode(story, bos=True)[:length] for story in stories]
+        recorded = reference["tinystories_first60_doc_aligned"]
+        found = evaluator.loss_of_rows([Row(row[:1], row[1:]) for row in ids])
+        assert (found.tokens, found.mean) == (recorded["tokens"], pytest.approx(recorded["loss"], abs=2e-6))
+
+
+def _on_ranks(tp: int, rows: list[Row]) -> Any:
+    loaded = load_model(ASSETS / "stories260K" / "hf", device=torch.device("cpu"), dtype=torch.float32, tp=tp)
+    evaluator = Evaluator(loaded.model, batch_size=2, mesh=loaded.mesh)
+    loss = evaluator.loss_of_rows(rows)
+    return loss.tokens, loss.total, evaluator.scores(rows)
+
+
+def _meshes(rows: list[Row]) -> list[Any]:
+    return [_on_ranks(tp, rows) for tp in (1, 2)]
+
+
+@needs_assets
+def test_ranks_share_the_rows() -> None:
+    """Also where some rank has none left: 5 rows in batches of 2 over 4 or 2 data-parallel ranks."""
+    rows = rows_of(512, 5)
+    tokens, total, scores = _on_ranks(1, rows)
+    for found in run_world(_meshes, 4, rows):
+        for got in found:
+            assert (got[0], got[1]) == (tokens, pytest.approx(total, rel=1e-5))
+            for ours, expected in zip(got[2], scores, strict=True):
+                assert ours.log_likelihood == pytest.approx(expected.log_likelihood, rel=1e-5)
+                assert ours.greedy == expected.greedy
+
+
+def test_documents_of_files(tmp_path: Path) -> None:
+    long = "line of text\n" * 200_000  # more than one piece
+    (tmp_path / "a.txt").write_text(long)
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"text": "two\\nlines"}\n')
+    assert list(documents(str(tmp_path))) == [long, "one", "two\nlines"]
+    with pytest.raises(DataError):
+        list(documents(str(tmp_path / "c.txt")))

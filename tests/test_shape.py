@@ -1,0 +1,127 @@
+"""Which model a configuration means, and that its weights are looked at before a run."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.preflight.bad_runs import CPU, TOKENIZER
+from tests.preflight.bad_weights import SHAPE, write_model
+from toolkit.config import Config, load_config
+from toolkit.models.llama.presets import PRESETS, RopeScaling
+from toolkit.preflight import check, summary
+from toolkit.shape import config_folder, model_args, weights_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def configure(*flags: str) -> Config:
+    short = ["--training.seq_len=256", "--data.cache_folder=cache", f"--model.tokenizer_path={TOKENIZER}"]
+    return load_config([*short, *(f"--{flag}" for flag in flags)])
+
+
+def test_a_folder_alone_says_what_the_model_is(folder: Path) -> None:
+    write_model(folder)
+    config = configure("model.hf_assets_path=m")
+    assert model_args(config, tokenizer_vocab=4096) == SHAPE
+    assert check(config, world_size=1, hardware=CPU) == []
+    assert "model  m/config.json, " in summary(config, world_size=1, hardware=CPU)
+
+
+def test_keys_change_what_config_json_says_and_the_rest_stays(folder: Path) -> None:
+    write_model(folder)
+    config = configure(
+        "model.hf_assets_path=m", "model.dim=64", "model.rope_scaling_factor=8", "model.tie_embeddings=true"
+    )
+    args = model_args(config, tokenizer_vocab=4096)
+    assert (args.dim, args.head_dim, args.ffn_dim, args.tie_embeddings) == (64, 16, SHAPE.ffn_dim, True)
+    assert args.rope_scaling == RopeScaling(8.0, original_max_seq_len=SHAPE.max_seq_len)
+    assert (args.vocab_size, args.n_layers) == (SHAPE.vocab_size, SHAPE.n_layers)
+
+
+@pytest.mark.parametrize("flag", ["model.name=llama3.1", "model.flavor=debugmodel"])
+def test_a_name_goes_before_config_json(flag: str, folder: Path) -> None:
+    """As with torchtitan's files, which name a flavor and take the tokenizer of such a folder."""
+    write_model(folder)
+    config = configure("model.hf_assets_path=m", flag)
+    args = model_args(config, tokenizer_vocab=4096)
+    assert (args.dim, args.n_layers, args.vocab_size) == (256, 6, 4096)
+    assert config_folder(config) is None
+
+
+def test_without_either_it_is_the_debug_model(folder: Path) -> None:
+    config = configure(f"model.hf_assets_path={TOKENIZER}")
+    expected = PRESETS["llama3"]["debugmodel"]
+    assert model_args(config, tokenizer_vocab=expected.vocab_size) == expected
+
+
+def test_the_folder_of_the_weights_goes_before_that_of_the_tokenizer(folder: Path) -> None:
+    write_model(folder, "weights", rms_norm_eps=1e-6)
+    write_model(folder, "assets")
+    flags = (
+        "model.hf_assets_path=assets",
+        "checkpoint.enable",
+        "checkpoint.initial_load_path=weights",
+        "checkpoint.initial_load_in_hf",
+    )
+    assert model_args(configure(*flags), tokenizer_vocab=4096).norm_eps == 1e-6
+    # Only rank 0's node sees the weights: every node has the assets.
+    broadcast = configure(*flags, "checkpoint.initial_load_broadcast")
+    assert model_args(broadcast, tokenizer_vocab=4096).norm_eps == 1e-5
+    assert weights_folder(broadcast) == Path("weights")
+
+
+def test_a_resolved_config_means_the_same_model(folder: Path) -> None:
+    write_model(folder)
+    config = configure("model.hf_assets_path=m")
+    (folder / "config.toml").write_text(config.to_toml())
+    again = load_config(["--job.config_file=config.toml"])
+    assert model_args(again, tokenizer_vocab=4096) == model_args(config, tokenizer_vocab=4096)
+
+
+START = ("model.hf_assets_path=m", "checkpoint.enable", "checkpoint.initial_load_in_hf")
+
+
+def test_a_good_folder_breaks_no_rule(folder: Path) -> None:
+    write_model(folder)
+    for more in (
+        [],
+        ["checkpoint.initial_load_broadcast"],
+        ["checkpoint.last_save_in_hf", "checkpoint.hf_export_interval=1000"],
+        ["model.max_seq_len=8192", "model.rope_theta=1e6", "model.rope_scaling_factor=4"],
+    ):
+        assert check(configure(*START, *more), world_size=2, hardware=CPU) == []
+
+
+def test_what_only_rank_0_sees_is_left_to_it(folder: Path) -> None:
+    flags = ("model.flavor=debugmodel", "checkpoint.enable", "checkpoint.initial_load_path=elsewhere")
+    config = configure(*flags, "checkpoint.initial_load_in_hf", "checkpoint.initial_load_broadcast")
+    assert check(config, world_size=2, hardware=CPU) == []
+
+
+def test_of_one_missing_folder_one_message(folder: Path) -> None:
+    flags = ("model.hf_assets_path=models/Llama-3.1-8B", "model.tokenizer_path=None", *START[1:])
+    problems = check(configure(*flags), world_size=1, hardware=CPU)
+    assert [problem.key for problem in problems] == ["model.hf_assets_path"]
+    assert "hf download meta-llama/Llama-3.1-8B --local-dir models/Llama-3.1-8B fetches it" in problems[0].fix
+
+
+ASSETS = os.environ.get("TOOLKIT_ASSETS", "")
+
+
+@pytest.mark.skipif(not ASSETS, reason="TOOLKIT_ASSETS is not set")
+@pytest.mark.parametrize("name", ["stories260K", "stories15M"])
+def test_a_real_folder_is_checked_within_a_second(name: str, folder: Path) -> None:
+    flags = (f"model.hf_assets_path={ASSETS}/{name}/hf", *START[1:])
+    tokenizer = Path(ASSETS, "stories260K/tok512.model" if name == "stories260K" else "tokenizers/llama2")
+    config = configure(*flags, f"model.tokenizer_path={tokenizer}", "training.seq_len=128")
+    begin = time.perf_counter()
+    assert check(config, world_size=1, hardware=CPU) == []
+    assert time.perf_counter() - begin < 1

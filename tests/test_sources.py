@@ -1,0 +1,118 @@
+"""Weights on disk by region, whoever saved them, and what is said where there are none."""
+
+import os
+import shutil
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.helpers import run_world
+from tests.models.small_llama import small
+from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.errors import CheckpointError, DataError
+from toolkit.sources import CheckpointWeights, open_source
+
+RUN = {"model": asdict(small())}
+
+
+def _full() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return {
+        "model.matrix": torch.randn(13, 10, generator=generator),
+        "model.half": torch.randn(9, generator=generator).bfloat16(),
+        "optim.matrix.step": torch.tensor(3.0),
+    }
+
+
+def _save_sharded(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    placed = {
+        name: distribute_tensor(tensor, mesh, [Shard(0), Shard(tensor.dim() - 1)]) if tensor.dim() else tensor
+        for name, tensor in _full().items()
+    }
+    CheckpointManager(folder).save(4, placed, RUN)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    sharded, whole = tmp_path_factory.mktemp("sharded"), tmp_path_factory.mktemp("whole")
+    run_world(_save_sharded, 4, str(sharded))
+    CheckpointManager(whole).save(4, _full(), RUN)
+    return [sharded, whole]
+
+
+def test_every_region_of_a_checkpoint_is_that_of_the_whole_tensor(folders: list[Path]) -> None:
+    cuts = [slice(0, 13), slice(6, 8), slice(12, 13), slice(3, 3)]
+    columns = [slice(0, 10), slice(4, 6), slice(9, 10)]
+    matrix, half = _full()["model.matrix"], _full()["model.half"]
+    for folder in folders:
+        source = open_source(folder)
+        assert set(source.tensors) == {"matrix", "half"} and source.args == small()
+        assert source.read("matrix").equal(matrix)
+        assert source.read("half").equal(half) and source.read("half").dtype == torch.bfloat16
+        for rows, cols in product(cuts, columns):
+            assert source.read("matrix", (rows, cols)).equal(matrix[rows, cols])
+        out = torch.zeros(2, dtype=torch.bfloat16)
+        assert source.read("half", (slice(4, 6),), out) is out and out.equal(half[4:6])
+
+
+def test_a_checkpoint_that_was_altered_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    CheckpointManager(tmp_path).save(1, _full(), RUN)
+    path = tmp_path / "step-1" / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="__0_0.distcp was altered"):
+        open_source(tmp_path / "step-1")
+    open_source(tmp_path / "step-1", verify=False)
+    path.write_bytes(content[:-1])
+    with pytest.raises(CheckpointError, match="__0_0.distcp has .* bytes instead of"):
+        open_source(tmp_path / "step-1", verify=False)
+
+
+def test_a_folder_of_checkpoints_stands_for_its_newest(tmp_path: Path) -> None:
+    for step in (2, 10):
+        CheckpointManager(tmp_path / "run" / "checkpoint").save(step, _full(), RUN)
+    (tmp_path / "run" / "checkpoint" / "step-11").mkdir()
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint", tmp_path / "run/checkpoint/step-10"):
+        source = open_source(folder)
+        assert isinstance(source, CheckpointWeights) and source.place.name == "step-10"
+
+
+def test_what_holds_no_weights_is_told_what_would(tmp_path: Path) -> None:
+    def said(path: Path | str, kind: type[Exception] = DataError) -> str:
+        with pytest.raises(kind) as error:
+            open_source(path)
+        return str(error.value)
+
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "none", tmp_path / "empty"):
+        message = said(path)
+        assert all(name in message for name in ("config.json", "consolidated.00.pth", "step-N"))
+    hint = "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B"
+    assert hint in said("meta-llama/Llama-3.2-1B") and "hf download" not in said(tmp_path / "none")
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    assert "a config but no weights" in said(tmp_path / "empty")
+    (tmp_path / "empty" / "pytorch_model.bin").touch()
+    assert "save the model as safetensors" in said(tmp_path / "empty")
+    CheckpointManager(tmp_path / "half").save(1, _full(), {})
+    assert "does not tell the shape of a Llama" in said(tmp_path / "half", CheckpointError)
+    (tmp_path / "half" / "step-1" / "manifest.json").unlink()
+    assert "no checkpoint that was committed" in said(tmp_path / "half", CheckpointError)
+
+
+@pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
+def test_one_model_in_two_formats_is_the_same_weights(tmp_path: Path) -> None:
+    stories = Path(os.environ["TOOLKIT_ASSETS"]) / "stories260K"
+    theirs, metas = open_source(stories / "hf"), open_source(str(stories / "meta"))
+    assert theirs.tensors == metas.tensors
+    for name in theirs.tensors:
+        assert theirs.read(name).equal(metas.read(name)), name
+    shutil.copytree(stories / "meta", tmp_path / "both")
+    shutil.copytree(stories / "hf", tmp_path / "both", dirs_exist_ok=True)
+    assert type(open_source(tmp_path / "both")) is type(theirs)

@@ -1,0 +1,70 @@
+"""Where tensors lie in the files of a checkpoint: regions are read without a group and without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from toolkit.checkpoint.manifest import ADVICE, check_files, read_manifest
+from toolkit.checkpoint.storage import VerifiedReader, read_metadata, tensors_of
+from toolkit.errors import CheckpointError
+from toolkit.hardware import cores
+from toolkit.wording import first_few
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank has saved of a tensor: the box at ``offsets``, row after row from byte ``begin`` on."""
+
+    file: Path
+    begin: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def open_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Any], Metadata]:
+    """The manifest of the step-N ``folder`` and its index of tensors, after a look at the files.
+
+    ``verify`` compares every file with its SHA-256, as loading into a model does.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged, altered or unsafe.
+    """
+    manifest = read_manifest(folder)
+    files: Mapping[str, dict[str, Any]] = manifest["files"]
+    with ThreadPoolExecutor(cores()) as threads:
+        one_by_one = [{name: entry} for name, entry in files.items()]
+        found = list(threads.map(lambda file: check_files(folder, file, verify=verify), one_by_one))
+    if problems := [problem for of_file in found for problem in of_file]:
+        raise CheckpointError(f"{folder} cannot be read: {first_few(problems, 4)}\n  fix:  {ADVICE}")
+    return manifest, read_metadata(folder, files)
+
+
+def pieces(folder: Path, metadata: Metadata, name: str) -> list[Piece]:
+    """The pieces of which the tensor ``name`` consists, from a vetted index; reads no weight.
+
+    Raises:
+        CheckpointError: a piece is damaged.
+    """
+    reader, found = VerifiedReader(folder, metadata), []
+    for chunk in tensors_of(metadata)[name].chunks:
+        place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        file = folder / place.relative_path
+        try:
+            with file.open("rb") as stream:
+                part = reader._slice_file(stream, place)
+                tensor = torch.load(part, map_location="meta", weights_only=True)
+            begin = tensor.untyped_storage()._checkpoint_offset
+            if tensor.shape != chunk.sizes or not tensor.is_contiguous() or begin is None:
+                raise ValueError("it is not the piece that the index tells of")
+        except Exception as error:  # a damaged piece raises nearly anything
+            raise CheckpointError(f"{name} in {file} cannot be read: {error}\n  fix:  {ADVICE}") from error
+        begin += place.offset + tensor.storage_offset() * tensor.element_size()
+        found.append(Piece(file, begin, tuple(chunk.offsets), tuple(chunk.sizes)))
+    return found

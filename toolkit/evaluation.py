@@ -1,0 +1,247 @@
+"""What a model gives text: its loss and perplexity, and the log-likelihood of continuations.
+
+A text begins with BOS (EOS where there is none, as the end of the text before), and each of its tokens is
+predicted once. One longer than the context is cut into windows: a window predicts ``stride`` tokens, and sees
+as many before them as fit. The default, windows that do not overlap, costs least; a smaller stride costs
+``context / stride`` times as much and lets each token see more.
+
+On several ranks each takes its share of the rows, and all get all results. Ranks that shard the model make
+equally many forwards: where rows run out, of rows that do not count.
+
+Shapes: B rows, S tokens, D model dim, V vocabulary, N tokens that are scored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from toolkit.data.loader import Batch
+from toolkit.data.sources import open_source
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.errors import DataError
+from toolkit.loss import IGNORED_LABEL
+from toolkit.models.llama.model import Llama
+from toolkit.parallel.mesh import Mesh
+
+_SCORED_AT_ONCE = 1024  # tokens whose logits are looked at in fp32
+
+
+class Row(NamedTuple):
+    """Tokens to predict, and at least one that comes before them."""
+
+    context: Sequence[int]
+    continuation: Sequence[int]
+
+
+class Score(NamedTuple):
+    """The log-likelihood of a continuation, and whether each of its tokens is the likeliest."""
+
+    log_likelihood: float
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The summed loss (nats) of ``tokens`` predicted tokens; ``n_bytes`` of UTF-8 where the text is known."""
+
+    total: float
+    tokens: int
+    n_bytes: int | None = None
+
+    @property
+    def mean(self) -> float:
+        """Nats a token."""
+        return self.total / max(self.tokens, 1)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.mean) if self.mean < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """What does not depend on the tokenizer."""
+        return self.total / math.log(2) / self.n_bytes if self.n_bytes else None
+
+
+class Evaluator:
+    """Runs ``model`` over rows, ``batch_size`` at a time; ``mesh`` is that of a sharded one."""
+
+    def __init__(self, model: Llama, *, batch_size: int = 8, mesh: Mesh | None = None):
+        self.model = model.eval()
+        self.batch_size = batch_size
+        self.device = next(model.parameters()).device
+        self.dp_rank, self.dp_size = (mesh.dp_rank, mesh.dp_size) if mesh else (0, 1)
+        self.counts = mesh is None or mesh.counts
+
+    @torch.no_grad()
+    def loss(self, batches: Iterable[Batch]) -> Loss:
+        """Of micro-batches as a loader gives them, of which each data-parallel rank brings its own and
+        equally many."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            moved = {name: None if x is None else x.to(self.device) for name, x in batch.items()}
+            labels = moved["labels"]
+            assert labels is not None
+            total = self.model(
+                moved["tokens"],
+                positions=moved.get("positions"),
+                documents=moved.get("documents"),
+                labels=labels,
+            )
+            sums += torch.stack((total.double(), (labels != IGNORED_LABEL).sum().double())) * self.counts
+        self._sum_over_ranks(sums)
+        return Loss(sums[0].item(), int(sums[1].item()))
+
+    def loss_of_rows(self, rows: Sequence[Row]) -> Loss:
+        """Of the continuations of all rows together."""
+        return self.loss(self._batch(rows, indices) for indices in self._shares(rows))
+
+    @torch.no_grad()
+    def scores(self, rows: Sequence[Row]) -> list[Score]:
+        """Of the continuation of each row."""
+        sums_R2 = torch.zeros(len(rows), 2, dtype=torch.float64, device=self.device)
+        for indices in self._shares(rows):
+            batch = self._batch(rows, indices)
+            tokens_BS, labels_BS = batch["tokens"], batch["labels"]
+            assert tokens_BS is not None and labels_BS is not None
+            if not indices:  # for the other ranks' sake
+                labels_BS[0, 0] = 0
+            row_N, column_N = (labels_BS != IGNORED_LABEL).nonzero(as_tuple=True)
+            labels_N = labels_BS[row_N, column_N].to(self.device)
+            place_N = (row_N * tokens_BS.shape[1] + column_N).to(self.device)
+            with _only(self.model, place_N):
+                logits_NV = self.model(tokens_BS.to(self.device))[0]
+            found_N2 = _scored(logits_NV, labels_N)
+            if indices:
+                of_rows_N = torch.tensor(indices)[row_N].to(self.device)
+                sums_R2.index_add_(0, of_rows_N, found_N2 * self.counts)
+        self._sum_over_ranks(sums_R2)
+        return [Score(log_likelihood, misses == 0) for log_likelihood, misses in sums_R2.tolist()]
+
+    def _shares(self, rows: Sequence[Row]) -> Iterator[list[int]]:
+        """This rank's rows, a batch at a time, the longest first; empty batches make up for what it has less
+        than others."""
+        lengths = [len(row.context) + len(row.continuation) for row in rows]
+        order = sorted(range(len(rows)), key=lambda index: -lengths[index])
+        batches = [order[first : first + self.batch_size] for first in range(0, len(order), self.batch_size)]
+        for first in range(0, len(batches), self.dp_size):
+            mine = first + self.dp_rank
+            yield batches[mine] if mine < len(batches) else []
+
+    def _batch(self, rows: Sequence[Row], indices: Sequence[int]) -> Batch:
+        """Rows filled up at their end, which no token before sees; without rows one that counts nothing."""
+        inputs = [[*rows[index].context, *rows[index].continuation[:-1]] for index in indices] or [[0]]
+        tokens_BS = torch.zeros(len(inputs), max(map(len, inputs)), dtype=torch.int64)
+        labels_BS = torch.full_like(tokens_BS, IGNORED_LABEL)
+        for row, ids in enumerate(inputs):
+            tokens_BS[row, : len(ids)] = torch.tensor(ids)
+        for row, index in enumerate(indices):
+            continuation = rows[index].continuation
+            assert rows[index].context and continuation, "there is something to predict, from something"
+            first = len(rows[index].context) - 1
+            labels_BS[row, first : first + len(continuation)] = torch.tensor([*continuation])
+        return {"tokens": tokens_BS, "labels": labels_BS}
+
+    def _sum_over_ranks(self, x: Tensor) -> None:
+        if dist.is_initialized():
+            dist.all_reduce(x)
+
+
+def _scored(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """(N, 2) fp64: the log-probability of each label, and 1 where another token is likelier."""
+    parts = []
+    pieces = zip(logits_NV.split(_SCORED_AT_ONCE), labels_N.split(_SCORED_AT_ONCE), strict=True)
+    for logits, labels in pieces:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(logits, labels, reduction="none")
+        parts.append(torch.stack((-loss.double(), (logits.argmax(-1) != labels).double()), dim=1))
+    return torch.cat(parts)
+
+
+@contextmanager
+def _only(model: Llama, place_N: Tensor) -> Iterator[None]:
+    """Logits of these places of all B·S alone, (1, N, V)."""
+
+    def pick(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return inputs[0].flatten(0, 1)[place_N][None], *inputs[1:]
+
+    assert model.output is not None
+    hook = model.output.register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def rolling_windows(
+    ids: Sequence[int], *, before: int, length: int, stride: int | None = None
+) -> Iterator[Row]:
+    """``ids`` in rows of at most ``length`` tokens of input, each token predicted once; the first from the
+    token ``before``. Rows after the first predict ``stride`` tokens, ``length`` for None."""
+    whole = [before, *ids]
+    first, last = 1, 1 + length
+    while first < len(whole):
+        last = min(last, len(whole))
+        yield Row(whole[max(0, last - 1 - length) : first], whole[first:last])
+        first, last = last, last + (stride or length)
+
+
+def first_token(tokenizer: Tokenizer) -> int:
+    """What comes before a text: BOS, else EOS.
+
+    Raises:
+        DataError: the tokenizer has neither.
+    """
+    found = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+    if found is None:
+        raise DataError(f"the tokenizer {tokenizer.path} has no BOS and no EOS for a text to begin with")
+    return found
+
+
+def documents(path: str, text_column: str = "text") -> Iterator[str]:
+    """The texts of files named as in ``training.dataset_path``: a .txt file is one, a line of JSON one.
+
+    Raises:
+        DataError: no such files, or one that cannot be read.
+    """
+    begun: list[str] = []
+    for piece in open_source("", path, text_column).pieces():
+        texts = piece.texts(text_column)
+        for index, text in enumerate(texts):
+            begun.append(text)
+            if index < len(texts) - 1 or piece.closes:
+                yield "".join(begun)
+                begun = []
+
+
+def text_loss(
+    evaluator: Evaluator,
+    tokenizer: Tokenizer,
+    texts: Iterable[str],
+    *,
+    length: int,
+    stride: int | None = None,
+) -> Loss:
+    """Of texts, each by itself, in windows of ``length`` tokens.
+
+    Raises:
+        DataError: there is no text.
+    """
+    rows: list[Row] = []
+    before, n_bytes = first_token(tokenizer), 0
+    for text in texts:
+        n_bytes += len(text.encode())
+        rows += rolling_windows(tokenizer.encode(text), before=before, length=length, stride=stride)
+    if not rows:
+        raise DataError("there is no text to evaluate")
+    found = evaluator.loss_of_rows(rows)
+    return Loss(found.total, found.tokens, n_bytes)

@@ -1,0 +1,166 @@
+"""Tasks of lm-eval on a model of ours: the adapter between its requests and ours. Needs the extra ``eval``.
+
+Texts become tokens as lm-eval's own adapter to transformers makes them: a context begins with BOS, and a
+continuation is what its tokens add to those of the context. There is one difference: a text that is scored
+as a whole begins with one BOS, where that adapter would have two for a tokenizer that adds BOS by itself.
+
+Every rank runs all of lm-eval alike and asks for all rows; the ranks share them where the model is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
+
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.errors import ConfigError, DataError, Problem
+from toolkit.evaluation import Evaluator, Row, first_token, rolling_windows
+from toolkit.generation.generator import Generator
+from toolkit.generation.sampling import Sampling
+from toolkit.wording import did_you_mean
+
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+DEFAULT_NEW_TOKENS = 256  # lm-eval's own
+
+
+class TaskModel(TemplateLM):
+    """What lm-eval calls a model. ``length`` is the longest input, at most the model's context."""
+
+    def __init__(self, evaluator: Evaluator, generator: Generator, tokenizer: Tokenizer, *, length: int):
+        super().__init__()
+        self._evaluator, self._generator, self._tokenizer = evaluator, generator, tokenizer
+        self._length = length
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.prefix_token_id if self._tokenizer.eos_id is None else self._tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return first_token(self._tokenizer)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._tokenizer.fingerprint
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids of a text, with BOS (where there is one) unless ``add_special_tokens`` is False."""
+        bos = self._tokenizer.bos_id is not None and add_special_tokens is not False
+        return self._tokenizer.encode(string, bos=bos)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        rows = [self._fitting(context, continuation) for _, context, continuation in requests]
+        return [(found.log_likelihood, found.greedy) for found in self._evaluator.scores(rows)]
+
+    def _fitting(self, context: list[int], continuation: list[int]) -> Row:
+        """The end of both that the model can take."""
+        continuation = continuation[-self._length :]
+        return Row(context[-(self._length + 1 - len(continuation)) :], continuation)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Of whole texts, in windows that do not overlap."""
+        before, rows, owners = self.prefix_token_id, [], []
+        for number, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            found = list(rolling_windows(ids, before=before, length=self._length))
+            rows += found
+            owners += [number] * len(found)
+        totals = [0.0] * len(requests)
+        for owner, score in zip(owners, self._evaluator.scores(rows), strict=True):
+            totals[owner] += score.log_likelihood
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What comes after each context, to the first of the texts that end it."""
+        made = [""] * len(requests)
+        asked = sorted(range(len(requests)), key=lambda number: repr(requests[number].args[1]))
+        for _, numbers in groupby(asked, key=lambda number: repr(requests[number].args[1])):
+            alike = list(numbers)
+            contexts = [requests[number].args[0] for number in alike]
+            texts = self._generate(contexts, requests[alike[0]].args[1])
+            for number, text in zip(alike, texts, strict=True):
+                made[number] = text
+        return made
+
+    def _generate(self, contexts: list[str], wishes: dict[str, Any]) -> list[str]:
+        wanted = normalize_gen_kwargs(wishes, DEFAULT_NEW_TOKENS)
+        until: list[str] = [text for text in wanted["until"] if text]
+        new_tokens = wanted["max_gen_toks"]
+        if new_tokens >= self._length:
+            raise DataError(
+                f"a task asks for {new_tokens} new tokens, and the model takes {self._length} in all\n"
+                f"  fix:  a smaller max_gen_toks in the task's generation_kwargs"
+            )
+        sampled = {name: wanted[name] for name in _SAMPLED if name in wanted} if wanted["do_sample"] else {}
+        room = self._length - new_tokens
+        prompts = [self.tok_encode(context)[-room:] for context in contexts]
+        # Prompts of like length beside one another: little of a batch is padding.
+        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+        made = self._generator.generate(
+            [prompts[number] for number in order],
+            max_new_tokens=new_tokens,
+            sampling=Sampling(**sampled),
+            stop_ids={self.eot_token_id},
+            stop=lambda _, tokens: self._ended(tokens, until),
+            batch_size=self._evaluator.batch_size,
+        )
+        texts = [""] * len(prompts)
+        for number, tokens in zip(order, made, strict=True):
+            text = self._tokenizer.decode(tokens, skip_special=True)
+            texts[number] = postprocess_generated_text(text, until, None)
+        return texts
+
+    def _ended(self, tokens: list[int], until: list[str]) -> bool:
+        """Whether one of ``until`` has come: in the last tokens, since the earlier ones were looked at."""
+        longest = max((len(text.encode()) for text in until), default=0)
+        tail = self._tokenizer.decode(tokens[-longest - 1 :]) if longest else ""
+        return any(text in tail for text in until)
+
+
+def run_tasks(
+    model: TaskModel,
+    names: Sequence[str],
+    *,
+    folder: str | None = None,
+    few_shot: int | None = None,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """lm-eval's results of the tasks called ``names``, its own or those in the YAML files of ``folder``;
+    ``limit`` takes so many examples of each.
+
+    Raises:
+        ConfigError: there is no such task.
+    """
+    manager = TaskManager(include_path=folder)
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        there = (
+            f"python -m lm_eval ls tasks lists those there are{'' if folder else '; --task-folder adds some'}"
+        )
+        raise ConfigError(
+            Problem(
+                "lm-eval has no such task",
+                did_you_mean(unknown[0], manager.all_tasks, there),
+                "--tasks",
+                unknown[0],
+            )
+        )
+    found = simple_evaluate(
+        model,
+        tasks=list(names),
+        num_fewshot=few_shot,
+        limit=limit,
+        task_manager=manager,
+        log_samples=False,
+        bootstrap_iters=1000,
+    )
+    assert found is not None, "a world of one, as lm-eval sees it, has the results"
+    return found

@@ -1,0 +1,128 @@
+"""The keys and values of tokens already seen, as the attention back end of a model that generates.
+
+The model's forward stays as it is: within :meth:`KVCache.attached` a forward is one of the *next* tokens of
+each row, whose keys and values are added to those kept, and whose queries see all of them. Rows are aligned
+at their end, so that all of them go on in the same column: a row shorter than the others begins with padding,
+which no token sees. Buffers are extended by half when they are full.
+
+Shapes: B rows, S new tokens, T columns, H heads, K key/value heads, G = H / K, E head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toolkit.models.llama.attention import sdpa
+from toolkit.models.llama.model import Llama, TransformerBlock
+
+
+@dataclass(frozen=True)
+class Window:
+    """The columns ``start`` to ``end`` of the new tokens, and what these may see: ``mask`` (B or 1, 1, S, T),
+    or None for all that is not after them."""
+
+    start: int
+    end: int
+    mask: Tensor | None
+
+
+class KVCache:
+    """Of rows that begin with ``padding`` columns each. ``capacity`` columns are reserved at first."""
+
+    def __init__(self, layers: int, padding: Sequence[int], capacity: int, device: torch.device):
+        self.backends = [_CachedAttention(self, len(padding), capacity) for _ in range(layers)]
+        self.length = 0
+        self.padding = torch.tensor(padding, device=device)
+        self.padded = any(padding)
+
+    def positions(self, count: int) -> Tensor:
+        """Positions of the next ``count`` tokens: (S,), or (B, S) where rows begin at different columns."""
+        columns = torch.arange(self.length, self.length + count, device=self.padding.device)
+        return (columns - self.padding[:, None]).clamp(min=0) if self.padded else columns
+
+    def advance(self, count: int) -> None:
+        """Keep what the last forward, of ``count`` tokens, has added."""
+        self.length += count
+
+    @contextmanager
+    def attached(self, model: Llama) -> Iterator[None]:
+        """Attention of ``model`` through this cache."""
+        attentions = [_block(block).attention for block in model.layers.values()]
+        plain, model.attention = model.attention, self.backends[0]
+        try:
+            for attention, backend in zip(attentions, self.backends, strict=True):
+                attention.backend = backend
+            yield
+        finally:
+            model.attention = plain
+            for attention in attentions:
+                attention.backend = plain
+
+    def window(self, length: int, device: torch.device) -> Window:
+        """The next ``length`` columns; each row is a document of its own."""
+        start, end = self.length, self.length + length
+        if not self.padded and (start == 0 or length == 1):
+            return Window(start, end, None)
+        queries_S = torch.arange(start, end, device=device)[:, None]
+        columns_T = torch.arange(end, device=device)
+        seen = columns_T <= queries_S
+        if self.padded:
+            # Padding sees itself, so that no row of the softmax is empty.
+            real = columns_T >= self.padding[:, None, None]
+            seen = (seen & real) | (columns_T == queries_S)
+        return Window(start, end, seen[:, None] if seen.ndim == 3 else seen[None, None])
+
+
+class _CachedAttention:
+    """One block's attention back end: adds the new keys and values to those it keeps and attends to all."""
+
+    def __init__(self, cache: KVCache, rows: int, capacity: int):
+        self.cache = cache
+        self.rows, self.capacity = rows, capacity
+        self.keys: Tensor | None = None  # (B, K, T, E), made when the first keys tell K, dtype and device
+        self.values: Tensor | None = None
+
+    def mask(
+        self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
+    ) -> Window:
+        assert documents_BS is None and first == 0, "a row is one document, and whole on this rank"
+        return self.cache.window(length, device)
+
+    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Window) -> Tensor:
+        k_BKTE, v_BKTE = self._reserve(mask.end, k_BSKE)
+        k_BKTE[:, :, mask.start : mask.end] = k_BSKE.transpose(1, 2)
+        v_BKTE[:, :, mask.start : mask.end] = v_BSKE.transpose(1, 2)
+        if mask.start == 0:
+            return sdpa(q_BSHE, k_BSKE, v_BSKE, mask.mask)
+        k_BKTE, v_BKTE = k_BKTE[:, :, : mask.end], v_BKTE[:, :, : mask.end]
+        if q_BSHE.shape[1] == 1:
+            return _attend_one(q_BSHE, k_BKTE, v_BKTE, mask.mask)
+        return sdpa(q_BSHE, k_BKTE.transpose(1, 2), v_BKTE.transpose(1, 2), mask.mask)
+
+    def _reserve(self, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The buffers, with at least ``end`` columns."""
+        if self.keys is None or self.values is None:
+            shape = (self.rows, like.shape[2], max(self.capacity, end), like.shape[3])
+            self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
+        elif end > self.keys.shape[2]:
+            more = max(end, self.keys.shape[2] * 3 // 2) - self.keys.shape[2]
+            self.keys, self.values = (F.pad(x, (0, 0, 0, more)) for x in (self.keys, self.values))
+        return self.keys, self.values
+
+
+def _attend_one(q_B1HE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of one new token a row to all of its row. Heads that share keys count as queries of one head,
+    so that shared keys are read once and any kernel takes them."""
+    q_BKGE = q_B1HE.squeeze(1).unflatten(1, (k_BKTE.shape[1], -1))
+    return F.scaled_dot_product_attention(q_BKGE, k_BKTE, v_BKTE, attn_mask=mask).flatten(1, 2)[:, None]
+
+
+def _block(module: torch.nn.Module) -> TransformerBlock:
+    assert isinstance(module, TransformerBlock)
+    return module

@@ -1,0 +1,197 @@
+"""The loop: one forward of the prompts, then one of each new token, until all rows have stopped.
+
+In one process or on all ranks of a sharded model, which make the same calls with the same arguments: each
+computes whole rows, and rank 0 says which tokens were chosen, so that no rounding can part them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit.errors import DataError
+from toolkit.generation.cache import KVCache
+from toolkit.generation.sampling import Draws, Sampling, draw, processed
+from toolkit.models.llama.model import Llama
+
+FIRST_RESERVED = 256
+"""New tokens for which the cache has room from the start; it grows with what comes."""
+
+Stop = Callable[[int, list[int]], bool]
+"""Whether the prompt of this number ends, of which these tokens have been made; the same on every rank."""
+
+
+class Generator:
+    """Generates with ``model``, which stays as it is; ``group`` are the ranks of a sharded one."""
+
+    def __init__(self, model: Llama, *, group: dist.ProcessGroup | None = None):
+        self.model = model
+        self.group = group
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        stop_ids: Collection[int] = (),
+        stop: Stop | None = None,
+        batch_size: int | None = None,
+    ) -> list[list[int]]:
+        """The tokens after each prompt, ``batch_size`` prompts at a time (None: all); see :meth:`stream`."""
+        texts: list[list[int]] = [[] for _ in prompts]
+        size = batch_size or max(1, len(prompts))
+        for first in range(0, len(prompts), size):
+            steps = self.stream(
+                prompts[first : first + size],
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                stop_ids=stop_ids,
+                stop=stop,
+                number=first,
+            )
+            for tokens in steps:
+                for row, token in enumerate(tokens):
+                    if token is not None:
+                        texts[first + row].append(token)
+        return texts
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        stop_ids: Collection[int] = (),
+        stop: Stop | None = None,
+        number: int = 0,
+    ) -> Iterator[list[int | None]]:
+        """Each step's token of every prompt, None for those that have ended, until all have.
+
+        A prompt ends with a token of ``stop_ids``, which is handed out; where ``stop`` says so; after
+        ``max_new_tokens``; or when the model's context is full. ``number`` is that of the first prompt, on
+        which what is drawn depends.
+
+        Raises:
+            DataError: a prompt is empty, leaves no room in the context or has ids outside the vocabulary.
+        """
+        self._check(prompts, number)
+        sampling = sampling or Sampling()
+        longest = max(map(len, prompts), default=0)
+        steps = min(max_new_tokens, self.model.args.max_seq_len - longest)
+        if not prompts or steps <= 0:
+            return
+        state = _Batch(self.model, prompts, longest + min(steps, FIRST_RESERVED))
+        chooser = _Chooser(sampling, prompts, number, self.model.args.vocab_size, self.group)
+        made: list[list[int]] = [[] for _ in prompts]
+        running = set(range(len(prompts)))
+        tokens_BS = state.prompts
+        for step in range(steps):
+            tokens_B = chooser.choose(state.logits(tokens_BS))
+            tokens: list[int | None] = list(tokens_B.tolist())
+            for row in range(len(prompts)):
+                token = tokens[row]
+                if row not in running or token is None:
+                    tokens[row] = None
+                    continue
+                made[row].append(token)
+                if token in stop_ids or (stop is not None and stop(number + row, made[row])):
+                    running.remove(row)
+            yield tokens
+            if not running or step == steps - 1:
+                return
+            tokens_BS = tokens_B[:, None]
+
+    def _check(self, prompts: Sequence[Sequence[int]], number: int) -> None:
+        args = self.model.args
+        for index, prompt in enumerate(prompts, start=number):
+            if not prompt:
+                raise DataError(
+                    f"prompt {index} has no tokens: generation starts from at least one, as BOS is"
+                )
+            if len(prompt) >= args.max_seq_len:
+                raise DataError(
+                    f"prompt {index} has {len(prompt):,} tokens, and the context of the model is "
+                    f"{args.max_seq_len:,}: shorten it to leave room for new ones"
+                )
+            if wrong := [token for token in prompt if not 0 <= token < args.vocab_size]:
+                raise DataError(
+                    f"prompt {index} has the token id {wrong[0]}, and the vocabulary of the model has "
+                    f"{args.vocab_size:,} entries; is this the tokenizer the model was trained with?"
+                )
+
+
+class _Batch:
+    """Prompts aligned at their end, and what the model has seen of them."""
+
+    def __init__(self, model: Llama, prompts: Sequence[Sequence[int]], capacity: int):
+        self.model = model
+        device = next(model.parameters()).device
+        longest = max(map(len, prompts))
+        padding = [longest - len(prompt) for prompt in prompts]
+        rows = [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
+        self.prompts = torch.tensor(rows, device=device)
+        self.cache = KVCache(len(model.layers), padding, capacity, device)
+
+    @torch.no_grad()
+    def logits(self, tokens_BS: Tensor) -> Tensor:
+        """Logits (B, V) after these, the next tokens of each row."""
+        count = tokens_BS.shape[1]
+        with self.cache.attached(self.model), _last_position(self.model):
+            logits_B1V = self.model(tokens_BS, positions=self.cache.positions(count))
+        self.cache.advance(count)
+        return logits_B1V[:, -1]
+
+
+@contextmanager
+def _last_position(model: Llama) -> Iterator[None]:
+    """The head computes the logits of the last token alone."""
+
+    def last(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return inputs[0][:, -1:], *inputs[1:]
+
+    assert model.output is not None
+    hook = model.output.register_forward_pre_hook(last)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+class _Chooser:
+    """Tokens from logits, alike on every rank."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompts: Sequence[Sequence[int]],
+        number: int,
+        vocab_size: int,
+        group: dist.ProcessGroup | None,
+    ):
+        self.sampling = sampling
+        self.group = group
+        self.draws = None if sampling.greedy else Draws(sampling.seed, range(number, number + len(prompts)))
+        self.seen_BV: Tensor | None = None
+        if sampling.repetition_penalty != 1:
+            self.seen_BV = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
+            for seen_V, prompt in zip(self.seen_BV, prompts, strict=True):
+                seen_V[list(prompt)] = True
+
+    @torch.no_grad()
+    def choose(self, logits_BV: Tensor) -> Tensor:
+        """The next token (B,) of each row."""
+        if self.seen_BV is not None:
+            self.seen_BV = self.seen_BV.to(logits_BV.device)
+        logits_BV = processed(logits_BV, self.sampling, self.seen_BV)
+        tokens_B = logits_BV.argmax(-1) if self.draws is None else draw(logits_BV, self.draws.next())
+        if self.group is not None:
+            dist.broadcast(tokens_B, group=self.group, group_src=0)
+        if self.seen_BV is not None:
+            self.seen_BV.scatter_(1, tokens_B[:, None], True)
+        return tokens_B

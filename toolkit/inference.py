@@ -1,0 +1,148 @@
+"""A model to use, from weights of any format: for generation, chat and evaluation.
+
+In one process the model is a plain module. Over the ranks of a process group it is sharded: split by heads
+and features among ``tp`` of them, whose hidden states are whole (:func:`apply_tensor_parallel` without
+``split_sequence``), and by FSDP among the rest. Each rank reads its shards only.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from toolkit import hardware
+from toolkit.data.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.tokenizer_files import CANDIDATES
+from toolkit.errors import ConfigError, DataError, Problem
+from toolkit.generation.generator import Generator
+from toolkit.models.llama.model import Llama
+from toolkit.models.llama.presets import LlamaArgs
+from toolkit.models.llama.sharding import fsdp_units, tensor_plan
+from toolkit.parallel.mesh import Mesh, build_mesh
+from toolkit.sources import CheckpointWeights, open_source
+from toolkit.weights.load import load_weights, open_alike
+from toolkit.weights.source import Source
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """``mesh`` is None for a model in one process, ``tokenizer`` where none was found."""
+
+    model: Llama
+    args: LlamaArgs
+    tokenizer: Tokenizer | None
+    mesh: Mesh | None
+
+    def generator(self) -> Generator:
+        """Generates with this model, on all its ranks alike."""
+        return Generator(self.model, group=dist.group.WORLD if self.mesh else None)
+
+
+def load_model(
+    path: Path | str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    tp: int = 1,
+    tokenizer_path: Path | str | None = None,
+    verify: bool = True,
+) -> Loaded:
+    """The model at ``path``, in any form that :func:`toolkit.sources.open_source` opens, with parameters of
+    ``dtype`` and without gradients.
+
+    Sharded over all ranks where there is a process group. With ``verify`` a checkpoint is compared with its
+    hashes. The tokenizer is that at ``tokenizer_path``, else the one beside the weights, else the one that
+    the checkpoint was trained with.
+
+    Raises:
+        ConfigError: ``tp`` does not divide the ranks, or a dimension of the model.
+        DataError, CheckpointError: weights or tokenizer cannot be used.
+    """
+    source = open_alike(lambda: open_source(path, verify=verify))
+    assert source is not None
+    mesh = _mesh(device, source.args, tp)
+    with torch.device("meta"):
+        model = Llama(source.args)
+    model.to(dtype)
+    if mesh is not None:
+        _shard(model, mesh, dtype)
+    model.to_empty(device=device).requires_grad_(False)
+    load_weights(source, dict(model.named_parameters()))
+    return Loaded(model.eval(), source.args, _tokenizer(source, tokenizer_path), mesh)
+
+
+def native_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device multiplies it natively, else float32."""
+    if device.type == "cuda":
+        native = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        native = hardware.cpu_multiplies_bf16()
+    return torch.bfloat16 if native else torch.float32
+
+
+def _mesh(device: torch.device, args: LlamaArgs, tp: int) -> Mesh | None:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks % tp:
+        rule = f"the {ranks} ranks of this start must divide by it"
+        raise ConfigError(Problem(rule, "start a multiple of tp ranks, with torchrun", "tp", tp))
+    split = {"n_heads": args.n_heads, "n_kv_heads": args.n_kv_heads, "ffn_dim": args.ffn_dim}
+    for name, size in {**split, "vocab_size": args.vocab_size}.items():
+        if size % tp:
+            rule = f"the model's {name}, {size}, must divide by it"
+            raise ConfigError(Problem(rule, "take a smaller tp; FSDP shards over the other ranks", "tp", tp))
+    return build_mesh(device, dp_shard=ranks // tp, tp=tp) if ranks > 1 else None
+
+
+def _shard(model: Llama, mesh: Mesh, dtype: torch.dtype) -> None:
+    if mesh.tp:
+        from toolkit.parallel.tensor import apply_tensor_parallel
+
+        apply_tensor_parallel(model, tensor_plan(loss_parallel=True), mesh.tp, split_sequence=False)
+    if mesh.dp_size > 1:
+        from toolkit.parallel.fsdp import Sharding, apply_fsdp
+
+        how = Sharding(param_dtype=dtype, reduce_dtype=dtype, reshard_after_forward="always")
+        apply_fsdp(model, fsdp_units(model), mesh.fsdp, how)
+
+
+def _tokenizer(source: Source, given: Path | str | None) -> Tokenizer | None:
+    if given is not None:
+        return load_tokenizer(given)
+    folders = [source.place, source.place.parent]  # Meta keeps one beside the folders of its sizes
+    if isinstance(source, CheckpointWeights):
+        folders = _trained_with(source)
+    found = next((folder for folder in folders if _has_tokenizer(folder)), None)
+    return None if found is None else load_tokenizer(found)
+
+
+def _trained_with(source: CheckpointWeights) -> list[Path]:
+    """Where the configuration in the manifest has the tokenizer; relative paths start where we are."""
+    model = tomllib.loads(source.run.get("config", "")).get("model", {})
+    named: Iterable[str | None] = (model.get("tokenizer_path"), model.get("hf_assets_path"))
+    return [Path(name).expanduser() for name in named if name]
+
+
+def _has_tokenizer(place: Path) -> bool:
+    return place.is_file() or any((place / name).is_file() for name in CANDIDATES)
+
+
+def needed_tokenizer(loaded: Loaded) -> Tokenizer:
+    """The tokenizer of ``loaded``.
+
+    Raises:
+        DataError: there is none, or it has more entries than the model.
+    """
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        raise DataError("no tokenizer lies beside the weights: name its folder or file with --tokenizer")
+    if tokenizer.n_words > loaded.args.vocab_size:
+        raise DataError(
+            f"the tokenizer {tokenizer.path} has {tokenizer.n_words:,} entries and the model "
+            f"{loaded.args.vocab_size:,}: name the one it was trained with, with --tokenizer"
+        )
+    return tokenizer

@@ -1,0 +1,152 @@
+"""Rules about weights from and for Hugging Face, as far as config.json and the headers of files tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from toolkit.data.tokenizer_files import vocabulary_size
+from toolkit.errors import DataError, Problem
+from toolkit.models.llama.presets import PRESETS, LlamaArgs, parameter_shapes
+from toolkit.preflight.facts import Run, rule
+from toolkit.preflight.weight_folders import instead_of_hugging_face
+from toolkit.weights import hf_config
+from toolkit.weights.hf_names import from_hf, to_hf
+from toolkit.weights.safetensors_header import folder_entries
+from toolkit.wording import first_few
+
+_SHOWN = 4
+_CHANGEABLE = {"norm_eps": "norm_eps", "rope_theta": "rope_theta", "rope_scaling": "rope_scaling_factor"}
+"""Fields that change no shape, and the keys of model.* by which a user may change them on purpose."""
+
+
+@rule()
+def weights_options_act(run: Run) -> list[Problem]:
+    """What is asked of weights from or for Hugging Face goes together."""
+    options, problems = run.config.checkpoint, []
+    if options.initial_load_in_hf and not options.initial_load_model_only:
+        rule = "a Hugging Face folder has only weights, no optimizer, step and data position"
+        fix = "set checkpoint.initial_load_model_only = true"
+        problems.append(run.problem("checkpoint.initial_load_model_only", rule, fix))
+    if options.initial_load_in_hf and "model" in options.exclude_from_loading:
+        rule = "a Hugging Face folder has nothing beside the model"
+        fix = "leave model out of it, or set checkpoint.initial_load_in_hf = false"
+        problems.append(run.problem("checkpoint.exclude_from_loading", rule, fix))
+    if options.initial_load_broadcast and not options.initial_load_in_hf:
+        rule = "is for a Hugging Face folder, and checkpoint.initial_load_in_hf is false"
+        fix = "leave it out: of a checkpoint of ours each rank reads its part"
+        problems.append(run.problem("checkpoint.initial_load_broadcast", rule, fix))
+    every = options.hf_export_interval
+    if every and every % options.interval:
+        rule = f"must be a multiple of checkpoint.interval, which is {options.interval}: it comes from a save"
+        near = options.interval * -(-every // options.interval)
+        problems.append(run.problem("checkpoint.hf_export_interval", rule, f"the nearest is {near}"))
+    for key in ("last_save_in_hf", "hf_export_interval"):
+        if options.load_only and getattr(options, key):
+            rule = "is written from a save, and checkpoint.load_only saves nothing"
+            problems.append(run.problem(f"checkpoint.{key}", rule, "leave one of them out"))
+    return problems
+
+
+@rule()
+def weights_are_of_this_model(run: Run) -> list[Problem]:
+    """The model that is named is the one whose weights are to be loaded."""
+    if run.weights is None or run.model is None:
+        return []
+    try:
+        theirs = hf_config.args_of(run.weights)
+    except DataError:
+        return []  # of which weights_readable tells
+    changed = [name for name, key in _CHANGEABLE.items() if run.config.value(f"model.{key}") is not None]
+    differing = [
+        field.name
+        for field in fields(LlamaArgs)
+        if field.name not in {"max_seq_len", *changed}
+        and getattr(theirs, field.name) != getattr(run.model, field.name)
+    ]
+    if not differing:
+        return []
+    said = ", ".join(
+        f"{name} {getattr(theirs, name)} (this model: {getattr(run.model, name)})" for name in differing
+    )
+    fix = "leave out model.name, model.flavor and these model.* keys: the model is then that of config.json"
+    for_name = next(_presets_like(theirs), "")
+    if for_name:
+        fix += f"; by name it is {for_name}"
+    if differing == ["vocab_size"]:
+        fix = (
+            f"set model.vocab_size = {theirs.vocab_size}, or resize the embedding first: "
+            f"python -m tools.convert_weights hf-to-dcp {run.weights} OUT --vocab-size {run.model.vocab_size}"
+        )
+    rule = f"{run.weights / hf_config.CONFIG} has {said}, which {run.model_named} does not fit"
+    return [run.problem(_weights_key(run), rule, fix)]
+
+
+@rule(DataError)
+def weights_readable(run: Run) -> list[Problem]:
+    """The folder is there and whole, and its tensors have the shapes that its config.json says."""
+    if run.weights is None:
+        return []
+    key, options = _weights_key(run), run.config.checkpoint
+    if not run.weights.exists() and (options.initial_load_broadcast or key == _tokenizer_key(run)):
+        return []  # rank 0's node may have it; or the tokenizer is missed there too, and said to be
+    wrong = instead_of_hugging_face(run.weights, run.config.value(key))
+    if wrong:
+        return [run.problem(key, *wrong)]
+    try:
+        theirs = hf_config.args_of(run.weights)
+        entries = folder_entries(run.weights)
+    except DataError as error:
+        said, _, fix = str(error).partition("\n  fix:  ")
+        return [run.problem(key, said, fix or "take a folder of a Llama's safetensors that is whole")]
+    found = {name: entry.shape for name, entry in entries.items() if from_hf(name) is not None}
+    if theirs.tie_embeddings:
+        found.pop(to_hf("output.weight"), None)
+    said = "; ".join(_differences(found, {to_hf(n): shape for n, shape in parameter_shapes(theirs).items()}))
+    rule = f"the files in {run.weights} are not of the model of its {hf_config.CONFIG}: {said}"
+    return [run.problem(key, rule, "take files and config.json of the same model")] if said else []
+
+
+@rule()
+def tokenizer_is_of_weights(run: Run) -> list[Problem]:
+    """Weights that were trained on a tokenizer go on with no smaller one: most likely it is another."""
+    if run.weights is None or run.vocabulary is None or _tokenizer_key(run) == _weights_key(run):
+        return []
+    try:
+        theirs = vocabulary_size(run.weights)
+    except DataError:
+        return []  # the folder brings none
+    if run.vocabulary >= theirs:
+        return []
+    rule = f"its tokenizer has {run.vocabulary} tokens, that of the weights in {run.weights} has {theirs}"
+    return [run.problem(_tokenizer_key(run), rule, f'set it to "{run.weights}"')]
+
+
+def _weights_key(run: Run) -> str:
+    path = run.config.checkpoint.initial_load_path
+    return "checkpoint.initial_load_path" if path else "model.hf_assets_path"
+
+
+def _tokenizer_key(run: Run) -> str:
+    return "model.tokenizer_path" if run.config.model.tokenizer_path else "model.hf_assets_path"
+
+
+def _presets_like(args: LlamaArgs) -> Iterator[str]:
+    for name, flavors in PRESETS.items():
+        yield from (
+            f'model.name = "{name}", model.flavor = "{flavor}"'
+            for flavor, preset in flavors.items()
+            if preset == args
+        )
+
+
+def _differences(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    missing = [name for name in expected if name not in found]
+    extra = [name for name in found if name not in expected]
+    other = [
+        f"{name} {found[name]} where {shape} is due"
+        for name, shape in expected.items()
+        if found.get(name, shape) != shape
+    ]
+    named = {"missing": missing, "too many": extra, "misshapen": other}
+    yield from (f"{what}: {first_few(names, _SHOWN)}" for what, names in named.items() if names)

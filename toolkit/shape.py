@@ -1,0 +1,71 @@
+"""Which model a configuration means: a preset by name, or what config.json of a folder says. No torch.
+
+``model.name`` and ``model.flavor`` name a preset. Where neither is set, the architecture is that of the
+Hugging Face folder that the run starts from (``checkpoint.initial_load_in_hf``), else of the config.json in
+``model.hf_assets_path`` if there is one, else llama3 debugmodel. The keys ``model.*`` change either.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from toolkit.config import Config
+from toolkit.models.llama.presets import LlamaArgs, changed, resolve
+from toolkit.weights import hf_config
+
+_NAME, _FLAVOR = "llama3", "debugmodel"
+
+
+def model_args(config: Config, *, tokenizer_vocab: int | None) -> LlamaArgs:
+    """The shape of the model; a debugmodel has the vocabulary ``tokenizer_vocab``.
+
+    Raises:
+        ConfigError: the preset does not exist, or values of ``model.*`` contradict one another.
+        DataError: the config.json is not of a Llama.
+    """
+    model = config.model
+    folder = config_folder(config)
+    if folder is not None:
+        return changed(hf_config.args_of(folder), **model.overrides())
+    name, flavor = model.name or _NAME, model.flavor or _FLAVOR
+    return resolve(name, flavor, tokenizer_vocab=tokenizer_vocab, **model.overrides())
+
+
+def model_named(config: Config) -> str:
+    """What to call the model: "llama3.1 8B", or the config.json that describes it."""
+    folder = config_folder(config)
+    if folder is not None:
+        return str(folder / hf_config.CONFIG)
+    return f"{config.model.name or _NAME} {config.model.flavor or _FLAVOR}"
+
+
+def architecture_key(config: Config) -> str:
+    """The key that says what the model is: that of a folder with a config.json, or model.flavor."""
+    model, options = config.model, config.checkpoint
+    if model.name is not None or model.flavor is not None:
+        return "model.flavor"
+    # What rank 0 alone sees cannot tell the other nodes their model.
+    if options.initial_load_in_hf and options.initial_load_path and not options.initial_load_broadcast:
+        return "checkpoint.initial_load_path"
+    wanted = options.initial_load_in_hf and not options.initial_load_path
+    has_config = (_local(model.hf_assets_path) / hf_config.CONFIG).is_file()
+    return "model.hf_assets_path" if wanted or has_config else "model.flavor"
+
+
+def config_folder(config: Config) -> Path | None:
+    """The folder whose config.json is the architecture; None where a preset is."""
+    key = architecture_key(config)
+    return None if key == "model.flavor" else _local(config.value(key))
+
+
+def weights_folder(config: Config) -> Path | None:
+    """The Hugging Face folder whose weights a new run takes; None where it takes none."""
+    options = config.checkpoint
+    if not options.enable or not options.initial_load_in_hf:
+        return None
+    return _local(options.initial_load_path or config.model.hf_assets_path)
+
+
+def _local(path: str) -> Path:
+    return Path(os.path.expanduser(path))

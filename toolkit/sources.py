@@ -1,0 +1,147 @@
+"""Opens weights on disk, whatever the format: a Hugging Face folder, a Meta folder, or a checkpoint.
+
+A checkpoint is a step-N folder; a folder of such, or a run's, stands for its newest. Where a folder holds
+two formats, as some downloads do, Hugging Face's counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from toolkit.checkpoint.manifest import MANIFEST, committed_steps, step_folder
+from toolkit.checkpoint.reading import open_checkpoint, pieces
+from toolkit.checkpoint.storage import tensors_of
+from toolkit.errors import CheckpointError, DataError
+from toolkit.models.llama.presets import LlamaArgs, RopeScaling
+from toolkit.weights.meta_folder import MetaFolder
+from toolkit.weights.regions import Place, new_output, read_region, whole
+from toolkit.weights.safetensors_folder import SafetensorsFolder
+from toolkit.weights.source import Region, Source, Stored
+
+MODEL_PREFIX = "model."
+"""What the names of a model's tensors begin with in a checkpoint."""
+
+_NEEDED = """it must be one of
+    a Hugging Face folder: config.json and model.safetensors, or shards with model.safetensors.index.json
+    a Meta folder: params.json and consolidated.00.pth, consolidated.01.pth …
+    a checkpoint of this toolkit: a step-N folder, or a folder of such"""
+
+
+class CheckpointWeights:
+    """The model in a checkpoint, as a :class:`~toolkit.weights.source.Source`: pieces that ranks have saved,
+    joined region by region.
+
+    ``metadata`` is the vetted index of the tensors, ``run`` what the manifest tells of the run.
+
+    Raises:
+        CheckpointError: the manifest does not tell the model's shape.
+    """
+
+    def __init__(self, folder: Path, metadata: Metadata, run: Mapping[str, Any]):
+        self.place = folder
+        self.run = run
+        self.args = _args(folder, run.get("model"))
+        self.tensors: Mapping[str, Stored] = {
+            name.removeprefix(MODEL_PREFIX): Stored(tuple(entry.size), entry.properties.dtype)
+            for name, entry in tensors_of(metadata).items()
+            if name.startswith(MODEL_PREFIX)
+        }
+        self._pieces = cache(lambda name: pieces(folder, metadata, MODEL_PREFIX + name))
+
+    def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
+        """See :meth:`toolkit.weights.source.Source.read`."""
+        shape, dtype = self.tensors[name].shape, self.tensors[name].dtype
+        region = whole(shape) if region is None else region
+        out = new_output(shape, dtype, region, out)
+        for piece in self._pieces(name):
+            bounds = [
+                (max(cut.start, start), min(cut.stop, start + size))
+                for cut, start, size in zip(region, piece.offsets, piece.shape, strict=True)
+            ]
+            if any(start >= stop for start, stop in bounds):
+                continue
+            inside = [slice(a - o, b - o) for (a, b), o in zip(bounds, piece.offsets, strict=True)]
+            target = out[
+                tuple(slice(a - c.start, b - c.start) for (a, b), c in zip(bounds, region, strict=True))
+            ]
+            part = target if target.is_contiguous() else torch.empty(target.shape, dtype=dtype)
+            read_region(Place(piece.file, piece.begin, piece.shape, dtype), inside, part)
+            if part is not target:
+                target.copy_(part)
+        return out
+
+
+def _args(folder: Path, shape: Any) -> LlamaArgs:
+    try:
+        scaling = shape["rope_scaling"]
+        return LlamaArgs(**(shape | {"rope_scaling": scaling and RopeScaling(**scaling)}))
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"the manifest of {folder} does not tell the shape of a Llama: {type(error).__name__}: {error}"
+        ) from None
+
+
+def open_source(path: Path | str, *, verify: bool = True) -> Source:
+    """The weights at ``path``, of which only headers are read; with ``verify`` a checkpoint is hashed too.
+
+    Raises:
+        DataError, CheckpointError: there are none, or their headers, config or manifest are unusable.
+    """
+    folder = Path(path).expanduser()
+    step = find_checkpoint(folder)
+    if step is not None:
+        manifest, metadata = open_checkpoint(step, verify=verify)
+        return CheckpointWeights(step, metadata, manifest["run"])
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise DataError(f"{folder} {what}; {_NEEDED}{_hub_hint(path)}")
+    if _holds(folder, "*.safetensors", "*.safetensors.index.json"):
+        return SafetensorsFolder(folder)
+    if _holds(folder, "consolidated.*.pth"):
+        return MetaFolder(folder)
+    lacking = "no weights"
+    if _holds(folder, "config.json", "params.json"):
+        lacking = "a config but no weights"
+    if _holds(folder, "pytorch_model*.bin"):
+        lacking = "weights in pytorch_model.bin only: save the model as safetensors with transformers;"
+    raise DataError(f"{folder} holds {lacking}; {_NEEDED}")
+
+
+def find_checkpoint(folder: Path) -> Path | None:
+    """The step-N that ``folder`` is or stands for; None where it has nothing of a checkpoint.
+
+    Raises:
+        CheckpointError: steps are there, and none was committed.
+    """
+    if (folder / MANIFEST).is_file() or (folder.name.startswith("step-") and (folder / ".metadata").exists()):
+        return folder
+    for candidate in (folder, folder / "checkpoint"):
+        if steps := committed_steps(candidate):
+            return step_folder(candidate, steps[-1])
+    if _holds(folder, "step-*/.metadata"):
+        raise CheckpointError(f"{folder} has step-N folders, but no checkpoint that was committed")
+    return None
+
+
+def _holds(folder: Path, *patterns: str) -> bool:
+    return any(next(folder.glob(pattern), None) for pattern in patterns)
+
+
+def _hub_hint(path: Path | str) -> str:
+    """What to do with the id of a model on the Hub."""
+    name = os.fspath(path)
+    if name.count("/") != 1 or name.startswith(("/", ".", "~")):
+        return ""
+    folder = name.partition("/")[2]
+    return (
+        f"\n  fix:  if it is a model of the Hugging Face Hub: hf download {name} --local-dir {folder}, then "
+        f"name {folder}; a gated one, as Meta's, needs its licence accepted there and hf auth login"
+    )

@@ -1,0 +1,180 @@
+"""A Meta folder as a source of weights: params.json and consolidated.NN.pth, the parts of tensor parallelism.
+
+Each part has a slice of every matrix, by rows or by columns, and all of the norms. The parts are joined
+region by region as they are read. Their pickles are loaded by torch's ``weights_only``, onto the meta device:
+that reads names, shapes and places, and no weight.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import DataError
+from toolkit.models.llama.presets import LlamaArgs
+from toolkit.weights import meta_params
+from toolkit.weights.regions import BUFFER_BYTES, Place, new_output, read_region, whole
+from toolkit.weights.source import Region, Stored, without_tied_head
+from toolkit.wording import first_few
+
+_EMBEDDING = "tok_embeddings.weight"
+_NO_WEIGHT = "rope.freqs"
+_BY_ROWS = ("wq.weight", "wk.weight", "wv.weight", "w1.weight", "w3.weight", "output.weight")
+_BY_COLUMNS = ("wo.weight", "w2.weight")
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A tensor in ``pieces``, one after the other along ``axis``."""
+
+    pieces: Sequence[Place]
+    axis: int
+
+    @property
+    def stored(self) -> Stored:
+        shape = list(self.pieces[0].shape)
+        if len(self.pieces) > 1:
+            shape[self.axis] = sum(piece.shape[self.axis] for piece in self.pieces)
+        return Stored(tuple(shape), self.pieces[0].dtype)
+
+
+class MetaFolder:
+    """See :class:`toolkit.weights.source.Source`. Any number of parts.
+
+    Where there are more parts than key/value heads, as in the 405B of 16 parts, neighbours hold the same
+    head, and one of them counts.
+
+    Raises:
+        DataError: the folder is not there, is of another model, or is damaged.
+    """
+
+    def __init__(self, place: Path):
+        self.place = place
+        parts = [_read_part(path) for path in _part_files(place)]
+        _check_alike(place, parts)
+        first = parts[0]
+        if _EMBEDDING not in first or "norm.weight" not in first:
+            raise DataError(f"{place} is not of a Llama: {_EMBEDDING} or norm.weight is missing")
+        by_rows = first[_EMBEDDING].shape[-1:] == first["norm.weight"].shape  # Llama 3, or a single part
+        embedding = _Joined([part[_EMBEDDING] for part in parts], 0 if by_rows else 1)
+        self.args = meta_params.args_of(place, vocab_size=embedding.stored.shape[0])
+        joined = {name: _join(name, [part[name] for part in parts], self.args) for name in first}
+        self._joined = joined | {_EMBEDDING: embedding}
+        self._refuse_misfits()
+        self.tensors: Mapping[str, Stored] = without_tied_head(
+            self, {name: joined.stored for name, joined in self._joined.items()}
+        )
+
+    def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
+        joined = self._joined[name]
+        shape, dtype = joined.stored.shape, joined.stored.dtype
+        region = whole(shape) if region is None else region
+        out = new_output(shape, dtype, region, out)
+        if len(joined.pieces) == 1:
+            read_region(joined.pieces[0], region, out)
+            return out
+        axis, end = joined.axis, 0
+        for piece in joined.pieces:
+            begin, end = end, end + piece.shape[axis]
+            start, stop = max(begin, region[axis].start), min(end, region[axis].stop)
+            if start < stop:
+                within = list(region)
+                within[axis] = slice(start - begin, stop - begin)
+                _read_piece(piece, within, out.narrow(axis, start - region[axis].start, stop - start))
+        return out
+
+    def _refuse_misfits(self) -> None:
+        """What cannot be joined: slices of several dtypes, or of other sizes across the cut."""
+        wrong = []
+        for name, joined in self._joined.items():
+            across = {(piece.dtype, _without(piece.shape, joined.axis)) for piece in joined.pieces}
+            if len(across) > 1:
+                wrong.append(f"{name}: {', '.join(str(piece.shape) for piece in joined.pieces)}")
+        if wrong:
+            raise DataError(f"the parts in {self.place} do not fit one another: {first_few(wrong, _SHOWN)}")
+
+
+def _read_piece(piece: Place, region: Region, out: Tensor) -> None:
+    """``read_region`` into a view that need not be contiguous, by a buffer of rows."""
+    if out.is_contiguous():
+        read_region(piece, region, out)
+        return
+    rows, width = region[0], out.shape[1]
+    step = max(1, BUFFER_BYTES // (width * piece.dtype.itemsize))
+    buffer = torch.empty((min(step, len(out)), width), dtype=piece.dtype)
+    for start in range(0, len(out), step):
+        block = buffer[: min(step, len(out) - start)]
+        read_region(piece, (slice(rows.start + start, rows.start + start + len(block)), region[1]), block)
+        out[start : start + len(block)].copy_(block)
+
+
+def _join(name: str, pieces: list[Place], args: LlamaArgs) -> _Joined:
+    if name.endswith(_BY_COLUMNS):
+        return _Joined(pieces, 1)
+    if not name.endswith(_BY_ROWS):
+        return _Joined(pieces[:1], 0)
+    if name.endswith(("wk.weight", "wv.weight")):
+        copies = len(pieces) * pieces[0].shape[0] // (args.n_kv_heads * args.head_dim)
+        pieces = pieces[:: max(1, copies)]
+    return _Joined(pieces, 0)
+
+
+def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return shape[:axis] + shape[axis + 1 :]
+
+
+def _part_files(folder: Path) -> list[Path]:
+    """consolidated.00.pth, consolidated.01.pth …, of which none may be missing."""
+    found = sorted(folder.glob("consolidated.*.pth"))
+    if not found:
+        raise DataError(f"{folder} has no weights: there is no consolidated.00.pth")
+    last = found[-1].name.split(".")[1]
+    count = int(last) + 1 if last.isdigit() else len(found)
+    expected = [folder / f"consolidated.{index:02}.pth" for index in range(count)]
+    missing = [path.name for path in expected if path not in found]
+    if missing:
+        raise DataError(f"{folder} lacks parts of the model: {first_few(missing, _SHOWN)}")
+    return expected
+
+
+def _check_alike(folder: Path, parts: Sequence[Mapping[str, Place]]) -> None:
+    names = set().union(*parts)
+    lacking = [
+        f"{name} in part {index:02}" for index, part in enumerate(parts) for name in sorted(names - set(part))
+    ]
+    if lacking:
+        raise DataError(f"{folder} lacks tensors: {first_few(lacking, _SHOWN)}")
+
+
+def _read_part(path: Path) -> dict[str, Place]:
+    try:
+        found = torch.load(path, map_location="meta", weights_only=True)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    except pickle.UnpicklingError as error:
+        raise DataError(f"{path} holds more than tensors, and is not loaded: {error}") from None
+    except (RuntimeError, ValueError, EOFError, KeyError) as error:  # what torch raises depends on the damage
+        raise DataError(f"{path} is damaged, or cut short: {str(error).splitlines()[0]}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds no dictionary of tensors")
+    return {name: _place(path, name, tensor) for name, tensor in found.items() if name != _NO_WEIGHT}
+
+
+def _place(path: Path, name: str, tensor: Any) -> Place:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise DataError(f"{path} holds {name} as {kind}; weights must be floating-point tensors")
+    offset = tensor.untyped_storage()._checkpoint_offset
+    if offset is None or not tensor.is_contiguous():
+        raise DataError(
+            f"{path} holds {name} in a form that cannot be read in pieces: save it again with torch"
+        )
+    begin = offset + tensor.storage_offset() * tensor.element_size()
+    return Place(path, int(begin), tuple(tensor.shape), tensor.dtype)

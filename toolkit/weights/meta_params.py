@@ -1,0 +1,165 @@
+"""Meta's params.json and our shape of it. No torch.
+
+The file leaves much to the program that reads it. Where it says nothing, Meta's defaults and releases
+decide: the feed-forward width follows from dim, a multiplier and a multiple; vocab_size −1 is the
+tokenizer's; RoPE scaled ("use_scaled_rope") by 8 and never tied, save for the two small models of
+Llama 3.2, known by their shape, which are tied and scaled by 32; contexts of 4096 tokens (Llama 2), 8192
+(Llama 3) and 131072 (scaled). Others spell these out (hidden_dim, tied_embeddings, max_seq_len, …), which
+we read, and which we write only where Meta's rule would give something else: Meta's programs refuse
+fields that they do not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.models.llama.presets import PRESETS, LlamaArgs, RopeScaling, meta_ffn_dim
+from toolkit.weights.json_fields import Fields, check_heads, read_object
+
+PARAMS = "params.json"
+
+_OTHER_MODELS = {
+    "moe_args": "mixtures of experts are not supported",
+    "vision_chunk_size": "models with a vision part are not supported",
+    "vision_num_cross_attention_layers": "models with a vision part are not supported",
+    "vision_args": "models with a vision part are not supported",
+    "quantization_args": "quantised weights are not supported",
+    "lora_args": "weights with LoRA adapters are not supported",
+    "use_qk_norm": "a Llama does not normalise queries and keys",
+    "attention_chunk_size": "a Llama attends to all earlier tokens",
+    "nope_layer_interval": "every layer of a Llama rotates its queries and keys",
+}
+_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
+_TIED_RELEASES = [PRESETS["llama3.2"][flavor] for flavor in ("1B", "3B")]
+_LONG = 131072
+
+
+def args_of(folder: Path, *, vocab_size: int) -> LlamaArgs:
+    """The shape of the model whose params.json is in ``folder``.
+
+    ``vocab_size`` is that of the embedding, for a file that leaves it to the tokenizer (−1, or absent).
+
+    Raises:
+        DataError: there is no such file, or it is of another model; every field at fault is named.
+    """
+    path = folder / PARAMS
+    values = read_object(path)
+    fields = Fields({key: value for key, value in values.items() if (key, value) != ("vocab_size", -1)})
+    for key, why in _OTHER_MODELS.items():
+        if fields.values.get(key):
+            fields.refuse(key, why)
+    dim, n_heads = fields.count("dim"), fields.count("n_heads")
+    n_kv_heads = fields.count("n_kv_heads", n_heads)
+    if "head_dim" not in fields.values and dim % n_heads:
+        fields.refuse("dim", f"must be a multiple of n_heads, which is {n_heads}")
+    args = LlamaArgs(
+        dim=dim,
+        n_layers=fields.count("n_layers"),
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        ffn_dim=_ffn_dim(fields, dim),
+        vocab_size=fields.count("vocab_size", vocab_size),
+        head_dim=fields.count("head_dim", max(1, dim // n_heads)),
+        norm_eps=fields.positive("norm_eps", 1e-5),
+        rope_theta=fields.positive("rope_theta", 10000.0),
+    )
+    scaled = fields.flag("use_scaled_rope")
+    args = _as_released(args, scaled=scaled)
+    args = replace(
+        args,
+        rope_scaling=_spelled_out(fields, args.rope_scaling) if scaled else None,
+        max_seq_len=fields.count("max_seq_len", args.max_seq_len),
+        tie_embeddings=fields.flag("tied_embeddings", args.tie_embeddings),
+    )
+    check_heads(fields, heads="n_heads", kv_heads="n_kv_heads", n_heads=n_heads, n_kv_heads=n_kv_heads)
+    if args.head_dim % 2 and not fields.wrong:
+        fields.refuse("head_dim", f"must be even, since RoPE turns pairs, and it is {args.head_dim}")
+    fields.finish(f"{path} is not of a Llama that can be read")
+    return args
+
+
+def params_json(args: LlamaArgs) -> dict[str, Any]:
+    """The params.json of a model. Meta's programs read it, save where only a field of ours can say what the
+    model is."""
+    released = _as_released(args, scaled=args.rope_scaling is not None)
+    multiplier, multiple = _ffn_rule(args.dim, args.ffn_dim)
+    params: dict[str, Any] = {
+        "dim": args.dim,
+        "n_layers": args.n_layers,
+        "n_heads": args.n_heads,
+        "n_kv_heads": args.n_kv_heads,
+        "vocab_size": args.vocab_size,
+        "multiple_of": multiple,
+        "norm_eps": args.norm_eps,
+    }
+    if multiplier is not None:
+        params["ffn_dim_multiplier"] = multiplier
+    if args.n_kv_heads == args.n_heads:
+        del params["n_kv_heads"]
+    if args.rope_theta != 10000.0:
+        params["rope_theta"] = args.rope_theta
+    if args.head_dim * args.n_heads != args.dim:
+        params["head_dim"] = args.head_dim
+    if args.rope_scaling is not None and released.rope_scaling is not None:
+        params["use_scaled_rope"] = True
+        params |= {
+            f"rope_{key}": value
+            for key, value in _scaling_fields(args.rope_scaling).items()
+            if value != _scaling_fields(released.rope_scaling)[key]
+        }
+    if args.max_seq_len != released.max_seq_len:
+        params["max_seq_len"] = args.max_seq_len
+    if args.tie_embeddings != released.tie_embeddings:
+        params["tied_embeddings"] = args.tie_embeddings
+    return params
+
+
+def _as_released(args: LlamaArgs, *, scaled: bool) -> LlamaArgs:
+    """The model with what the file does not say as Meta's releases of this shape have it."""
+    small = scaled and any(
+        all(getattr(args, size) == getattr(release, size) for size in _SIZES) for release in _TIED_RELEASES
+    )
+    unscaled = 4096 if args.rope_theta == 10000.0 else 8192
+    return replace(
+        args,
+        rope_scaling=RopeScaling(32.0 if small else 8.0) if scaled else None,
+        max_seq_len=_LONG if scaled else unscaled,
+        tie_embeddings=small,
+    )
+
+
+def _scaling_fields(scaling: RopeScaling) -> dict[str, float]:
+    return {
+        "scaling_factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_seq_len": scaling.original_max_seq_len,
+    }
+
+
+def _spelled_out(fields: Fields, released: RopeScaling | None) -> RopeScaling:
+    assert released is not None
+    return RopeScaling(
+        fields.positive("rope_scaling_factor", released.factor),
+        fields.positive("rope_low_freq_factor", released.low_freq_factor),
+        fields.positive("rope_high_freq_factor", released.high_freq_factor),
+        fields.count("rope_original_max_seq_len", released.original_max_seq_len),
+    )
+
+
+def _ffn_dim(fields: Fields, dim: int) -> int:
+    if "hidden_dim" in fields.values:
+        return fields.count("hidden_dim")
+    return meta_ffn_dim(dim, fields.positive("ffn_dim_multiplier", 1.0), fields.count("multiple_of", 256))
+
+
+def _ffn_rule(dim: int, ffn_dim: int) -> tuple[float | None, int]:
+    """A multiplier and a multiple from which Meta's rule makes ``ffn_dim``: the plainest that do."""
+    for multiple in (256, 1024, 4096):  # of the releases, as the multipliers
+        for multiplier in (None, 1.3, 1.2, 1.5):
+            if meta_ffn_dim(dim, multiplier or 1.0, multiple) == ffn_dim:
+                return multiplier, multiple
+    # Half a unit above the width: rounding down then gives the width itself, whatever the division did.
+    return (ffn_dim + 0.5) / int(8 * dim / 3), 1

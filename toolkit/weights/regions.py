@@ -1,0 +1,115 @@
+"""Regions of tensors that lie row after row in a file, read by ``preadv`` into memory that is there already.
+
+Not by a mapping, whose pages count as this process's memory and are faulted in four KiB at a time. Whole
+rows go straight to their place; what cuts columns, or has its rows in another order, goes by a buffer.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import DataError
+from toolkit.weights.source import Region
+
+BUFFER_BYTES = 8 << 20
+"""Of the buffer, unless one row, or one head, has more. Small enough to stay in a processor's cache."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: ``begin`` counts bytes from the start of ``file``."""
+
+    file: Path
+    begin: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def whole(shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(0, size) for size in shape)
+
+
+def region_shape(region: Region) -> tuple[int, ...]:
+    return tuple(cut.stop - cut.start for cut in region)
+
+
+def new_output(shape: tuple[int, ...], dtype: torch.dtype, region: Region, out: Tensor | None) -> Tensor:
+    """``out``, or memory for a region of a tensor, after a look at whether they fit one another."""
+    inside = len(region) == len(shape) and all(
+        0 <= cut.start <= cut.stop <= size for cut, size in zip(region, shape, strict=True)
+    )
+    assert inside, f"{region} is no region of {shape}"
+    if out is None:
+        return torch.empty(region_shape(region), dtype=dtype)
+    assert out.shape == region_shape(region) and out.dtype == dtype and out.is_contiguous()
+    return out
+
+
+def read_region(place: Place, region: Region, out: Tensor, *, paired_rows: int = 0) -> None:
+    """Fill ``out`` with a region of the tensor at ``place``.
+
+    With ``paired_rows`` the file has, in every group of so many rows (a head), those that we keep at even
+    places first and those at odd places after them.
+
+    Raises:
+        DataError: the file cannot be read or ends too early.
+    """
+    if not out.numel():
+        return
+    try:
+        descriptor = os.open(place.file, os.O_RDONLY)
+    except OSError as error:
+        raise DataError(f"{place.file} cannot be read: {error.strerror}") from None
+    try:
+        if not place.shape or (not paired_rows and tuple(region[1:]) == whole(place.shape[1:])):
+            row = math.prod(place.shape[1:]) * place.dtype.itemsize
+            _fill(descriptor, place, place.begin + (region[0].start * row if place.shape else 0), out)
+        else:
+            _read_by_buffer(descriptor, place, region, out, paired_rows)
+    finally:
+        os.close(descriptor)
+
+
+def _read_by_buffer(descriptor: int, place: Place, region: Region, out: Tensor, paired_rows: int) -> None:
+    """Whole groups of rows into a buffer, and what the region has of them to their place."""
+    rest = place.shape[1:]
+    row = math.prod(rest) * place.dtype.itemsize
+    group = paired_rows or 1
+    rows, columns = region[0], tuple(region[1:])
+    step = max(1, BUFFER_BYTES // (row * group)) * group
+    first, last = rows.start // group * group, -(-rows.stop // group) * group
+    buffer = torch.empty((min(step, last - first), *rest), dtype=place.dtype)
+    for start in range(first, last, step):
+        stop = min(start + step, last)
+        block = buffer[: stop - start]
+        _fill(descriptor, place, place.begin + start * row, block)
+        begin, end = max(start, rows.start), min(stop, rows.stop)
+        target = out[begin - rows.start : end - rows.start]
+        if paired_rows:
+            block = block.unflatten(0, (-1, 2, group // 2)).transpose(1, 2)
+            if (begin, end) == (start, stop):
+                target = target.unflatten(0, (-1, group // 2, 2))
+                target.copy_(block[(slice(None), slice(None), slice(None), *columns)])
+                continue
+            block = block.flatten(0, 2)
+        target.copy_(block[(slice(begin - start, end - start), *columns)])
+
+
+def _fill(descriptor: int, place: Place, offset: int, out: Tensor) -> None:
+    memory = memoryview(out.view(-1).view(torch.uint8).numpy().data)
+    done = 0
+    while done < len(memory):
+        try:
+            count = os.preadv(descriptor, [memory[done:]], offset + done)
+        except OSError as error:
+            raise DataError(f"{place.file} cannot be read: {error.strerror}") from None
+        if not count:
+            raise DataError(f"{place.file} ends {len(memory) - done:,} bytes too early")
+        done += count

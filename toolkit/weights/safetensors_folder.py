@@ -1,0 +1,44 @@
+"""A Hugging Face folder as a source of weights: config.json, safetensors files and their index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from toolkit.weights import hf_config
+from toolkit.weights.hf_names import from_hf, reorders_rows
+from toolkit.weights.regions import Place, new_output, read_region, whole
+from toolkit.weights.safetensors_header import folder_entries
+from toolkit.weights.source import Region, Stored, without_tied_head
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class SafetensorsFolder:
+    """See :class:`toolkit.weights.source.Source`.
+
+    Raises:
+        DataError: the folder is not there, is not of a Llama, or is damaged.
+    """
+
+    def __init__(self, place: Path):
+        self.place = place
+        self.args = hf_config.args_of(place)
+        self._places: dict[str, Place] = {}
+        for theirs, entry in folder_entries(place).items():
+            name = from_hf(theirs)
+            if name is not None:
+                self._places[name] = Place(entry.file, entry.begin, entry.shape, _DTYPES[entry.dtype])
+        self.tensors: Mapping[str, Stored] = without_tied_head(
+            self, {name: Stored(place.shape, place.dtype) for name, place in self._places.items()}
+        )
+
+    def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
+        place = self._places[name]
+        region = whole(place.shape) if region is None else region
+        out = new_output(place.shape, place.dtype, region, out)
+        read_region(place, region, out, paired_rows=self.args.head_dim if reorders_rows(name) else 0)
+        return out

@@ -1,0 +1,159 @@
+"""Which tensors a Hugging Face folder holds and where their bytes are, from the headers alone. No torch.
+
+A safetensors file is eight bytes of length, a JSON header of that length and the data, without holes. All of
+it is checked against the file's size, so that whoever reads the bytes later need not doubt the places.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import DataError
+from toolkit.weights.json_fields import is_count, read_object
+from toolkit.wording import first_few
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Of each dtype that weights may have, by safetensors' name of it."""
+
+_MAX_HEADER = 100_000_000
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: its bytes are ``begin`` … ``end`` − 1."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def folder_entries(folder: Path) -> dict[str, Entry]:
+    """Every tensor of the folder by the name it has there.
+
+    Raises:
+        DataError: no weights; a file is missing, damaged or not what the index says.
+    """
+    if not (folder / INDEX).is_file():
+        if not (folder / SINGLE).is_file():
+            raise DataError(f"{folder} has no weights: {_instead_of_safetensors(folder)}")
+        return file_entries(folder / SINGLE)
+    weight_map = _weight_map(folder / INDEX)
+    files = sorted(set(weight_map.values()))
+    absent = [name for name in files if not (folder / name).is_file()]
+    if absent:
+        raise DataError(
+            f"{folder / INDEX} names files that are not there: {first_few(absent, _SHOWN)}\n"
+            "  fix:  download the folder again; what is there already is not fetched twice"
+        )
+    found: dict[str, Entry] = {}
+    for file in files:
+        entries = file_entries(folder / file)
+        twice = [f"{name} in {found[name].file.name} and in {file}" for name in entries if name in found]
+        if twice:
+            raise DataError(f"{folder} holds tensors twice: {first_few(twice, _SHOWN)}")
+        found |= entries
+    elsewhere = [
+        f"{name} in {file}"
+        for name, file in weight_map.items()
+        if name not in found or found[name].file.name != file
+    ]
+    if elsewhere:
+        raise DataError(f"{folder / INDEX} names tensors that are not there: {first_few(elsewhere, _SHOWN)}")
+    return found
+
+
+def file_entries(path: Path) -> dict[str, Entry]:
+    """Every tensor of one safetensors file.
+
+    Raises:
+        DataError: the file cannot be read, is cut short, or its header is not true of it.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > _MAX_HEADER or 8 + length > size:
+                raise DataError(f"{path} is no safetensors file, or cut short: it has {size:,} bytes")
+            header = json.loads(file.read(length), object_pairs_hook=_without_repeats)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise DataError(f"{path} has a damaged header: {error}") from None
+    if not isinstance(header, dict):
+        raise DataError(f"{path} has a damaged header: no JSON object")
+    header.pop("__metadata__", None)
+    entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
+    end = 8 + length
+    for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != end:
+            raise DataError(f"{path} has a header that lies: its tensors overlap or leave holes")
+        end = entry.end
+    if end != size:
+        what = "is cut short" if end > size else "has bytes after its last tensor"
+        raise DataError(f"{path} {what}: its header describes {end:,} bytes, it has {size:,}")
+    return entries
+
+
+def _entry(path: Path, name: str, value: Any, data: int) -> Entry:
+    fields = value if isinstance(value, dict) else {}
+    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if isinstance(dtype, str) and dtype not in ITEM_BYTES:
+        raise DataError(
+            f"{path} holds {name} as {dtype}; weights must be one of {', '.join(ITEM_BYTES)}: quantised "
+            "models are not supported, take the model they were made from"
+        )
+    if (
+        not isinstance(dtype, str)
+        or not isinstance(shape, list)
+        or not all(size == 0 or is_count(size) for size in shape)
+        or not isinstance(offsets, list)
+        or len(offsets) != 2
+        or not all(offset == 0 or is_count(offset) for offset in offsets)
+    ):
+        raise DataError(f"{path} has a damaged header: the entry of {name} is {json.dumps(value)[:200]}")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+        what = f"{name} of shape {tuple(shape)} in {dtype} has {end - begin:,} bytes"
+        raise DataError(f"{path} has a header that lies: {what}")
+    return Entry(path, dtype, tuple(shape), data + begin, data + end)
+
+
+def _weight_map(path: Path) -> Mapping[str, str]:
+    found = read_object(path).get("weight_map")
+    if not isinstance(found, dict) or not all(
+        isinstance(file, str) and file == Path(file).name for file in found.values()
+    ):
+        raise DataError(f"{path} has no weight_map of tensors to files beside it")
+    return found
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which Python alone would keep the last of two equal keys."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+    return found
+
+
+def _instead_of_safetensors(folder: Path) -> str:
+    """What there is in place of safetensors, and what to do."""
+    if not folder.is_dir():
+        return "there is no such folder"
+    if any(folder.glob("*.bin")):
+        return (
+            "its .bin files are pickles, and only safetensors are read: save it again with transformers' "
+            "save_pretrained, or take the safetensors of the same model"
+        )
+    return f"neither {SINGLE} nor {INDEX} is there"
