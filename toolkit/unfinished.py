@@ -1,0 +1,82 @@
+"""A folder that appears whole, by one rename, and that the successor of a killed process goes on with.
+
+Until then it has a name beside the final one that tells what is being made: whoever makes the same thing
+again finds it there, with the list of its finished parts. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import uuid
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from toolkit.durable import sync_file, sync_folder
+
+_DONE = ".done"
+
+
+def work_folder(final: Path, plan: object) -> Path:
+    """Where ``final`` is made by ``plan``: JSON types that tell all that decides its bytes."""
+    digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+    return final.with_name(f"{final.name}.tmp-{digest[:8]}")
+
+
+def state_of(folder: Path) -> list[tuple[str, int, int]]:
+    """What a plan tells of the files in a folder that is read: a change of any is another plan."""
+    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+
+
+class Done:
+    """The finished parts of one file of a work folder, kept beside it; threads may add to them.
+
+    A part counts once its line is whole, and its bytes are on the disk before the line is written.
+    """
+
+    def __init__(self, work: Path, file: str):
+        (work / _DONE).mkdir(parents=True, exist_ok=True)
+        path = work / _DONE / file
+        text = path.read_text("utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line short
+        self.parts: dict[str, Any] = dict(json.loads(line) for line in whole.splitlines())
+        self._file = path.open("a", encoding="utf-8")
+        self._file.truncate(len(whole.encode()))
+        self._lock = Lock()
+
+    def add(self, part: str, about: object = None) -> None:
+        with self._lock:
+            self._file.write(json.dumps([part, about]) + "\n")
+            sync_file(self._file)
+        self.parts[part] = about
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """A small file, durably."""
+    with path.open("wb") as file:
+        file.write(content)
+        sync_file(file)
+
+
+def forget_parts(work: Path) -> None:
+    """Remove the lists of finished parts from a folder of which all parts are there."""
+    shutil.rmtree(work / _DONE, ignore_errors=True)
+
+
+def finish(work: Path, final: Path) -> None:
+    """Give the work folder its final name; what had it before goes."""
+    forget_parts(work)
+    sync_folder(work)
+    replaced = None
+    if final.exists():
+        replaced = final.rename(final.with_name(f"{final.name}.replaced-{uuid.uuid4().hex[:8]}"))
+    work.rename(final)
+    sync_folder(final.parent)
+    if replaced:
+        shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,118 @@
+"""Weights as they would be in another dtype or with another vocabulary, and whether they are all there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import DataError
+from toolkit.models.llama.presets import parameter_shapes
+from toolkit.weights.regions import new_output, whole
+from toolkit.weights.source import EMBEDDING, HEAD, Region, Source, Stored
+
+
+class _View:
+    """Another source's weights; what is not overridden is as there."""
+
+    def __init__(self, base: Source):
+        self.base = base
+        self.place = base.place
+        self.args = base.args
+        self.tensors: Mapping[str, Stored] = base.tensors
+
+    def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
+        return self.base.read(name, region, out)
+
+
+class Cast(_View):
+    """Every tensor in ``dtype``."""
+
+    def __init__(self, base: Source, dtype: torch.dtype):
+        super().__init__(base)
+        self.dtype = dtype
+        self.tensors = {name: replace(stored, dtype=dtype) for name, stored in base.tensors.items()}
+
+    def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
+        if self.base.tensors[name].dtype == self.dtype:
+            return self.base.read(name, region, out)
+        cast = self.base.read(name, region).to(self.dtype)
+        return cast if out is None else out.copy_(cast)
+
+
+class Resized(_View):
+    """With ``vocab_size`` rows in the embedding and the head: the first ones, then the mean of all that are
+    there, which makes a token that was never trained as likely as the average one."""
+
+    def __init__(self, base: Source, vocab_size: int):
+        super().__init__(base)
+        self.args = replace(base.args, vocab_size=vocab_size)
+        self.tensors = {
+            name: replace(stored, shape=(vocab_size, *stored.shape[1:]))
+            if name in (EMBEDDING, HEAD)
+            else stored
+            for name, stored in base.tensors.items()
+        }
+        self._lock = Lock()
+
+    @cached_property
+    def _means(self) -> dict[str, Tensor]:
+        """Of the rows that are there, summed in fp64 a block of rows at a time."""
+        means = {}
+        for name in {EMBEDDING, HEAD} & self.base.tensors.keys():
+            (rows, width), dtype = self.base.tensors[name].shape, self.base.tensors[name].dtype
+            total = torch.zeros(width, dtype=torch.float64)
+            for start in range(0, rows, 4096):
+                block = self.base.read(name, (slice(start, min(rows, start + 4096)), slice(0, width)))
+                total += block.sum(0, dtype=torch.float64)
+            means[name] = (total / rows).to(dtype)
+        return means
+
+    def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
+        there, here = self.base.tensors[name], self.tensors[name]
+        if here == there:
+            return self.base.read(name, region, out)
+        region = whole(here.shape) if region is None else region
+        out = new_output(here.shape, here.dtype, region, out)
+        rows, columns = region
+        old = max(0, min(rows.stop, there.shape[0]) - rows.start)
+        if old:
+            out[:old].copy_(self.base.read(name, (slice(rows.start, rows.start + old), columns)))
+        if old < len(out):
+            with self._lock:
+                mean = self._means[name]
+            out[old:] = mean[columns]
+        return out
+
+
+def check_complete(source: Source) -> None:
+    """Compare the tensors of ``source`` with those of a model of its shape.
+
+    Raises:
+        DataError: some are missing, too many, of another shape or not floating-point; each by name.
+    """
+    expected = parameter_shapes(source.args)
+    stored = source.tensors
+    problems = {
+        "missing": [name for name in expected if name not in stored],
+        "of no such model": [name for name in stored if name not in expected],
+        "of another shape": [
+            f"{name} {stored[name].shape} in place of {shape}"
+            for name, shape in expected.items()
+            if name in stored and stored[name].shape != shape
+        ],
+        "no weights, by their type": [
+            f"{name} {str(it.dtype).removeprefix('torch.')}"
+            for name, it in stored.items()
+            if not it.dtype.is_floating_point
+        ],
+    }
+    lines = [f"{what}: {', '.join(names)}" for what, names in problems.items() if names]
+    if lines:
+        raise DataError(
+            "\n  ".join([f"{source.place} does not hold the model that its config tells of:", *lines])
+        )
