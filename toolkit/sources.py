@@ -21,8 +21,8 @@ from toolkit.checkpoint.reading import open_checkpoint, pieces
 from toolkit.checkpoint.storage import tensors_of
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.llama.presets import LlamaArgs, RopeScaling
+from toolkit.regions import new_output, read_region, whole
 from toolkit.weights.meta_folder import MetaFolder
-from toolkit.weights.regions import Place, new_output, read_region, whole
 from toolkit.weights.safetensors_folder import SafetensorsFolder
 from toolkit.weights.source import Region, Source, Stored
 
@@ -64,7 +64,7 @@ class CheckpointWeights:
         for piece in self._pieces(name):
             bounds = [
                 (max(cut.start, start), min(cut.stop, start + size))
-                for cut, start, size in zip(region, piece.offsets, piece.shape, strict=True)
+                for cut, start, size in zip(region, piece.offsets, piece.place.shape, strict=True)
             ]
             if any(start >= stop for start, stop in bounds):
                 continue
@@ -73,7 +73,7 @@ class CheckpointWeights:
                 tuple(slice(a - c.start, b - c.start) for (a, b), c in zip(bounds, region, strict=True))
             ]
             part = target if target.is_contiguous() else torch.empty(target.shape, dtype=dtype)
-            read_region(Place(piece.file, piece.begin, piece.shape, dtype), inside, part)
+            read_region(piece.place, inside, part)
             if part is not target:
                 target.copy_(part)
         return out

@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit.checkpoint.background import Background
@@ -34,7 +33,7 @@ from toolkit.checkpoint.manifest import (
     unsound_steps,
 )
 from toolkit.checkpoint.retention import clear, delete, replaced_name, superseded, temporary_name
-from toolkit.checkpoint.storage import CommittingWriter, Files, tensors_of
+from toolkit.checkpoint.storage import CommittingWriter, Files, RowByRow, tensors_of
 from toolkit.collective import Ranks
 from toolkit.durable import sync_file, sync_folder
 from toolkit.errors import CheckpointError
@@ -133,7 +132,7 @@ class CheckpointManager:
                 dcp.save(
                     dict(tensors),
                     storage_writer=writer,
-                    planner=DefaultSavePlanner(flatten_state_dict=False),
+                    planner=RowByRow(),
                     process_group=self.group,
                 )
         except CheckpointException as error:

@@ -8,24 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from toolkit.checkpoint.manifest import ADVICE, check_files, read_manifest
-from toolkit.checkpoint.storage import VerifiedReader, read_metadata, tensors_of
+from toolkit.checkpoint.storage import read_metadata, tensor_place, tensors_of
 from toolkit.errors import CheckpointError
 from toolkit.hardware import cores
+from toolkit.regions import Place
 from toolkit.wording import first_few
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank has saved of a tensor: the box at ``offsets``, row after row from byte ``begin`` on."""
+    """What one rank has saved of a tensor: the box at ``offsets``."""
 
-    file: Path
-    begin: int
+    place: Place
     offsets: tuple[int, ...]
-    shape: tuple[int, ...]
 
 
 def open_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Any], Metadata]:
@@ -52,19 +50,13 @@ def pieces(folder: Path, metadata: Metadata, name: str) -> list[Piece]:
     Raises:
         CheckpointError: a piece is damaged.
     """
-    reader, found = VerifiedReader(folder, metadata), []
+    found = []
     for chunk in tensors_of(metadata)[name].chunks:
-        place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-        file = folder / place.relative_path
-        try:
-            with file.open("rb") as stream:
-                part = reader._slice_file(stream, place)
-                tensor = torch.load(part, map_location="meta", weights_only=True)
-            begin = tensor.untyped_storage()._checkpoint_offset
-            if tensor.shape != chunk.sizes or not tensor.is_contiguous() or begin is None:
-                raise ValueError("it is not the piece that the index tells of")
-        except Exception as error:  # a damaged piece raises nearly anything
-            raise CheckpointError(f"{name} in {file} cannot be read: {error}\n  fix:  {ADVICE}") from error
-        begin += place.offset + tensor.storage_offset() * tensor.element_size()
-        found.append(Piece(file, begin, tuple(chunk.offsets), tuple(chunk.sizes)))
+        stored = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        place = tensor_place(folder / stored.relative_path, stored)
+        if place.shape != tuple(chunk.sizes):
+            raise CheckpointError(
+                f"{name} in {place.file} is not the piece that the index tells of; {ADVICE}"
+            )
+        found.append(Piece(place, tuple(chunk.offsets)))
     return found

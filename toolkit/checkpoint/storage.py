@@ -11,17 +11,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
 from toolkit.errors import CheckpointError
+from toolkit.regions import Place, read_region
 
 METADATA = ".metadata"
 Files = dict[str, dict[str, Any]]
@@ -112,6 +116,16 @@ class _HashingFileSystem(FileSystem):
                 ) as error:  # torch's zip writer speaks of positions in place of a full disk
                     raise stream.failure or error from error
         self.written[Path(path).name] = stream.entry()
+
+
+class RowByRow(DefaultSavePlanner):
+    """Flat tensors, each stored row after row."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+
+    def transform_object(self, write_item: WriteItem, object: Tensor) -> Tensor:
+        return object.contiguous()
 
 
 class _Results(list[WriteResult]):
@@ -235,12 +249,49 @@ def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
+def tensor_place(file: Path, stored: _StorageInfo) -> Place:
+    """Where the numbers of a tensor lie that DCP has stored in ``file``; reads none of them.
+
+    Raises:
+        CheckpointError: there is no tensor whose rows follow one another.
+    """
+    try:
+        with file.open("rb") as stream:
+            part = cast(IO[bytes], _create_file_view(stream, stored.offset, stored.length))
+            tensor = torch.load(part, map_location="meta", weights_only=True)
+        begin = tensor.untyped_storage()._checkpoint_offset
+        if begin is None or not tensor.is_contiguous():
+            raise ValueError("no tensor that lies row after row")
+    except Exception as error:  # what is damaged raises nearly anything
+        raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    begin += stored.offset + tensor.storage_offset() * tensor.element_size()
+    return Place(file, begin, tuple(tensor.shape), tensor.dtype)
+
+
 class VerifiedReader(FileSystemReader):
-    """Reads tensors by an index that :func:`read_metadata` has already vetted."""
+    """Reads tensors by an index that :func:`read_metadata` has already vetted, straight to where they belong:
+    DCP's own way makes two copies on the way there."""
 
     def __init__(self, folder: Path, metadata: Metadata):
         super().__init__(folder)
+        self._folder = folder
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            stored = self.storage_data[item.storage_index]
+            place = tensor_place(self._folder / stored.relative_path, stored)
+            corner = zip(item.storage_offsets, item.lengths, strict=True)
+            region = [slice(start, start + size) for start, size in corner]
+            target = planner.resolve_tensor(item).detach()
+            if target.is_cpu and target.is_contiguous() and target.dtype == place.dtype:
+                read_region(place, region, target)
+            else:
+                target.copy_(read_region(place, region, torch.empty(item.lengths, dtype=place.dtype)))
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future

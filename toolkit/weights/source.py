@@ -6,7 +6,7 @@ Our names and our order of rows are Meta's: ``tok_embeddings.weight``, ``layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,9 +16,7 @@ from torch import Tensor
 
 from toolkit.errors import DataError
 from toolkit.models.llama.presets import LlamaArgs
-
-Region = Sequence[slice]
-"""A slice with a start and a stop, without a step, for each dimension."""
+from toolkit.regions import Region
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toolkit.errors import DataError
 from toolkit.models.llama.presets import parameter_shapes
-from toolkit.weights.regions import new_output, whole
+from toolkit.regions import new_output, whole
 from toolkit.weights.source import EMBEDDING, HEAD, Region, Source, Stored
 
 

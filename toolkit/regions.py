@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import DataError
-from toolkit.weights.source import Region
+
+Region = Sequence[slice]
+"""A slice with a start and a stop, without a step, for each dimension."""
 
 BUFFER_BYTES = 8 << 20
 """Of the buffer, unless one row, or one head, has more. Small enough to stay in a processor's cache."""
@@ -52,8 +54,8 @@ def new_output(shape: tuple[int, ...], dtype: torch.dtype, region: Region, out: 
     return out
 
 
-def read_region(place: Place, region: Region, out: Tensor, *, paired_rows: int = 0) -> None:
-    """Fill ``out`` with a region of the tensor at ``place``.
+def read_region(place: Place, region: Region, out: Tensor, *, paired_rows: int = 0) -> Tensor:
+    """``out``, contiguous, filled with a region of the tensor at ``place``.
 
     With ``paired_rows`` the file has, in every group of so many rows (a head), those that we keep at even
     places first and those at odd places after them.
@@ -62,7 +64,7 @@ def read_region(place: Place, region: Region, out: Tensor, *, paired_rows: int =
         DataError: the file cannot be read or ends too early.
     """
     if not out.numel():
-        return
+        return out
     try:
         descriptor = os.open(place.file, os.O_RDONLY)
     except OSError as error:
@@ -75,6 +77,7 @@ def read_region(place: Place, region: Region, out: Tensor, *, paired_rows: int =
             _read_by_buffer(descriptor, place, region, out, paired_rows)
     finally:
         os.close(descriptor)
+    return out
 
 
 def _read_by_buffer(descriptor: int, place: Place, region: Region, out: Tensor, paired_rows: int) -> None:
