@@ -22,11 +22,12 @@ _NAMES = (
 
 @dataclass(frozen=True)
 class Companions:
-    """``entries`` is how many ids the tokenizer has, 0 without one."""
+    """``entries`` is how many ids the tokenizer at ``place`` has, 0 without one."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     tokens: SpecialTokens = SpecialTokens()
     entries: int = 0
+    place: Path | None = None
 
 
 def tokenizer_companions(path: Path) -> Companions:
@@ -39,4 +40,4 @@ def tokenizer_companions(path: Path) -> Companions:
     beside = {name: found.folder / name for name in _NAMES if (found.folder / name).is_file()}
     files = {name: file.read_bytes() for name, file in beside.items()} | {found.path.name: found.content}
     eos = list(tokenizer.stop_ids) if len(tokenizer.stop_ids) > 1 else tokenizer.eos_id
-    return Companions(files, SpecialTokens(tokenizer.bos_id, eos, tokenizer.pad_id), tokenizer.n_words)
+    return Companions(files, SpecialTokens(tokenizer.bos_id, eos, tokenizer.pad_id), tokenizer.n_words, path)
