@@ -5,12 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-BLOCK_BYTES = 64 << 20
 
-
-def row_blocks(
-    shape: Sequence[int], itemsize: int, *, limit: int = BLOCK_BYTES, multiple: int = 1
-) -> Iterator[slice]:
+def row_blocks(shape: Sequence[int], itemsize: int, *, limit: int, multiple: int = 1) -> Iterator[slice]:
     """Rows of a tensor in blocks of at most ``limit`` bytes, each but the last a ``multiple`` of rows.
 
     A row, or ``multiple`` of them, that is larger makes a block of its own.

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from toolkit.parallel.wrap import Wrapping
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+EXPORT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:

@@ -134,25 +134,19 @@ def run_tasks(
     few_shot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """lm-eval's results of the tasks called ``names``, its own or those in the YAML files of ``folder``;
+    """lm-eval's results of the tasks called ``names``, those in the YAML files of ``folder`` or its own;
     ``limit`` takes so many examples of each.
 
     Raises:
         ConfigError: there is no such task.
     """
-    manager = TaskManager(include_path=folder)
+    manager = TaskManager(include_path=folder, include_defaults=False)
+    if not set(names) <= set(manager.all_tasks):  # its own are some ten thousand files
+        manager = TaskManager(include_path=folder)
     if unknown := [name for name in names if name not in manager.all_tasks]:
-        there = (
-            f"python -m lm_eval ls tasks lists those there are{'' if folder else '; --task-folder adds some'}"
-        )
-        raise ConfigError(
-            Problem(
-                "lm-eval has no such task",
-                did_you_mean(unknown[0], manager.all_tasks, there),
-                "--tasks",
-                unknown[0],
-            )
-        )
+        there = "`lm-eval ls tasks` lists its own; --task-folder adds those of a folder"
+        fix = did_you_mean(unknown[0], manager.all_tasks, there)
+        raise ConfigError(Problem("there is no such task", fix, "--tasks", unknown[0]))
     found = simple_evaluate(
         model,
         tasks=list(names),

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from toolkit import __version__
 from toolkit.build import (
+    EXPORT_DTYPES,
     build_model,
     compiles,
     compute_dtype,
@@ -26,6 +27,7 @@ from toolkit.build import (
 from toolkit.checkpoint.background import Background
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import step_folder
+from toolkit.collective import Ranks
 from toolkit.config import Config
 from toolkit.config.layout import batch_shape, degrees
 from toolkit.corpora import Data
@@ -40,6 +42,7 @@ from toolkit.errors import (
     EXIT_REQUEUE,
     CheckpointError,
     ConfigError,
+    DataError,
     OutOfMemory,
     Problem,
     TrainingError,
@@ -234,8 +237,11 @@ class Trainer:
             CheckpointError: the ``final`` save failed.
         """
         self._end_save(wait=True)
+        tensors = self._tensors(model_only=model_only)
+        if model_only:
+            tensors = {name: tensor.detach().to(self._export_dtype()) for name, tensor in tensors.items()}
         try:
-            self.checkpoints.save(self.step, self._tensors(model_only=model_only), self._about(model_only))
+            self.checkpoints.save(self.step, tensors, self._about(model_only))
             if final:
                 self.checkpoints.end_save(wait=True)
         except CheckpointError as error:
@@ -252,6 +258,40 @@ class Trainer:
 
     def _not_saved(self, error: CheckpointError) -> None:
         self.log.say(f"NOT SAVED: {error}\n  Training goes on, and the next save tries again.")
+
+    def _export_due(self, last: bool) -> bool:
+        options = self.config.checkpoint
+        every = options.hf_export_interval
+        return (last and options.last_save_in_hf) or (every is not None and self.step % every == 0)
+
+    def _export(self, *, final: bool) -> None:
+        """Hand the checkpoint of this step on as a Hugging Face folder, or tell why not.
+
+        Raises:
+            CheckpointError, DataError: the ``final`` one failed.
+        """
+        from toolkit.export import export_hf
+
+        self._end_save(wait=True)
+        model = self.config.model
+        out = self.folder / "hf" / f"step-{self.step}"
+        try:
+            export_hf(
+                step_folder(self.checkpoints.folder, self.step),
+                out,
+                dtype=self._export_dtype(),
+                tokenizer_path=Path(model.tokenizer_path or model.hf_assets_path).expanduser(),
+                ranks=Ranks(self.patient_group),
+            )
+        except (CheckpointError, DataError) as error:
+            if final:
+                raise
+            self.log.say(f"NOT EXPORTED: {error}\n  Training goes on.")
+        else:
+            self.log.say(f"wrote the model of step {self.step} as a Hugging Face folder: {out}")
+
+    def _export_dtype(self) -> torch.dtype:
+        return EXPORT_DTYPES[self.config.checkpoint.export_dtype]
 
     def _about(self, model_only: bool) -> dict[str, Any]:
         """What the manifest tells of the run."""
@@ -336,6 +376,8 @@ class Trainer:
                 with speed.apart("checkpoint"):
                     model_only = last and self.config.checkpoint.last_save_model_only
                     self._save(model_only=model_only, final=last or stop)
+                    if self._export_due(last) and not stop:
+                        self._export(final=last)
             self.log.advance(self.step)
             garbage.after_step(self.step)
             self._deadline.lap()

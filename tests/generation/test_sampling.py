@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_processed_as_transformers_does(sampling: Sampling) -> None:
         "min_p": sampling.min_p or None,
     }  # fmt: skip
     with torch.device("meta"):
-        model = LlamaForCausalLM(config(small()))
+        model: Any = LlamaForCausalLM(config(small()))
     processors = model._get_logits_processor(
         GenerationConfig(**options, repetition_penalty=float(sampling.repetition_penalty)),
         input_ids_seq_length=HAD,

@@ -25,12 +25,17 @@ NAMED = (
 )
 
 
+def write_config(at: Path, args: LlamaArgs, **fields: Any) -> Path:
+    """A folder with config.json alone, ``fields`` of it changed."""
+    at.mkdir()
+    config = config_json(args, dtype="float32", bos=1, eos=2, pad=None)
+    (at / "config.json").write_text(json.dumps(config | fields))
+    return at
+
+
 def write_model(folder: Path, name: str = "m", **fields: Any) -> Path:
     """A Hugging Face folder of zeros in two files, with ``fields`` of config.json changed."""
-    at = folder / name
-    at.mkdir()
-    config = config_json(SHAPE, dtype="float32", bos=1, eos=2, pad=None)
-    (at / "config.json").write_text(json.dumps(config | fields))
+    at = write_config(folder / name, SHAPE, **fields)
     tensors = {to_hf(name): np.zeros(shape, np.float32) for name, shape in parameter_shapes(SHAPE).items()}
     files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     weight_map = {name: files["layers.1" in name] for name in tensors}

@@ -16,6 +16,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -50,13 +51,25 @@ def initialize(
             if rule.std == 0:
                 local.fill_(rule.mean)
             elif local.numel():
-                _fill(local, offset, parameter.shape, rule, f"{seed}/{name}", pool)
+                fills = _fills(local, offset, parameter.shape, rule, f"{seed}/{name}")
+                for done in [pool.submit(fill) for fill in fills]:  # in parallel, a parameter at a time
+                    done.result()
 
 
-def _fill(
-    local: Tensor, offset: Sequence[int], shape: Sequence[int], rule: Init, key: str, pool: ThreadPoolExecutor
-) -> None:
-    """Copy into ``local`` its part of each block, drawn in parallel, a handful of blocks at a time."""
+def initial_rows(name: str, seed: int, rule: Init, shape: Sequence[int], rows: slice) -> Tensor:
+    """Rows of a parameter of ``shape`` as :func:`initialize` fills them, in fp32."""
+    part = torch.empty(rows.stop - rows.start, *shape[1:])
+    if rule.std == 0:
+        return part.fill_(rule.mean)
+    for fill in _fills(part, (rows.start, *(0 for _ in shape[1:])), shape, rule, f"{seed}/{name}"):
+        fill()
+    return part
+
+
+def _fills(
+    local: Tensor, offset: Sequence[int], shape: Sequence[int], rule: Init, key: str
+) -> Iterator[Callable[[], None]]:
+    """Calls that each draw a block and copy its part into ``local``, in any order."""
     columns = tuple(
         slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True)
     )
@@ -68,8 +81,8 @@ def _fill(
         cut = numbers[(slice(start - rows[0], stop - rows[0]), *columns)]
         local[start - first : stop - first].copy_(torch.from_numpy(np.ascontiguousarray(cut)))
 
-    for done in [pool.submit(one, block, rows) for block, rows in _row_blocks(shape, first, last)]:
-        done.result()
+    for block, rows in _row_blocks(shape, first, last):
+        yield partial(one, block, rows)
 
 
 def _row_blocks(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[int, tuple[int, int]]]:

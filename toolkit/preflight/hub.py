@@ -39,6 +39,7 @@ _MISTAKEN = {
     "llama-3-405b": "Llama-3.1-405B",
     "llama-3-1b": "Llama-3.2-1B",
     "llama-3-3b": "Llama-3.2-3B",
+    "llama-3.3-70b": "Llama-3.3-70B",
 }
 """Names that documents use for repositories that do not exist under them."""
 
@@ -54,7 +55,8 @@ def published_name(text: str) -> str | None:
     lowered = re.sub(r"^meta-(?=llama-3\.\d)", "", stem.lower())
     mistaken = _MISTAKEN.get(lowered.removesuffix("-instruct"))
     if mistaken:
-        return _instruct(mistaken) if lowered.endswith("-instruct") else mistaken
+        alone = mistaken != _ONLY_INSTRUCT and not lowered.endswith("-instruct")
+        return mistaken if alone else _instruct(mistaken)
     return closest(lowered, PUBLISHED)
 
 

@@ -24,6 +24,7 @@ from toolkit.shards import threads
 from toolkit.unfinished import Done, finish, state_of, work_folder, write_file
 from toolkit.weights.source import Source
 
+BLOCK_BYTES = 64 << 20
 _MADE = "made"
 
 
@@ -135,7 +136,10 @@ def _fill(source: Source, work: Path, file: File, folder: Folder, progress: Call
             for name, begin in file.begins(path).items():
                 stored = source.tensors[name]
                 row = stored.dtype.itemsize * _columns(stored.shape)
-                for rows in row_blocks(stored.shape, stored.dtype.itemsize, multiple=folder.head_rows(name)):
+                blocks = row_blocks(
+                    stored.shape, stored.dtype.itemsize, limit=BLOCK_BYTES, multiple=folder.head_rows(name)
+                )
+                for rows in blocks:
                     size = (rows.stop - rows.start) * row
                     running.append((pool.submit(one, name, rows, begin + rows.start * row), size))
             try:

@@ -41,17 +41,18 @@ def to_hf(name: str) -> str:
 def from_hf(name: str) -> str | None:
     """Our name of Hugging Face's tensor ``name``; None for what is no weight (rotary frequencies).
 
-    A name that no Llama has stays as it is, to be reported as one tensor too many.
+    A name that Hugging Face gives to no tensor of a Llama is marked, to be reported as one too many.
     """
     if name.endswith("rotary_emb.inv_freq"):
         return None
-    module = name.removesuffix(".weight")
-    if module in _FROM_OUTSIDE:
+    module, _, kind = name.rpartition(".")
+    if kind == "weight" and module in _FROM_OUTSIDE:
         return f"{_FROM_OUTSIDE[module]}.weight"
     parts = module.split(".", 3)
-    if len(parts) == 4 and parts[:2] == ["model", "layers"] and parts[3] in _FROM_BLOCK:
+    if kind == "weight" and parts[:2] == ["model", "layers"] and parts[-1] in _FROM_BLOCK:
         return f"layers.{parts[2]}.{_FROM_BLOCK[parts[3]]}.weight"
-    return name
+    # Marked, since it might be one of our names: norm.weight, of a model saved without its head.
+    return f"{name} (not of a Llama)"
 
 
 def reorders_rows(name: str) -> bool:

@@ -55,11 +55,7 @@ def write_hf(
     For the rest see :func:`toolkit.weights.fill.write_folder`.
     """
     shards = plan_shards(source.tensors, max_bytes)
-    names = (
-        [SINGLE]
-        if len(shards) == 1
-        else [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    )
+    names = shard_names(len(shards))
     head_dim = source.args.head_dim
     folder = Folder(
         files=[_file(name, shard) for name, shard in zip(names, shards, strict=True)],
@@ -82,6 +78,13 @@ def plan_shards(tensors: Mapping[str, Stored], max_bytes: int) -> list[dict[str,
         shards[-1][name] = stored
         size += _bytes(stored)
     return shards
+
+
+def shard_names(count: int) -> list[str]:
+    """What the files are called."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
 def _bytes(stored: Stored) -> int:

@@ -9,20 +9,22 @@ its own. Either way a rank needs its shards and some blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.blocks import row_blocks
 from toolkit.collective import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.shards import local_part, threads
 from toolkit.weights.source import EMBEDDING, HEAD, Source, Stored
 from toolkit.wording import first_few
 
-BLOCK_BYTES = 32 << 20
+BLOCK_BYTES = 16 << 20
+"""Of a thread's block: small, so that many threads need little."""
 _SHOWN = 8
 
 
@@ -127,7 +129,7 @@ def _read(source: Source, parts: Mapping[str, Part]) -> list[str]:
 
     def one(name: str, part: Part, rows: slice) -> None:
         local, offset = part
-        target = local[rows] if local.ndim else local
+        target = local[rows]
         region = _region(offset, rows, local.shape)
         dtype = source.tensors[name].dtype
         if target.dtype == dtype and target.is_cpu and target.is_contiguous():
@@ -139,7 +141,7 @@ def _read(source: Source, parts: Mapping[str, Part]) -> list[str]:
         running = [
             pool.submit(one, name, part, rows)
             for name, part in parts.items()
-            for rows in _row_blocks(part[0].shape, source.tensors[name].dtype)
+            for rows in row_blocks(part[0].shape, source.tensors[name].dtype.itemsize, limit=BLOCK_BYTES)
         ]
         try:
             for done in running:
@@ -158,9 +160,9 @@ def _broadcast(
     row_bytes = [math.prod(it.shape[1:]) * it.dtype.itemsize for it in stored.values()]
     message = torch.empty(max(BLOCK_BYTES, *row_bytes) + 1, dtype=torch.uint8)
     for name, whole in stored.items():
-        for rows in _row_blocks(whole.shape, whole.dtype):
+        for rows in row_blocks(whole.shape, whole.dtype.itemsize, limit=BLOCK_BYTES):
             region = _region((0,) * len(whole.shape), rows, whole.shape)
-            shape = (rows.stop - rows.start, *whole.shape[1:]) if whole.shape else ()
+            shape = (rows.stop - rows.start, *whole.shape[1:])
             size = math.prod(shape) * whole.dtype.itemsize
             block = message[:size].view(whole.dtype).view(shape)
             if ranks.rank == 0:
@@ -181,9 +183,6 @@ def _broadcast(
 def _keep(part: Part, block: Tensor, rows: slice) -> None:
     """Copy to this rank's part what it has of a block of whole rows."""
     local, offset = part
-    if not local.ndim:
-        local.copy_(block)
-        return
     start, stop = max(rows.start, offset[0]), min(rows.stop, offset[0] + len(local))
     if start < stop:
         columns = _region(offset, slice(0, 0), local.shape)[1:]
@@ -191,20 +190,8 @@ def _keep(part: Part, block: Tensor, rows: slice) -> None:
         local[start - offset[0] : stop - offset[0]].copy_(cut)
 
 
-def _row_blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[slice]:
-    """Rows of a tensor of ``shape`` in blocks of at most ``BLOCK_BYTES``, or of one row."""
-    if not shape:
-        yield slice(0, 1)
-        return
-    rows = max(1, BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
-    for start in range(0, shape[0], rows):
-        yield slice(start, min(start + rows, shape[0]))
-
-
 def _region(offset: Sequence[int], rows: slice, shape: Sequence[int]) -> tuple[slice, ...]:
     """Where ``rows`` of a part at ``offset`` lie in the whole tensor."""
-    if not shape:
-        return ()
     columns = zip(offset[1:], shape[1:], strict=True)
     return (
         slice(offset[0] + rows.start, offset[0] + rows.stop),

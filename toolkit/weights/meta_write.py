@@ -20,7 +20,7 @@ from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.meta_params import PARAMS, params_json
 from toolkit.weights.source import EMBEDDING, HEAD, Source, Stored
 
-_PART = "consolidated.00.pth"
+PART = "consolidated.00.pth"
 
 
 def write_meta(
@@ -39,7 +39,7 @@ def write_meta(
 
     tensors, tied = source.tensors, source.args.tie_embeddings
     folder = Folder(
-        files=[File(_PART, list(tensors), lambda path: _lay_out(path, tensors, tied=tied), _begins)],
+        files=[File(PART, list(tensors), lambda path: _lay_out(path, tensors, tied=tied), _begins)],
         others={PARAMS: (json.dumps(params_json(source.args)) + "\n").encode(), **others},
         opened=MetaFolder,
         arrange=lambda name, block: block,

@@ -1,0 +1,59 @@
+"""Names of Meta's models on the Hub: the right one for what is mistaken, and the line that fetches it."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.models.llama.presets import PRESETS
+from toolkit.preflight.hub import PUBLISHED, download_line, published_name
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("meta-llama/Llama-3-8B", "Meta-Llama-3-8B"),
+        ("meta-llama/Llama-3-8B-Instruct", "Meta-Llama-3-8B-Instruct"),
+        ("meta-llama/Llama-3-3B", "Llama-3.2-3B"),
+        ("meta-llama/Llama-3-405B", "Llama-3.1-405B"),
+        ("meta-llama/Meta-Llama-3.1-8B", "Llama-3.1-8B"),
+        ("meta-llama/Meta-Llama-3.1-70B-Instruct", "Llama-3.1-70B-Instruct"),
+        ("meta-llama/llama-3.2-1b", "Llama-3.2-1B"),
+        ("meta-llama/Llama-2-7b", "Llama-2-7b-hf"),
+        ("meta-llama/Llama-2-7b-chat", "Llama-2-7b-chat-hf"),
+        ("meta-llama/Llama-3.3-70B", "Llama-3.3-70B-Instruct"),
+        ("/models/Llama-3.1-8B/", "Llama-3.1-8B"),
+        ("TinyLlama/TinyLlama_v1.1", None),
+        ("./outputs", None),
+    ],
+)
+def test_what_a_name_means(text: str, name: str | None) -> None:
+    assert published_name(text) == name
+
+
+def test_a_published_name_means_itself_and_is_a_preset() -> None:
+    for name, (family, flavor) in PUBLISHED.items():
+        assert published_name(f"meta-llama/{name}") == name
+        assert flavor in PRESETS[family]
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "gated"),
+    [
+        ("meta-llama/Llama-3.1-8B", "hf download meta-llama/Llama-3.1-8B --local-dir ./Llama-3.1-8B ", True),
+        ("models/Llama-3.1-8B", "hf download meta-llama/Llama-3.1-8B --local-dir models/Llama-3.1-8B ", True),
+        ("models/Llama-3-8B", "did you mean Meta-Llama-3-8B? hf download meta-llama/Meta-Llama-3-8B ", True),
+        (
+            "HuggingFaceTB/SmolLM2-135M",
+            "hf download HuggingFaceTB/SmolLM2-135M --local-dir ./SmolLM2-135M ",
+            False,
+        ),
+    ],
+)
+def test_how_to_get_what_is_not_there(path: str, line: str, gated: bool) -> None:
+    said = download_line(path)
+    assert said is not None and said.startswith(line)
+    assert ("accept the licence" in said and "hf auth login" in said) == gated
+
+
+def test_a_path_that_means_no_model_gets_no_line() -> None:
+    assert download_line("/data/my_model") is None and download_line("./a/b/c") is None

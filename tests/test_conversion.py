@@ -1,0 +1,357 @@
+"""Weights go between formats without a changed bit, also after kills, and mistakes leave nothing behind."""
+
+import errno
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.weights.folders import FAMILY, save_meta, save_transformers
+from toolkit.checkpoint import streaming
+from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.conversion import convert, prepare
+from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, DataError
+from toolkit.sources import open_source
+from toolkit.weights import fill
+from toolkit.weights.safetensors_folder import SafetensorsFolder
+from tools import convert_weights
+
+
+def _convert(way: str, source: Path, out: Path, *, verify: bool = False, **options: Any) -> Path:
+    conversion = prepare(way, source, out, **options)
+    convert(conversion, verify=verify)
+    return conversion.out
+
+
+def _safetensors(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and left[name].equal(right[name]) for name in left
+    )
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor is several blocks, a checkpoint several files."""
+    monkeypatch.setattr(fill, "BLOCK_BYTES", 1500)
+    monkeypatch.setattr(streaming, "PIECE_BYTES", 1500)
+    monkeypatch.setattr(streaming, "FILE_BYTES", 10_000)
+
+
+@pytest.mark.parametrize(("name", "files"), [("llama2", 1), ("llama3", 2), ("llama3.1", 3), ("llama3.2", 1)])
+def test_round_trips_change_no_bit(name: str, files: int, tmp_path: Path, small_blocks: None) -> None:
+    dtype = torch.bfloat16 if files == 2 else torch.float32
+    save_transformers(name, tmp_path / "hf", files=files, dtype=dtype)
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == files
+    original = _safetensors(tmp_path / "hf")
+    size = sum(tensor.nbytes for tensor in original.values())
+    step = _convert("hf-to-dcp", tmp_path / "hf", tmp_path / "dcp")
+    assert step == tmp_path / "dcp" / "step-0" and len(list(step.glob("*.distcp"))) > 1
+    _convert("dcp-to-hf", tmp_path / "dcp", tmp_path / "hf2", verify=True, max_bytes=size // files + 20_000)
+    _convert("hf-to-meta", tmp_path / "hf2", tmp_path / "meta")
+    _convert("meta-to-hf", tmp_path / "meta", tmp_path / "hf3")
+    for folder in ("hf2", "hf3"):
+        assert _same(_safetensors(tmp_path / folder), original)
+    assert len(list((tmp_path / "hf2").glob("*.safetensors"))) == min(files, 2)
+    index = tmp_path / "hf2" / "model.safetensors.index.json"
+    assert index.exists() == (files > 1)
+    if files > 1:
+        assert json.loads(index.read_text())["metadata"]["total_size"] == size
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_transformers_loads_what_comes_out(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs = save_transformers(name, tmp_path / "hf", files=2)
+    _convert("hf-to-meta", tmp_path / "hf", tmp_path / "meta")
+    _convert("meta-to-dcp", tmp_path / "meta", tmp_path / "dcp")
+    _convert("dcp-to-hf", tmp_path / "dcp", tmp_path / "out", max_bytes=20_000)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    tokens = torch.randint(96, (2, 150), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        # 150 positions feel the scaling of RoPE: the config must have come through as well
+        assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+
+
+_PARAMS = {
+    "dim": 64, "n_layers": 2, "n_heads": 16, "n_kv_heads": 4, "vocab_size": 64, "multiple_of": 64,
+    "ffn_dim_multiplier": 1.0, "norm_eps": 1e-5, "rope_theta": 500000.0,
+}  # fmt: skip
+
+
+def _meta_tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"tok_embeddings": (64, 64), "norm": (64,), "output": (64, 64)}
+    for layer in range(2):
+        blocks = {
+            "attention.wq": (64, 64), "attention.wk": (16, 64), "attention.wv": (16, 64),
+            "attention.wo": (64, 64),
+            "feed_forward.w1": (192, 64), "feed_forward.w2": (64, 192), "feed_forward.w3": (192, 64),
+            "attention_norm": (64,), "ffn_norm": (64,),
+        }  # fmt: skip
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in blocks.items()}
+    return {
+        f"{name}.weight": torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize(("parts", "embedding_dim"), [(1, 0), (2, 1), (8, 0), (16, 0)])
+def test_meta_parts_become_one(parts: int, embedding_dim: int, tmp_path: Path) -> None:
+    tensors = _meta_tensors()
+    save_meta(tensors, _PARAMS, tmp_path / "meta", parts=parts, embedding_dim=embedding_dim)
+    _convert("meta-to-dcp", tmp_path / "meta", tmp_path / "dcp", verify=True)
+    _convert("dcp-to-meta", tmp_path / "dcp", tmp_path / "one", verify=True)
+    found = torch.load(tmp_path / "one" / "consolidated.00.pth", weights_only=True)
+    assert _same(found, tensors) and len(list((tmp_path / "one").iterdir())) == 2
+
+
+def test_a_tied_head_is_in_metas_file_and_takes_no_room(tmp_path: Path) -> None:
+    save_transformers("llama3.2", tmp_path / "hf")
+    _convert("hf-to-meta", tmp_path / "hf", tmp_path / "meta")
+    path = tmp_path / "meta" / "consolidated.00.pth"
+    found = torch.load(path, weights_only=True)
+    assert found["output.weight"].equal(found["tok_embeddings.weight"])
+    assert path.stat().st_size < (tmp_path / "hf" / "model.safetensors").stat().st_size * 1.2
+
+
+def test_dtype_and_vocabulary_change_on_the_way(tmp_path: Path, small_blocks: None) -> None:
+    save_transformers("llama2", tmp_path / "hf")
+    before = open_source(tmp_path / "hf")
+    for size in (101, 90):
+        out = _convert(
+            "hf-to-dcp",
+            tmp_path / "hf",
+            tmp_path / str(size),
+            dtype=torch.bfloat16,
+            vocab_size=size,
+            verify=True,
+        )
+        after = open_source(out)
+        assert after.args.vocab_size == size and after.tensors.keys() == before.tensors.keys()
+        for name in before.tensors:
+            was, now = before.read(name), after.read(name)
+            kept = min(len(was), len(now))
+            assert now.dtype == torch.bfloat16 and now[:kept].equal(was[:kept].bfloat16())
+            if name in ("tok_embeddings.weight", "output.weight"):
+                assert len(now) == size
+                torch.testing.assert_close(
+                    now[kept:], was.mean(0).bfloat16().expand(size - kept, -1), rtol=2**-8, atol=1e-6
+                )
+            else:
+                assert now.shape == was.shape
+
+
+def test_a_converted_checkpoint_loads_as_any_other(tmp_path: Path, small_blocks: None) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    step = _convert("hf-to-dcp", tmp_path / "hf", tmp_path / "step-7")
+    assert step == tmp_path / "step-7"
+    source = open_source(tmp_path / "hf")
+    target = {f"model.{name}": torch.zeros(it.shape) for name, it in source.tensors.items()}
+    manifest = CheckpointManager(tmp_path).load(7, target)
+    assert all(target[f"model.{name}"].equal(source.read(name)) for name in source.tensors)
+    assert manifest["run"]["model_only"] and manifest["run"]["model"]["n_kv_heads"] == 2
+
+
+# Kills
+
+
+class _Killed(BaseException):
+    """Nobody catches it, as nobody catches SIGKILL: whatever is on the disk stays as it is."""
+
+
+@pytest.mark.parametrize("way", ["hf-to-dcp", "hf-to-meta", "dcp-to-hf"])
+def test_what_was_killed_goes_on(
+    way: str, tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_transformers("llama3", tmp_path / "hf", files=2)
+    start = tmp_path / "hf"
+    if way.startswith("dcp"):
+        start = _convert("hf-to-dcp", start, tmp_path / "start")
+    conversion = prepare(way, start, tmp_path / "out", max_bytes=20_000)
+    monkeypatch.setattr(fill, "threads", lambda: 1)
+    monkeypatch.setattr(streaming, "threads", lambda: 1)
+    read, calls = type(conversion.source).read, []
+
+    def counted(self: Any, name: str, *rest: Any) -> Tensor:
+        if len(calls) == limit:
+            raise _Killed
+        calls.append(name)
+        return read(self, name, *rest)
+
+    monkeypatch.setattr(type(conversion.source), "read", counted)
+    limit = 30
+    with pytest.raises(_Killed):
+        convert(conversion)
+    [work] = [path for path in tmp_path.rglob("*.tmp-*")]
+    assert not conversion.out.exists()
+    for notes in (work / ".done").iterdir():  # the last line may be cut short
+        with notes.open("a") as file:
+            file.write('["layers.0')
+    calls, limit = [], 10_000
+    done = []
+    convert(prepare(way, start, tmp_path / "out", max_bytes=20_000), progress=done.append)
+    again = len(calls)
+    assert sum(done) == conversion.bytes and not work.exists()
+    calls = []
+    anew = prepare(way, start, tmp_path / "anew", max_bytes=20_000)
+    convert(anew)
+    assert (
+        len(calls) - 30 <= again < len(calls) - 10
+    )  # of a checkpoint, the file that was cut is written again
+    ours, theirs = open_source(conversion.out), open_source(anew.out)
+    assert ours.tensors == theirs.tensors
+    assert all(ours.read(name).equal(theirs.read(name)) for name in theirs.tensors)
+    assert sorted(path.name for path in conversion.out.iterdir()) == sorted(
+        p.name for p in anew.out.iterdir()
+    )
+
+
+def test_another_source_does_not_go_on_with_what_is_there(tmp_path: Path, small_blocks: None) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    conversion = prepare("hf-to-meta", tmp_path / "hf", tmp_path / "out")
+    work = fill._begin(conversion.source, conversion.out, _EMPTY)
+    assert fill._begin(conversion.source, conversion.out, _EMPTY) == work
+    save_transformers("llama3", tmp_path / "hf")
+    assert fill._begin(open_source(tmp_path / "hf"), conversion.out, _EMPTY) != work
+
+
+_EMPTY = fill.Folder([], {}, SafetensorsFolder, lambda name, block: block, lambda name: 1)
+
+
+def test_a_full_disk_is_told_and_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    pwrite, calls = os.pwrite, []
+
+    def full(*arguments: Any) -> int:
+        calls.append(arguments)
+        if len(calls) == 12:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match="No space left on device.*\n.*goes on from there"):
+        _convert("hf-to-meta", tmp_path / "hf", tmp_path / "out")
+    out = _convert("hf-to-meta", tmp_path / "hf", tmp_path / "out", verify=True)
+    assert out.exists() and [path.name for path in tmp_path.iterdir() if "tmp" in path.name] == []
+
+
+# Mistakes
+
+
+def _refused(way: str, source: Path, tmp_path: Path, **options: Any) -> str:
+    with pytest.raises(DataError) as error:
+        _convert(way, source, tmp_path / "out", **options)
+    assert not list(tmp_path.glob("out*")), "something was left"
+    return str(error.value)
+
+
+def _changed(folder: Path, change: dict[str, Tensor | None]) -> None:
+    tensors = {**load_file(folder / "model.safetensors"), **change}
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors"
+    )
+
+
+def test_what_does_not_fit_the_config_is_listed_by_name(tmp_path: Path) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    change: dict[str, Tensor | None] = {
+        "model.layers.1.mlp.up_proj.weight": None,
+        "model.layers.9.mlp.up_proj.weight": torch.zeros(48, 32),
+        "model.norm.weight": torch.zeros(31),
+    }
+    _changed(tmp_path / "hf", change)
+    said = _refused("hf-to-dcp", tmp_path / "hf", tmp_path)
+    assert "missing: layers.1.feed_forward.w3.weight" in said
+    assert "of no such model: layers.9.feed_forward.w3.weight" in said
+    assert "of another shape: norm.weight (31,) in place of (32,)" in said
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    run = {"model": asdict(open_source(tmp_path / "hf").args)}
+    _changed(tmp_path / "hf", {"model.norm.weight": torch.zeros(32, dtype=torch.int8)})
+    assert "model.norm.weight as I8" in _refused("hf-to-meta", tmp_path / "hf", tmp_path)
+    CheckpointManager(tmp_path).save(1, {"model.norm.weight": torch.zeros(32, dtype=torch.int32)}, run)
+    said = _refused("dcp-to-hf", tmp_path / "step-1", tmp_path)
+    assert "no weights, by their type: norm.weight int32" in said and "missing: tok_embeddings.weight" in said
+
+
+@pytest.mark.parametrize("way", ["hf-to-dcp", "hf-to-meta"])
+def test_nan_is_found_by_verify(way: str, tmp_path: Path) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    broken = torch.ones(48, 32)
+    broken[47, 31] = float("nan")
+    _changed(tmp_path / "hf", {"model.layers.2.mlp.up_proj.weight": broken})
+    assert "with NaN or infinity: layers.2.feed_forward.w3.weight" in _refused(
+        way, tmp_path / "hf", tmp_path, verify=True
+    )
+    _convert(way, tmp_path / "hf", tmp_path / "out")  # who does not ask gets what is there
+
+
+def test_verify_finds_a_bit_that_was_written_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    write = fill._write
+
+    def wrong(descriptor: int, begin: int, block: Tensor) -> None:
+        if block.shape == (48, 32) and not done:
+            done.append(begin)
+            block.view(torch.uint8)[40, 5] ^= 1
+        write(descriptor, begin, block)
+
+    done: list[int] = []
+    monkeypatch.setattr(fill, "_write", wrong)
+    assert "not as they were read: layers." in _refused("hf-to-meta", tmp_path / "hf", tmp_path, verify=True)
+
+
+def test_what_cannot_be_meant_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+
+    def said(*words: object) -> str:
+        assert convert_weights.main([str(word) for word in words]) == EXIT_DATA
+        return capsys.readouterr().err
+
+    assert "use hf-to-meta or hf-to-dcp" in said("meta-to-hf", tmp_path / "hf", tmp_path / "out")
+    assert "does not exist" in said("dcp-to-hf", tmp_path / "none", tmp_path / "out")
+    assert "is there already" in said("hf-to-meta", tmp_path / "hf", tmp_path / "hf")
+    tokenizer = Path(__file__).parent / "assets" / "tokenizer"
+    assert "--vocab-size" in said("hf-to-meta", tmp_path / "hf", tmp_path / "out", "--tokenizer", tokenizer)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_program_tells_the_mapping_and_carries_the_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    tokenizer = Path(__file__).parent / "assets" / "tokenizer"
+    words = ["hf-to-dcp", str(tmp_path / "hf"), str(tmp_path / "out")]
+    assert convert_weights.main([*words, "--dry-run"]) == EXIT_FINISHED
+    lines = capsys.readouterr().out.splitlines()
+    assert not (tmp_path / "out").exists() and len(lines) == 30
+    [line] = [line for line in lines if line.startswith("layers.2.attention.wk.weight")]
+    assert line.endswith(
+        "(8, 32) float32 -> model.layers.2.attention.wk.weight (8, 32) float32 in step-0, rows reordered"
+    )
+    words += ["--tokenizer", str(tokenizer), "--vocab-size", "2048", "--verify"]
+    assert convert_weights.main(words) == EXIT_FINISHED
+    assert "--checkpoint.initial_load_path" in capsys.readouterr().out
+    assert convert_weights.main(["dcp-to-hf", str(tmp_path / "out"), str(tmp_path / "hf2")]) == EXIT_FINISHED
+    for file in tokenizer.iterdir():
+        if file.name.startswith("tokenizer"):
+            assert (tmp_path / "hf2" / file.name).read_bytes() == file.read_bytes()
+    config = json.loads((tmp_path / "hf2" / "config.json").read_text())
+    assert config["vocab_size"] == 2048 and config["bos_token_id"] == 1 and config["eos_token_id"] == 2

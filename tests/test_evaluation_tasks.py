@@ -1,0 +1,183 @@
+"""Our adapter for lm-eval against lm-eval's own adapter to transformers, on the same model and tasks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.errors import ConfigError, DataError
+
+pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+pytestmark = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
+MODEL = Path(os.environ.get("TOOLKIT_ASSETS", ""), "stories15M", "hf")
+
+CHOICES = [
+    ("Once upon a time, there was a little girl named", [" Lily.", " Tax.", " Max and he liked"], 0),
+    ("Tom had a red ball. He liked to", [" play with it.", " eat the sky.", " invoice"], 0),
+    ("The sun was hot, so they went to swim in the", [" car.", " lake.", " pool. "], 1),
+    ("", ["Once upon a time", "Notwithstanding the foregoing"], 0),
+    ("The cat said: ", ["meow", "hello, I am a cat"], 1),
+]
+TEXTS = [
+    "One day, a boy named Tim went to the park. He saw a big dog.\nThe dog was very happy.",
+    "Mia had a toy. " * 90,  # longer than the model's context
+]
+PROMPTS = [
+    "Once upon a time",
+    "Lily and Ben",
+    "The dog was sad because he",
+    "One day, Tim found a key. The key",
+]
+GENERATION = {"until": [".", "\n\n"], "max_gen_toks": 24}
+
+
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
+    """lm-eval's adapters with transformers' model, by whether texts begin with BOS."""
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, LlamaTokenizer
+
+    copy = tmp_path_factory.mktemp("tokenizer")
+    shutil.copy(MODEL / "tokenizer.model", copy)
+    tokenizer = LlamaTokenizer.from_pretrained(copy, legacy=True, add_bos_token=True)
+    tokenizer.pad_token = tokenizer.unk_token
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    # Its cache of logits mixes up windows of one text, at least in lm-eval 0.4.13.
+    options = {"tokenizer": tokenizer, "device": "cpu", "batch_size": 2, "logits_cache": False}
+    return {bos: HFLM(model, add_bos_token=bos, **options) for bos in (True, False)}
+
+
+@pytest.fixture(scope="module")
+def ours() -> Any:
+    from toolkit.evaluation import Evaluator
+    from toolkit.evaluation_tasks import TaskModel
+    from toolkit.inference import load_model, needed_tokenizer
+
+    loaded = load_model(MODEL, device=torch.device("cpu"), dtype=torch.float32)
+    evaluator = Evaluator(loaded.model, batch_size=3)
+    return TaskModel(evaluator, loaded.generator(), needed_tokenizer(loaded), length=loaded.args.max_seq_len)
+
+
+def requests(kind: str, arguments: list[tuple]) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
+    return [
+        Instance(request_type=kind, doc={}, arguments=each, idx=index) for index, each in enumerate(arguments)
+    ]
+
+
+def test_continuations(judges: dict[bool, Any], ours: Any) -> None:
+    pairs = [(context, choice) for context, choices, _ in CHOICES for choice in choices]
+    pairs.append((TEXTS[1].strip(), " She was"))  # whose beginning does not fit
+    asked = requests("loglikelihood", pairs)
+    expected, found = judges[True].loglikelihood(asked), ours.loglikelihood(asked)
+    assert len({greedy for _, greedy in expected}) == 2
+    for pair, (ours_is, ours_greedy), (theirs, greedy) in zip(pairs, found, expected, strict=True):
+        assert (ours_is, ours_greedy) == (pytest.approx(theirs, abs=1e-4), greedy), pair
+
+
+def test_whole_texts(judges: dict[bool, Any], ours: Any) -> None:
+    asked = requests("loglikelihood_rolling", [(text,) for text in TEXTS])
+    # With add_bos_token that adapter would begin with two BOS.
+    assert ours.loglikelihood_rolling(asked) == pytest.approx(
+        judges[False].loglikelihood_rolling(asked), abs=1e-3
+    )
+
+
+def test_generated_texts(judges: dict[bool, Any], ours: Any) -> None:
+    wishes = [GENERATION, GENERATION, {"until": "Lily", "max_gen_toks": 40}, GENERATION]
+    asked = requests("generate_until", list(zip(PROMPTS, wishes, strict=True)))
+    expected, found = judges[True].generate_until(asked), ours.generate_until(asked)
+    assert found == expected
+    assert all(expected) and not any("." in text for text in expected[:2])
+    with pytest.raises(DataError, match="256 new tokens"):
+        ours.generate_until(requests("generate_until", [("a", {"until": ["b"]})]))
+
+
+def test_sampled_texts_are_seeded(ours: Any) -> None:
+    wishes = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0, "top_k": 50}
+    asked = requests("generate_until", [(PROMPTS[0], wishes)] * 2)
+    assert ours.generate_until(asked) == ours.generate_until(asked)
+    greedy = requests("generate_until", [(PROMPTS[0], {"until": [], "max_gen_toks": 12})])
+    assert ours.generate_until(asked)[:1] != ours.generate_until(greedy)
+
+
+def write_tasks(folder: Path) -> None:
+    import yaml
+
+    def task(name: str, docs: list[dict[str, Any]], **settings: Any) -> None:
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+        common = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"validation": str(folder / f"{name}.jsonl")}},
+            "validation_split": "validation",
+        }
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(common | settings))
+
+    def metrics(*names: str) -> list[dict[str, str]]:
+        return [{"metric": name} for name in names]
+
+    task(
+        "tiny_choices",
+        [
+            {"context": context, "choices": choices, "label": label}
+            for context, choices, label in CHOICES
+            if context
+        ],
+        output_type="multiple_choice",
+        doc_to_text="{{context}}",
+        doc_to_choice="{{choices}}",
+        doc_to_target="{{label}}",
+        target_delimiter="",
+        metric_list=metrics("acc", "acc_norm"),
+    )
+    task(
+        "tiny_names",
+        [{"prompt": prompt, "answer": "Lily"} for prompt in PROMPTS],
+        output_type="generate_until",
+        doc_to_text="{{prompt}}",
+        doc_to_target="{{answer}}",
+        generation_kwargs=GENERATION,
+        filter_list=[
+            {
+                "name": "name",
+                "filter": [{"function": "regex", "regex_pattern": "(Lily)"}, {"function": "take_first"}],
+            }
+        ],
+        metric_list=metrics("exact_match"),
+    )
+
+
+def test_local_tasks_from_end_to_end(
+    judges: dict[bool, Any], ours: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from toolkit.evaluation_tasks import run_tasks
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_tasks(tmp_path)
+    names = ["tiny_choices", "tiny_names"]
+    found = run_tasks(ours, names, folder=str(tmp_path), few_shot=1)["results"]
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    expected = simple_evaluate(
+        judges[True],
+        tasks=names,
+        num_fewshot=1,
+        task_manager=manager,
+        log_samples=False,
+        bootstrap_iters=1000,
+    )["results"]
+    assert {name: found[name] for name in names} == {name: expected[name] for name in names}
+    assert 0 < found["tiny_choices"]["acc,none"] < 1
+    monkeypatch.setattr("toolkit.evaluation_tasks.TaskManager", lambda **_: manager)
+    with pytest.raises(ConfigError, match="did you mean tiny_choices"):
+        run_tasks(ours, ["tiny_choice"], folder=str(tmp_path))

@@ -1,0 +1,51 @@
+"""tools/make_random_model: a folder that transformers loads, with the weights that a run begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from tests.preflight.bad_runs import TOKENIZER
+from toolkit.models.llama.model import Llama, init_rule
+from toolkit.models.llama.presets import resolve
+from toolkit.parallel.initialize import initialize
+from toolkit.weights.hf_names import hf_row_order, reorders_rows, to_hf
+from tools.make_random_model import main
+
+# wq has 300 rows more than a block of BLOCK_ELEMENTS, and blocks that part heads.
+SHAPE = {"dim": 360, "n_layers": 2, "n_heads": 10, "n_kv_heads": 5, "head_dim": 102, "ffn_dim": 500}
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3.2"])
+def test_weights_are_those_of_a_run_and_transformers_finds_them(name: str, tmp_path: Path) -> None:
+    flags = [f"--set={key}={value}" for key, value in SHAPE.items()]
+    out = tmp_path / "m"
+    files = ["--tokenizer", str(TOKENIZER), "--max-bytes", "3000000"]
+    assert main([str(out), "--name", name, "--flavor=debugmodel", "--seed=3", *flags, *files]) == 0
+
+    model = Llama(resolve(name, "debugmodel", tokenizer_vocab=4096, **SHAPE))
+    initialize(model.named_parameters(), 3, lambda parameter: init_rule(parameter, model.args))
+    found = {}
+    for path in sorted(out.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    assert found.keys() == {to_hf(name) for name, _ in model.named_parameters()}
+    assert len(list(out.glob("*.safetensors"))) > 1 and (out / "tokenizer.model").is_file()
+    for ours, parameter in model.named_parameters():
+        expected = parameter.detach()
+        if reorders_rows(ours):
+            expected = expected[hf_row_order(range(len(expected)), SHAPE["head_dim"])]
+        assert torch.equal(found[to_hf(ours)], expected.bfloat16()), ours
+
+    _, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(loading.values())
+
+
+def test_a_mistake_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "m"), "--flavor=7b"]) == 2
+    assert "did you mean 7B?" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,176 @@
+"""config.json against transformers, which writes the one form, reads both, and knows what a field means."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, GenerationConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from toolkit.errors import DataError
+from toolkit.models.llama.model import rope_frequencies
+from toolkit.models.llama.presets import PRESETS, LlamaArgs, RopeScaling
+from toolkit.weights.hf_config import args_of, config_json, generation_config_json
+
+SMALL = LlamaArgs(
+    dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=100, vocab_size=300, head_dim=32, norm_eps=1e-6,
+    rope_theta=5e5, rope_scaling=RopeScaling(32.0, 2.0, 8.0, 1024), max_seq_len=4000, tie_embeddings=True,
+)  # fmt: skip
+EVERY = {
+    f"{name} {flavor}": args for name, flavors in PRESETS.items() for flavor, args in flavors.items()
+} | {"every field unlike its default": SMALL}
+
+
+def written(folder: Path, fields: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def as_json(args: LlamaArgs = SMALL, **changes: Any) -> dict[str, Any]:
+    return config_json(args, dtype="bfloat16", bos=1, eos=[2, 3], pad=None) | changes
+
+
+def without(key: str, args: LlamaArgs = SMALL) -> dict[str, Any]:
+    return {name: value for name, value in as_json(args).items() if name != key}
+
+
+@pytest.mark.parametrize("args", EVERY.values(), ids=EVERY)
+def test_transformers_reads_what_we_write_and_we_what_it_writes(args: LlamaArgs, tmp_path: Path) -> None:
+    theirs = AutoConfig.from_pretrained(written(tmp_path, as_json(args)))
+    assert isinstance(theirs, LlamaConfig) and theirs.dtype == torch.bfloat16
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (1, [2, 3], None)
+    assert (theirs.hidden_size, theirs.intermediate_size, theirs.vocab_size) == (
+        args.dim,
+        args.ffn_dim,
+        args.vocab_size,
+    )
+    assert (theirs.head_dim, theirs.tie_word_embeddings) == (args.head_dim, args.tie_embeddings)
+    assert (theirs.rms_norm_eps, theirs.max_position_embeddings) == (args.norm_eps, args.max_seq_len)
+    found = LlamaRotaryEmbedding(theirs).inv_freq
+    torch.testing.assert_close(found, rope_frequencies(args).float(), rtol=2e-6, atol=0)
+
+    saved = tmp_path / "saved"
+    theirs.save_pretrained(saved)
+    assert "rope_parameters" in json.loads((saved / "config.json").read_text()), "the form of transformers 5"
+    assert args_of(saved) == args == args_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "hidden_act",
+    ],
+)
+def test_an_absent_field_is_what_it_is_for_transformers(key: str, tmp_path: Path) -> None:
+    plain = replace(SMALL, rope_scaling=None)  # for which rope_theta is read without rope_scaling
+    args = args_of(written(tmp_path, without(key, plain)))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert args == LlamaArgs(
+        dim=theirs.hidden_size,
+        n_layers=theirs.num_hidden_layers,
+        n_heads=theirs.num_attention_heads,
+        n_kv_heads=theirs.num_key_value_heads,
+        ffn_dim=theirs.intermediate_size,
+        vocab_size=theirs.vocab_size,
+        head_dim=theirs.head_dim,
+        norm_eps=theirs.rms_norm_eps,
+        rope_theta=theirs.rope_parameters["rope_theta"],
+        max_seq_len=theirs.max_position_embeddings,
+        tie_embeddings=theirs.tie_word_embeddings,
+    )
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 2e4, "rope_parameters": {"rope_type": "default", "rope_theta": 3e4}},
+        {"rope_theta": 2e4, "rope_parameters": {"rope_type": "default"}},
+        {"rope_scaling": {"type": "default"}, "rope_theta": 2e4},
+        {"rope_scaling": {}, "rope_parameters": {"rope_theta": 4e4}},
+        {
+            "rope_theta": 2e4,
+            "rope_scaling": {"rope_type": "llama3", "factor": 4, "low_freq_factor": 1, "high_freq_factor": 4},
+        },
+    ],
+)
+def test_forms_of_rope(rope: dict[str, Any], tmp_path: Path) -> None:
+    fields = {key: value for key, value in as_json().items() if not key.startswith("rope")} | rope
+    args = args_of(written(tmp_path, fields))
+    found = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
+    torch.testing.assert_close(found, rope_frequencies(args).float(), rtol=2e-6, atol=0)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (as_json(model_type="mistral"), "model_type = 'mistral'"),
+        (as_json(model_type="gemma2"), "model_type = 'gemma2'"),
+        (as_json(architectures=["LlamaForSequenceClassification"]), "architectures"),
+        (as_json(attention_bias=True), "attention_bias = true: must be false"),
+        (as_json(mlp_bias=True), "mlp_bias = true: must be false"),
+        (as_json(hidden_act="gelu"), 'hidden_act = "gelu": must be "silu"'),
+        (as_json(sliding_window=4096), "sliding_window = 4096: must be absent or null"),
+        (as_json(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+        (as_json(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
+        (as_json(rope_scaling={"rope_type": "yarn", "factor": 4.0}), 'rope_scaling.rope_type = "yarn"'),
+        (as_json(rope_scaling={"type": "linear", "factor": 4.0}), 'rope_scaling.type = "linear"'),
+        (as_json(rope_scaling={"rope_type": "llama3"}), "rope_scaling.factor is missing"),
+        (as_json(rope_scaling=LLAMA3 | {"partial_rotary_factor": 0.5}), "rope_scaling.partial_rotary_factor"),
+        (as_json(rope_scaling=4), "rope_scaling = 4: must be an object"),
+        (as_json(quantization_config={"bits": 4}), "quantised weights"),
+        (as_json(num_local_experts=8), "mixtures of experts"),
+        (as_json(auto_map={"AutoModelForCausalLM": "modeling.Own"}), "code of its own"),
+        (as_json(residual_multiplier=0.2), "residual_multiplier = 0.2: must be 1"),
+        (as_json(num_key_value_heads=3), "num_key_value_heads = 3: must divide num_attention_heads"),
+        (as_json(head_dim=15), "head_dim = 15: must be even"),
+        (as_json(hidden_size="64"), 'hidden_size = "64": must be a positive whole number'),
+        (as_json(num_hidden_layers=True), "num_hidden_layers = true: must be a positive whole number"),
+        (as_json(rms_norm_eps=0), "rms_norm_eps = 0: must be a positive number"),
+        (as_json(tie_word_embeddings="yes"), 'tie_word_embeddings = "yes": must be true or false'),
+        (without("intermediate_size"), "intermediate_size is missing"),
+        (without("head_dim") | {"hidden_size": 66}, "hidden_size = 66: must be a multiple"),
+    ],
+)
+def test_what_is_no_llama_is_refused_by_field(fields: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        args_of(written(tmp_path, fields))
+    assert says in str(caught.value) and str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_all_fields_at_fault_are_named_at_once(tmp_path: Path) -> None:
+    fields = as_json(attention_bias=True, hidden_act="relu", num_hidden_layers=0)
+    with pytest.raises(DataError) as caught:
+        args_of(written(tmp_path, fields))
+    assert all(name in str(caught.value) for name in ("attention_bias", "hidden_act", "num_hidden_layers"))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [("{", "is not JSON"), ("[]", "no JSON object"), (None, "cannot")]
+)
+def test_a_file_that_is_no_config(content: str | None, says: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(DataError, match=says):
+        args_of(tmp_path)
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    fields = generation_config_json(bos=1, eos=[2, 3], pad=None)
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    theirs = GenerationConfig.from_pretrained(tmp_path)
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (1, [2, 3], None)

@@ -1,0 +1,43 @@
+"""What goes beside weights that are handed on: the files of the tokenizer, and the special tokens' ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokenizer_files import find
+from toolkit.weights.hf_write import SpecialTokens
+
+_NAMES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True)
+class Companions:
+    """``entries`` is how many ids the tokenizer at ``place`` has, 0 without one."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    tokens: SpecialTokens = SpecialTokens()
+    entries: int = 0
+    place: Path | None = None
+
+
+def tokenizer_companions(path: Path) -> Companions:
+    """Of the tokenizer in a folder, or of the file itself: the files as they are, under their names.
+
+    Raises:
+        DataError: there is none, or it is damaged.
+    """
+    found, tokenizer = find(path), load_tokenizer(path)
+    beside = {name: found.folder / name for name in _NAMES if (found.folder / name).is_file()}
+    files = {name: file.read_bytes() for name, file in beside.items()} | {found.path.name: found.content}
+    eos = list(tokenizer.stop_ids) if len(tokenizer.stop_ids) > 1 else tokenizer.eos_id
+    return Companions(files, SpecialTokens(tokenizer.bos_id, eos, tokenizer.pad_id), tokenizer.n_words, path)

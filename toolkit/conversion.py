@@ -1,0 +1,273 @@
+"""Turns weights of one format into another, block by block, and compares what came out with what went in."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from toolkit import __version__
+from toolkit.blocks import row_blocks, rows_of
+from toolkit.checkpoint.manifest import step_folder
+from toolkit.checkpoint.streaming import Pending, write_checkpoint
+from toolkit.collective import Ranks
+from toolkit.companions import Companions, tokenizer_companions
+from toolkit.config.values import dotted
+from toolkit.errors import DataError
+from toolkit.shards import threads
+from toolkit.sources import MODEL_PREFIX, CheckpointWeights, open_source
+from toolkit.unfinished import state_of
+from toolkit.weights.fill import BLOCK_BYTES
+from toolkit.weights.hf_config import CONFIG, GENERATION_CONFIG
+from toolkit.weights.hf_names import reorders_rows, to_hf
+from toolkit.weights.hf_write import MAX_BYTES, SpecialTokens, plan_shards, shard_names, write_hf
+from toolkit.weights.json_fields import read_object
+from toolkit.weights.meta_folder import MetaFolder
+from toolkit.weights.meta_write import PART, write_meta
+from toolkit.weights.safetensors_folder import SafetensorsFolder
+from toolkit.weights.source import Source
+from toolkit.weights.views import Cast, Resized, check_complete
+from toolkit.wording import either, first_few
+
+FORMATS: Mapping[str, type] = {"hf": SafetensorsFolder, "meta": MetaFolder, "dcp": CheckpointWeights}
+_STEP = re.compile(r"step-(\d+)")
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """``source`` as it will be written to ``out`` in the format ``to``, with ``beside`` it.
+
+    ``there`` is what it is read from, before dtype and vocabulary are changed.
+    """
+
+    there: Source
+    source: Source
+    to: str
+    out: Path
+    beside: Companions
+    max_bytes: int = MAX_BYTES
+
+    @property
+    def bytes(self) -> int:
+        stored = self.source.tensors.values()
+        return sum(torch.Size(it.shape).numel() * it.dtype.itemsize for it in stored)
+
+
+def prepare(
+    what: str,
+    path: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    vocab_size: int | None = None,
+    tokenizer: Path | None = None,
+    max_bytes: int = MAX_BYTES,
+    hashes: bool = True,
+) -> Conversion:
+    """Everything that can be found wrong without reading weights; ``what`` is "hf-to-dcp" or the like.
+
+    The tokenizer is that of ``tokenizer``, else the one beside the weights, else the one a run was trained
+    with. As a checkpoint, ``out`` is a step-N folder or one to hold step-0. ``hashes`` has a checkpoint that
+    is read compared with its SHA-256 sums, before half of a damaged one is converted.
+
+    Raises:
+        DataError, CheckpointError: the weights are not there, damaged, of another format or not of the model
+            that their config tells of; ``out`` is there already; the tokenizer does not fit.
+    """
+    given, _, to = what.partition("-to-")
+    there = open_source(path, verify=hashes)
+    if not isinstance(there, FORMATS[given]):
+        [really] = [name for name, kind in FORMATS.items() if isinstance(there, kind)]
+        ways = either(f"{really}-to-{other}" for other in FORMATS if other != really)
+        raise DataError(f"{path} is not what {what} reads: use {ways}")
+    check_complete(there)
+    source = there
+    if vocab_size is not None and vocab_size != source.args.vocab_size:
+        source = Resized(source, vocab_size)
+    if dtype is not None:
+        source = Cast(source, dtype)
+    beside = _companions(there, tokenizer)
+    if beside.entries > source.args.vocab_size:
+        raise DataError(
+            f"the tokenizer has {beside.entries:,} entries, and the model {source.args.vocab_size:,}\n"
+            f"  fix:  --vocab-size {beside.entries} adds rows, or --tokenizer names another"
+        )
+    if to == "dcp" and not _STEP.fullmatch(out.name):
+        out = step_folder(out, 0)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} is there already: name another folder, or delete it")
+    return Conversion(there, source, to, out, beside, max_bytes)
+
+
+def convert(
+    conversion: Conversion, *, verify: bool = False, progress: Callable[[int], None] | None = None
+) -> None:
+    """Write it. ``verify`` reads everything back before it gets its name.
+
+    Raises:
+        DataError, CheckpointError: a damaged source, or what ``verify`` has found, of which nothing is left;
+            or a disk that is full, from where the same again goes on.
+    """
+    source, out, beside = conversion.source, conversion.out, conversion.beside
+    check = partial(compare, source) if verify else None
+    if conversion.to == "dcp":
+        _write_checkpoint(conversion, verify=verify, progress=progress)
+    elif conversion.to == "hf":
+        tokens = beside.tokens
+        write_hf(
+            source, out, tokens=tokens, others=beside.files, max_bytes=conversion.max_bytes, ranks=Ranks(),
+            progress=progress, check=check,
+        )  # fmt: skip
+    else:
+        write_meta(source, out, others=beside.files, ranks=Ranks(), progress=progress, check=check)
+
+
+def mapping(conversion: Conversion) -> Iterator[str]:
+    """A line a tensor: what it is, and what and where it will be."""
+    source = conversion.source
+    shards = plan_shards(source.tensors, conversion.max_bytes)
+    files = {
+        name: file for file, shard in zip(shard_names(len(shards)), shards, strict=True) for name in shard
+    }
+    for name, stored in source.tensors.items():
+        before = conversion.there.tensors[name]
+        then, where = name, PART
+        if conversion.to == "hf":
+            then, where = to_hf(name), files[name]
+        elif conversion.to == "dcp":
+            then, where = MODEL_PREFIX + name, conversion.out.name
+        moved = reorders_rows(name) and (
+            conversion.to == "hf" or isinstance(conversion.there, SafetensorsFolder)
+        )
+        yield (
+            f"{name} {before.shape} {_plain(before.dtype)} -> {then} {stored.shape} {_plain(stored.dtype)} "
+            f"in {where}{', rows reordered' if moved else ''}"
+        )
+
+
+def compare(source: Source, written: Source) -> None:
+    """Read both, block by block.
+
+    Raises:
+        DataError: tensors that differ in any bit, that are missing, or that hold NaN or infinity, by name.
+    """
+    problems = {
+        "not written": [name for name in source.tensors if name not in written.tensors],
+        "of another shape or dtype than was to be": [
+            name
+            for name, stored in source.tensors.items()
+            if name in written.tensors and written.tensors[name] != stored
+        ],
+    }
+    differing: set[str] = set()
+    not_finite: set[str] = set()
+
+    def one(name: str, rows: slice) -> None:
+        region = rows_of(rows, source.tensors[name].shape)
+        ours, theirs = source.read(name, region), written.read(name, region)
+        bits = _BITS[ours.dtype.itemsize]
+        if not torch.equal(ours.view(bits), theirs.view(bits)):
+            differing.add(name)
+        if not torch.isfinite(ours).all():
+            not_finite.add(name)
+
+    wrong = {name for names in problems.values() for name in names}
+    with ThreadPoolExecutor(threads()) as pool:
+        running = [
+            pool.submit(one, name, rows)
+            for name, stored in source.tensors.items()
+            if name not in wrong
+            for rows in row_blocks(stored.shape, stored.dtype.itemsize, limit=BLOCK_BYTES)
+        ]
+        for block in running:
+            block.result()
+    order = list(source.tensors)
+    problems["not as they were read"] = sorted(differing, key=order.index)
+    problems["with NaN or infinity"] = sorted(not_finite, key=order.index)
+    lines = [f"{what}: {first_few(names, _SHOWN)}" for what, names in problems.items() if names]
+    if lines:
+        raise DataError("\n  ".join([f"{source.place}, converted, was not kept:", *lines]))
+
+
+def _write_checkpoint(
+    conversion: Conversion, *, verify: bool, progress: Callable[[int], None] | None
+) -> None:
+    source, out = conversion.source, conversion.out
+    run = {
+        "model_only": True,
+        "model": asdict(source.args),
+        "tokens": 0,
+        "mesh": "",
+        "special_tokens": asdict(conversion.beside.tokens),
+        "tokenizer": conversion.beside.place and os.fspath(conversion.beside.place.resolve()),
+        "versions": {
+            "toolkit": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+    def reader(name: str) -> Callable[[slice], Tensor]:
+        return lambda rows: source.read(name, rows_of(rows, source.tensors[name].shape))
+
+    def check(work: Path, metadata: Metadata) -> None:
+        compare(source, CheckpointWeights(work, metadata, run))
+
+    match = _STEP.fullmatch(out.name)
+    assert match
+    write_checkpoint(
+        out.parent,
+        int(match[1]),
+        {
+            MODEL_PREFIX + name: Pending(stored.shape, stored.dtype, reader(name))
+            for name, stored in source.tensors.items()
+        },
+        run,
+        plan=[os.fspath(source.place.resolve()), state_of(source.place)],
+        progress=progress,
+        check=check if verify else None,
+    )
+
+
+def _companions(there: Source, tokenizer: Path | None) -> Companions:
+    """The files of the tokenizer and, where the weights say them, their own special tokens."""
+    run: Mapping[str, Any] = there.run if isinstance(there, CheckpointWeights) else {}
+    trained_with = run.get("tokenizer") or dotted(run.get("config", "")).get("model.hf_assets_path")
+    if tokenizer is None and _has_tokenizer(there.place):
+        tokenizer = there.place
+    elif tokenizer is None and trained_with and _has_tokenizer(Path(trained_with).expanduser()):
+        tokenizer = Path(trained_with)
+    found = tokenizer_companions(tokenizer) if tokenizer else Companions()
+    said = run.get("special_tokens")
+    if isinstance(there, SafetensorsFolder):
+        said = {}
+        for name in (CONFIG, GENERATION_CONFIG):
+            values = read_object(there.place / name) if (there.place / name).is_file() else {}
+            said |= {
+                key: values[f"{key}_token_id"]
+                for key in ("bos", "eos", "pad")
+                if values.get(f"{key}_token_id") is not None
+            }
+    if said and any(value is not None for value in said.values()):
+        return replace(found, tokens=SpecialTokens(**said))
+    return found
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

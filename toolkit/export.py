@@ -1,0 +1,42 @@
+"""Hands a run's checkpoint on as a Hugging Face folder, while the run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from toolkit.checkpoint.reading import open_checkpoint
+from toolkit.collective import Ranks
+from toolkit.companions import Companions, tokenizer_companions
+from toolkit.sources import CheckpointWeights
+from toolkit.weights.hf_write import write_hf
+from toolkit.weights.views import Cast
+
+
+def export_hf(
+    step_folder: Path, out: Path, *, dtype: torch.dtype, tokenizer_path: Path | None, ranks: Ranks
+) -> None:
+    """Write the model in a committed ``step_folder`` as ``out``, in ``dtype``, with the tokenizer's files.
+
+    Collective: each of ``ranks`` writes its share of the files, reading what it needs from the checkpoint,
+    which has just been written and is not hashed again. ``out`` appears whole; one of before is replaced.
+
+    Raises:
+        CheckpointError, DataError: on every rank alike. A checkpoint or tokenizer that cannot be read, or a
+            folder that cannot be written.
+    """
+
+    def opened() -> tuple[Metadata, dict[str, Any], Companions]:
+        manifest, metadata = open_checkpoint(step_folder, verify=False)
+        return (
+            metadata,
+            manifest["run"],
+            tokenizer_companions(tokenizer_path) if tokenizer_path else Companions(),
+        )
+
+    metadata, run, beside = ranks.decide(opened)
+    source = Cast(CheckpointWeights(step_folder, metadata, run), dtype)
+    write_hf(source, out, tokens=beside.tokens, others=beside.files, ranks=ranks)

@@ -1,0 +1,107 @@
+"""Turn weights of one format into another, without ever having the model in memory.
+
+    python -m tools.convert_weights hf-to-dcp   HF_FOLDER    OUT      start training from downloaded weights
+    python -m tools.convert_weights dcp-to-hf   CHECKPOINT   OUT      hand a trained model on
+    python -m tools.convert_weights meta-to-dcp META_FOLDER  OUT
+    python -m tools.convert_weights dcp-to-meta CHECKPOINT   OUT
+    python -m tools.convert_weights meta-to-hf  META_FOLDER  OUT
+    python -m tools.convert_weights hf-to-meta  HF_FOLDER    OUT
+
+HF_FOLDER has config.json and safetensors, META_FOLDER params.json and consolidated.NN.pth. CHECKPOINT is a
+step-N, or a run's folder for its newest. As a checkpoint, OUT becomes the folder of a step-0, which
+checkpoint.initial_load_path then names, unless it is itself called step-N.
+
+OUT appears whole or not at all. What was killed goes on where it was when the same is asked for again.
+Exit codes: 0 done, 2 the arguments, 3 weights cannot be used or OUT cannot be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from toolkit.errors import EXIT_FINISHED, ToolkitError, report
+
+_WAYS = ("hf-to-dcp", "dcp-to-hf", "meta-to-dcp", "dcp-to-meta", "meta-to-hf", "hf-to-meta")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.convert_weights",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("way", choices=_WAYS, metavar="WAY")
+    parser.add_argument("source", type=Path, metavar="IN")
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--dtype", choices=_DTYPES, help="default: as in IN")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="rows of embedding and head; new ones are the mean of the old",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="to put beside the weights; default: IN's, or the run's",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read all back, compare each bit, and refuse NaN and infinity"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what each tensor becomes, and stop")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _advance(bar: tqdm, count: int) -> None:
+    bar.update(count)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for and return the exit code."""
+    parser = _parser()
+    asked = parser.parse_args(argv)
+    if asked.vocab_size is not None and asked.vocab_size < 1:
+        parser.error("--vocab-size is at least 1")
+    import torch
+
+    from toolkit.conversion import convert, mapping, prepare
+
+    try:
+        conversion = prepare(
+            asked.way,
+            asked.source.expanduser(),
+            asked.out.expanduser(),
+            dtype=getattr(torch, asked.dtype) if asked.dtype else None,
+            vocab_size=asked.vocab_size,
+            tokenizer=asked.tokenizer,
+            hashes=not asked.dry_run,
+        )
+        if asked.dry_run:
+            for line in mapping(conversion):
+                print(line)
+            return EXIT_FINISHED
+        with tqdm(total=conversion.bytes, unit="B", unit_scale=True, disable=None, desc=asked.way) as bar:
+            convert(conversion, verify=asked.verify, progress=lambda count: _advance(bar, count))
+    except ToolkitError as error:
+        return report(error, show=True, debug=asked.debug)
+    verified = ", each tensor compared" if asked.verify else ""
+    print(f"{conversion.out}: {len(conversion.source.tensors)} tensors, {conversion.bytes:,} bytes{verified}")
+    if conversion.to == "dcp":
+        print(f"to train from it: --checkpoint.initial_load_path {conversion.out}")
+    return EXIT_FINISHED
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once; the same command goes on
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,219 @@
+"""Let a model go on from a prompt.
+
+    python -m tools.generate MODEL --prompt "Once upon a time"
+    python -m tools.generate MODEL --prompt-file prompts.txt --batch-size 8 --json
+    echo "Once upon a time" | python -m tools.generate MODEL
+    torchrun --nproc-per-node 2 -m tools.generate MODEL --tp 2 --prompt "Once upon a time"
+
+MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a run's folder for its newest.
+Prompts are those of --prompt, or the lines of a file or of standard input; in a .jsonl file they are the
+"prompt" of each line. Each begins with the tokenizer's BOS. Text in a prompt is text: "</s>" in it is no
+token. A prompt's text depends on --seed and its place among the prompts, and not on batch or mesh.
+
+The text goes to standard output: as it comes for one prompt, else prompt by prompt. Exit codes: 0 done,
+2 the arguments, 3 model, tokenizer or prompts cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.distributed import process_group
+from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
+from toolkit.generation.generator import Generator
+from toolkit.generation.sampling import Sampling
+from toolkit.generation.text import TextStream
+from toolkit.inference import add_model_arguments, load_as_asked, needed_tokenizer
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.generate",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add("--prompt", action="append", metavar="TEXT", help="may be given several times")
+    add("--prompt-file", type=Path, metavar="FILE", help="prompts, one a line; - is standard input")
+    add("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
+    add("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token (default: 0.8)")
+    add("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens")
+    add("--top-p", type=float, default=1.0, metavar="P", help="among the likeliest that together have P")
+    add("--min-p", type=float, default=0.0, metavar="P", help="among those of P times the likeliest's")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: repeat less")
+    add("--seed", type=int, default=0)
+    add(
+        "--stop-token",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a special token, or an id, at which text ends, beside the tokenizer's own; repeatable",
+    )
+    add("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default: 8)")
+    add("--json", action="store_true", help="a line for each prompt: prompt, text, tokens")
+    add("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _sampling(arguments: argparse.Namespace) -> Sampling:
+    """What the flags say of how a token is chosen.
+
+    Raises:
+        ConfigError: values out of range, these and those of other flags.
+    """
+    for name in ("max_new_tokens", "batch_size", "tp"):
+        if (value := getattr(arguments, name)) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(Problem("it must be at least 1", f"give {flag} such a number", flag, value))
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    return Sampling(**{name: getattr(arguments, name) for name in names})
+
+
+def _prompts(arguments: argparse.Namespace) -> list[str]:
+    """Those of the flags, of the file or of standard input.
+
+    Raises:
+        DataError: there is none, or the file cannot be read.
+    """
+    if arguments.prompt:
+        return arguments.prompt
+    file: Path | None = arguments.prompt_file
+    try:
+        if file is None or str(file) == "-":
+            where, lines = "standard input", sys.stdin.read().splitlines()
+        else:
+            where, lines = str(file), file.read_text(encoding="utf-8").splitlines()
+        lines = [line for line in lines if line.strip()]
+        if file is not None and file.suffix == ".jsonl":
+            lines = [str(json.loads(line)["prompt"]) for line in lines]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"prompts cannot be read from {file or 'standard input'}: {error}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f'a line of {file} is no JSON object with a "prompt": {error!r}') from None
+    if not lines:
+        raise DataError(f"{where} has no prompt; give --prompt TEXT, or one prompt a line")
+    return lines
+
+
+def _prompts_of_rank_0(arguments: argparse.Namespace) -> list[str]:
+    """The same on every rank: standard input is rank 0's."""
+    if not dist.is_initialized():
+        return _prompts(arguments)
+    told: list[list[str] | DataError] = [[]]
+    if dist.get_rank() == 0:
+        try:
+            told = [_prompts(arguments)]
+        except DataError as error:
+            told = [error]
+    dist.broadcast_object_list(told, src=0)
+    if isinstance(told[0], DataError):
+        raise told[0]
+    return told[0]
+
+
+def _stop_ids(tokenizer: Tokenizer, named: Sequence[str]) -> set[int]:
+    ids = set(tokenizer.stop_ids)
+    for name in named:
+        token = tokenizer.special_tokens.get(name, int(name) if name.isdecimal() else None)
+        if token is None:
+            fix = f"name one of {', '.join(list(tokenizer.special_tokens)[:8])} …, or give an id"
+            raise ConfigError(Problem("the tokenizer has no such special token", fix, "--stop-token", name))
+        ids.add(token)
+    return ids
+
+
+class _Printer:
+    """Texts of a batch on standard output, of rank 0: as they come where there is one, else at their end."""
+
+    def __init__(self, tokenizer: Tokenizer, prompts: Sequence[str], *, as_json: bool):
+        self.as_json = as_json
+        self.streams = len(prompts) == 1 and not as_json
+        self.several = len(prompts) > 1
+        self.shown = not dist.is_initialized() or dist.get_rank() == 0
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special=True)
+
+    def say(self, text: str) -> None:
+        if self.shown:
+            print(text, end="", flush=True)
+
+    def batch(self, first: int, encoded: Sequence[list[int]], generated: Sequence[list[int]]) -> None:
+        """The texts of prompts from the ``first`` on."""
+        for number, (ids, tokens) in enumerate(zip(encoded, generated, strict=True), start=first):
+            stream = TextStream(self.decode, ids)
+            text = "".join(map(stream.add, tokens)) + stream.rest()
+            prompt = self.prompts[number]
+            if self.as_json:
+                told = {"prompt": prompt, "text": text, "tokens": tokens}
+                self.say(json.dumps(told, ensure_ascii=False) + "\n")
+            elif not self.streams:
+                self.say(f"[{number + 1}/{len(self.prompts)}] {prompt}{text}\n")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    sampling = _sampling(arguments)
+    loaded = load_as_asked(arguments)
+    tokenizer = needed_tokenizer(loaded)
+    prompts = _prompts_of_rank_0(arguments)
+    stop_ids = _stop_ids(tokenizer, arguments.stop_token)
+    encoded = [tokenizer.encode(prompt, bos=tokenizer.bos_id is not None) for prompt in prompts]
+    printer = _Printer(tokenizer, prompts, as_json=arguments.json)
+    generator: Generator = loaded.generator()
+    start, count = time.monotonic(), 0
+    for first in range(0, len(prompts), arguments.batch_size):
+        rows = encoded[first : first + arguments.batch_size]
+        generated: list[list[int]] = [[] for _ in rows]
+        stream = TextStream(printer.decode, rows[0])
+        if printer.streams:
+            printer.say(prompts[0])
+        for tokens in generator.stream(
+            rows,
+            max_new_tokens=arguments.max_new_tokens,
+            sampling=sampling,
+            stop_ids=stop_ids,
+            number=first,
+        ):
+            for row, token in enumerate(tokens):
+                if token is not None:
+                    generated[row].append(token)
+            if printer.streams and tokens[0] is not None:
+                printer.say(stream.add(tokens[0]))
+        if printer.streams:
+            printer.say(stream.rest() + "\n")
+        printer.batch(first, rows, generated)
+        count += sum(map(len, generated))
+    seconds = time.monotonic() - start
+    if printer.shown:
+        print(f"{count:,} tokens in {seconds:.1f} s, {count / seconds:,.1f} a second", file=sys.stderr)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for and return the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        _run(arguments)
+    except ToolkitError as error:  # the same on every rank
+        shown = not dist.is_initialized() or dist.get_rank() == 0
+        return report(error, show=shown, debug=arguments.debug)
+    process_group.stop()
+    return EXIT_FINISHED
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, between two words or in one
+    sys.exit(main(sys.argv[1:]))

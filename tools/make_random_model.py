@@ -1,0 +1,123 @@
+"""Write a Hugging Face folder with the random weights that a training would begin with.
+
+    python -m tools.make_random_model OUT --flavor 7B [--name llama2] [--dtype bfloat16] [--seed 0]
+
+For trying loading, conversion and generation of a size whose weights are not at hand. The weights are those
+of a run with this seed, in any dtype; they are drawn block by block, so that memory stays below 1 GiB at any
+size. --tokenizer puts a tokenizer beside them. Shapes of one's own: --set n_layers=2 --set dim=64.
+Exit codes: 0 done, 2 the arguments, 3 the folder cannot be written or the tokenizer not read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from toolkit.collective import Ranks
+from toolkit.companions import Companions, tokenizer_companions
+from toolkit.config import load_config
+from toolkit.errors import EXIT_FINISHED, ToolkitError, report
+from toolkit.models.llama.model import init_rule
+from toolkit.models.llama.presets import LlamaArgs, parameter_count, parameter_shapes
+from toolkit.parallel.initialize import initial_rows
+from toolkit.shape import model_args, model_named
+from toolkit.weights.hf_write import MAX_BYTES, write_hf
+from toolkit.weights.regions import whole
+from toolkit.weights.source import Region, Stored
+
+
+class InitialWeights:
+    """The weights of a model that is not trained, as a source: see :class:`toolkit.weights.source.Source`.
+
+    ``place`` is a folder that stands for them.
+    """
+
+    def __init__(self, args: LlamaArgs, *, dtype: torch.dtype, seed: int, place: Path):
+        self.args, self.dtype, self.seed, self.place = args, dtype, seed, place
+        self.tensors: Mapping[str, Stored] = {
+            name: Stored(shape, dtype) for name, shape in parameter_shapes(args).items()
+        }
+
+    def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
+        shape = self.tensors[name].shape
+        rows, *columns = whole(shape) if region is None else region
+        drawn = initial_rows(name, self.seed, init_rule(name, self.args), shape, rows)
+        part = drawn[(slice(None), *columns)].to(self.dtype).contiguous()
+        return part if out is None else out.copy_(part)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for and return the exit code."""
+    asked = _parser().parse_args(argv)
+    try:
+        shape = [f"--model.{pair}" for pair in asked.set]
+        config = load_config([f"--model.name={asked.name}", f"--model.flavor={asked.flavor}", *shape])
+        beside = tokenizer_companions(asked.tokenizer) if asked.tokenizer else Companions()
+        args = model_args(config, tokenizer_vocab=beside.entries or None)
+        with _stand_in(f"{args} {asked.dtype} {asked.seed}") as place:
+            source = InitialWeights(args, dtype=getattr(torch, asked.dtype), seed=asked.seed, place=place)
+            total = parameter_count(args) * source.dtype.itemsize
+            print(f"{model_named(config)}: {parameter_count(args):,} parameters, {total / 1e9:.2f} GB")
+            with tqdm(total=total, unit="B", unit_scale=True) as bar:
+
+                def advance(count: int, bar: tqdm = bar) -> None:
+                    bar.update(count)
+
+                write_hf(
+                    source,
+                    asked.out,
+                    tokens=beside.tokens,
+                    others=beside.files,
+                    ranks=Ranks(),
+                    max_bytes=asked.max_bytes,
+                    progress=advance,
+                )
+        print(f"wrote {asked.out}")
+    except ToolkitError as error:
+        return report(error, show=True)
+    return EXIT_FINISHED
+
+
+@contextmanager
+def _stand_in(what: str) -> Iterator[Path]:
+    """An empty folder, the same for the same weights: a run that was killed is gone on with."""
+    digest = hashlib.sha256(what.encode()).hexdigest()[:16]
+    place = Path(tempfile.gettempdir(), f"random-model-{digest}")
+    place.mkdir(exist_ok=True)
+    yield place
+    place.rmdir()
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.make_random_model",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--name", default="llama2", help="family, as model.name (default: llama2)")
+    parser.add_argument("--flavor", required=True, help="size, as model.flavor")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a key of model.* to change"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0, help="as debug.seed (default: 0)")
+    parser.add_argument("--tokenizer", type=Path, help="folder or file of a tokenizer to put beside them")
+    parser.add_argument("--max-bytes", type=int, default=MAX_BYTES, help="of a file (default: 5 GB)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
