@@ -29,9 +29,9 @@ from toolkit.errors import EXIT_FINISHED, ToolkitError, report
 from toolkit.models.llama.model import init_rule
 from toolkit.models.llama.presets import LlamaArgs, parameter_count, parameter_shapes
 from toolkit.parallel.initialize import initial_rows
+from toolkit.regions import whole
 from toolkit.shape import model_args, model_named
 from toolkit.weights.hf_write import MAX_BYTES, write_hf
-from toolkit.weights.regions import whole
 from toolkit.weights.source import Region, Stored
 
 
