@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.preflight.bad_runs import H100
+from tests.preflight.bad_weights import SHAPE, write_model
 from toolkit.config import Config, load_config
 from toolkit.models.llama.presets import parameter_count
 from toolkit.preflight import check
@@ -53,8 +54,18 @@ def test_our_config(name: str, world_sizes: tuple[int, ...], parameters: int, tm
         assert model is not None and parameter_count(model) == parameters
 
 
+def test_fine_tuning_takes_the_model_from_the_folder_of_its_weights(tmp_path: Path) -> None:
+    flags = [f"--model.hf_assets_path={write_model(tmp_path)}", LOCAL[1]]
+    flags += ["--model.tokenizer_path=tests/assets/tokenizer"]
+    config = load(ROOT / "train_configs" / "fine_tune.toml", tmp_path, *flags)
+    for world_size in (1, 2, 8, 16):
+        assert check(config, world_size=world_size, hardware=H100) == []
+        assert Run(config, world_size, H100).model == SHAPE
+
+
 def test_all_our_configs_are_tested() -> None:
     tested = {case[0] for case in test_our_config.pytestmark[0].args[1]}  # type: ignore[attr-defined]
+    tested |= {"fine_tune"}
     assert tested == {path.stem for path in (ROOT / "train_configs").glob("*.toml")}
 
 
