@@ -89,6 +89,13 @@ class Resized(_View):
         return out
 
 
+def in_order(source: Source) -> dict[str, Stored]:
+    """The tensors in the model's order, whatever that on disk is, so that equal models make equal files."""
+    places = {name: place for place, name in enumerate(parameter_shapes(source.args))}
+    found = source.tensors.items()
+    return dict(sorted(found, key=lambda item: places.get(item[0], len(places))))
+
+
 def check_complete(source: Source) -> None:
     """Compare the tensors of ``source`` with those of a model of its shape.
 
