@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from toolkit.errors import DataError
 from toolkit.models.llama.model import rope_frequencies
-from toolkit.models.llama.presets import PRESETS, LlamaArgs, RopeScaling
+from toolkit.models.llama.presets import PRESETS, LlamaArgs, RopeScaling, parameter_count
 from toolkit.weights.hf_config import args_of, config_json, generation_config_json
 
 SMALL = LlamaArgs(
@@ -110,6 +110,32 @@ def test_forms_of_rope(rope: dict[str, Any], tmp_path: Path) -> None:
     args = args_of(written(tmp_path, fields))
     found = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
     torch.testing.assert_close(found, rope_frequencies(args).float(), rtol=2e-6, atol=0)
+
+
+PUBLISHED = {
+    "TinyLlama 1.1B": (
+        1_100_048_384,
+        {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_hidden_layers": 22}
+        | {"num_key_value_heads": 4, "vocab_size": 32000, "rope_scaling": None, "rms_norm_eps": 1e-05}
+        | {"tie_word_embeddings": False, "max_position_embeddings": 2048, "pretraining_tp": 1},
+    ),
+    "SmolLM2 135M": (
+        134_515_008,
+        {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_hidden_layers": 30}
+        | {"num_key_value_heads": 3, "vocab_size": 49152, "rope_scaling": None, "rms_norm_eps": 1e-05}
+        | {"tie_word_embeddings": True, "rope_theta": 100000, "rope_interleaved": False}
+        | {"is_llama_config": True, "max_position_embeddings": 8192, "attention_bias": False},
+    ),
+}
+"""Others' models of Llama's shape: parameters, and what their config.json says."""
+
+
+@pytest.mark.parametrize(("parameters", "fields"), PUBLISHED.values(), ids=PUBLISHED)
+def test_others_models_of_this_shape(parameters: int, fields: dict[str, Any], tmp_path: Path) -> None:
+    fields |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}
+    args = args_of(written(tmp_path, fields))
+    assert parameter_count(args) == parameters
+    assert args.rope_theta == fields.get("rope_theta", 10000)
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
