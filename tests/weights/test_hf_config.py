@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig, GenerationConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -152,6 +155,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (as_json(hidden_act="gelu"), 'hidden_act = "gelu": must be "silu"'),
         (as_json(sliding_window=4096), "sliding_window = 4096: must be absent or null"),
         (as_json(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+        (as_json(layer_types=4), "layer_types = 4"),
+        (as_json(rope_theta=float("inf")), "rope_theta = Infinity: must be a positive number"),
+        (as_json(rms_norm_eps=float("nan")), "rms_norm_eps = NaN: must be a positive number"),
         (as_json(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
         (as_json(rope_scaling={"rope_type": "yarn", "factor": 4.0}), 'rope_scaling.rope_type = "yarn"'),
         (as_json(rope_scaling={"type": "linear", "factor": 4.0}), 'rope_scaling.type = "linear"'),
@@ -176,6 +182,24 @@ def test_what_is_no_llama_is_refused_by_field(fields: dict[str, Any], says: str,
     with pytest.raises(DataError) as caught:
         args_of(written(tmp_path, fields))
     assert says in str(caught.value) and str(tmp_path / "config.json") in str(caught.value)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 99) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["factor", "x"]), inner),
+    max_leaves=4,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(key=st.sampled_from([*as_json(), "layer_types", "auto_map", "rope_parameters"]), value=ANYTHING)
+def test_whatever_a_field_holds_there_is_a_shape_or_a_message(key: str, value: Any, tmp_path: Path) -> None:
+    try:
+        args = args_of(written(tmp_path, as_json() | {key: value}))
+    except DataError as error:
+        assert "config.json" in str(error)
+    else:
+        assert parameter_count(args) > 0 and math.isfinite(rope_frequencies(args).sum())
 
 
 def test_all_fields_at_fault_are_named_at_once(tmp_path: Path) -> None:
