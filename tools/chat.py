@@ -68,12 +68,12 @@ class Dialog:
         Raises:
             DataError: the question alone is too long, and is not kept.
         """
-        before = list(self.turns)
+        before = list(self.turns), self.forgotten
         self.turns.append({"role": "user", "content": question})
         try:
             prompt = self._fitting_prompt()
         except DataError:
-            self.turns = before
+            self.turns, self.forgotten = before
             raise
         ids: list[int] = []
         stream = TextStream(lambda tokens: self._tokenizer.decode(tokens, skip_special=True), prompt)
@@ -145,7 +145,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-class _Terminal:
+class Terminal:
     """Standard input and output of rank 0, of which the other ranks are told the lines."""
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class _Terminal:
             print(f"({text})", file=sys.stderr, flush=True)
 
 
-def talk(dialog: Dialog, terminal: _Terminal) -> None:
+def talk(dialog: Dialog, terminal: Terminal) -> None:
     """Messages in and answers out until /quit or the end of the input."""
     while (line := terminal.line()) is not None and line.strip() != "/quit":
         if line.strip() == "/reset":
@@ -214,7 +214,7 @@ def _run(asked: argparse.Namespace) -> None:
         max_new_tokens=asked.max_new_tokens,
         system=asked.system,
     )
-    terminal = _Terminal()
+    terminal = Terminal()
     terminal.note(f"{form.name} format; {HELP}")
     talk(dialog, terminal)
 
