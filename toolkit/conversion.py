@@ -131,7 +131,8 @@ def convert(
             progress=progress, check=check,
         )  # fmt: skip
     else:
-        write_meta(source, out, others=beside.files, ranks=Ranks(), progress=progress, check=check)
+        others = {name: content for name, content in beside.files.items() if name == "tokenizer.model"}
+        write_meta(source, out, others=others, ranks=Ranks(), progress=progress, check=check)
 
 
 def mapping(conversion: Conversion) -> Iterator[str]:

@@ -14,6 +14,9 @@ from toolkit.errors import DataError
 from toolkit.models.llama.presets import parameter_shapes
 from toolkit.weights.regions import new_output, whole
 from toolkit.weights.source import EMBEDDING, HEAD, Region, Source, Stored
+from toolkit.wording import first_few
+
+_SHOWN = 20
 
 
 class _View:
@@ -118,7 +121,7 @@ def check_complete(source: Source) -> None:
             if not it.dtype.is_floating_point
         ],
     }
-    lines = [f"{what}: {', '.join(names)}" for what, names in problems.items() if names]
+    lines = [f"{what}: {first_few(names, _SHOWN)}" for what, names in problems.items() if names]
     if lines:
         raise DataError(
             "\n  ".join([f"{source.place} does not hold the model that its config tells of:", *lines])
