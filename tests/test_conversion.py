@@ -346,7 +346,7 @@ def test_the_program_tells_the_mapping_and_carries_the_tokenizer(
     assert line.endswith(
         "(8, 32) float32 -> model.layers.2.attention.wk.weight (8, 32) float32 in step-0, rows reordered"
     )
-    words += ["--tokenizer", str(tokenizer), "--vocab-size", "2048", "--verify"]
+    words += ["--tokenizer", str(tokenizer), "--vocab-size", "4096", "--verify"]
     assert convert_weights.main(words) == EXIT_FINISHED
     assert "--checkpoint.initial_load_path" in capsys.readouterr().out
     assert convert_weights.main(["dcp-to-hf", str(tmp_path / "out"), str(tmp_path / "hf2")]) == EXIT_FINISHED
@@ -354,4 +354,4 @@ def test_the_program_tells_the_mapping_and_carries_the_tokenizer(
         if file.name.startswith("tokenizer"):
             assert (tmp_path / "hf2" / file.name).read_bytes() == file.read_bytes()
     config = json.loads((tmp_path / "hf2" / "config.json").read_text())
-    assert config["vocab_size"] == 2048 and config["bos_token_id"] == 1 and config["eos_token_id"] == 2
+    assert config["vocab_size"] == 4096 and config["bos_token_id"] == 1 and config["eos_token_id"] == 2

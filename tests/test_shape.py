@@ -116,6 +116,15 @@ def test_of_one_missing_folder_one_message(folder: Path) -> None:
     assert "hf download meta-llama/Llama-3.1-8B --local-dir models/Llama-3.1-8B fetches it" in problems[0].fix
 
 
+def test_a_wrong_name_is_told_the_right_one(folder: Path) -> None:
+    write_config(folder / "m", PRESETS["llama3.1"]["8B"])
+    flags = (*START, "model.name=llama3", "model.flavor=70B", "model.max_seq_len=4096")
+    [problem] = [p for p in check(configure(*flags), world_size=1, hardware=CPU) if "dim 4096" in p.rule]
+    assert "n_layers 32 (this model: 80)" in problem.rule and "vocab_size" not in problem.rule
+    assert problem.fix.startswith("leave out model.name, model.flavor (on the command line")
+    assert problem.fix.endswith('by name it is model.name = "llama3.1", model.flavor = "8B"')
+
+
 ASSETS = os.environ.get("TOOLKIT_ASSETS", "")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.data.tokenizer_files import find
+from toolkit.data.tokenizer_json import tokenizer_json
 from toolkit.weights.hf_write import SpecialTokens
 
 _NAMES = (
@@ -31,7 +32,8 @@ class Companions:
 
 
 def tokenizer_companions(path: Path) -> Companions:
-    """Of the tokenizer in a folder, or of the file itself: the files as they are, under their names.
+    """Of the tokenizer in a folder, or of the file itself: the files as they are, under their names, and a
+    tokenizer.json where a tiktoken file has none: transformers needs it.
 
     Raises:
         DataError: there is none, or it is damaged.
@@ -39,5 +41,7 @@ def tokenizer_companions(path: Path) -> Companions:
     found, tokenizer = find(path), load_tokenizer(path)
     beside = {name: found.folder / name for name in _NAMES if (found.folder / name).is_file()}
     files = {name: file.read_bytes() for name, file in beside.items()} | {found.path.name: found.content}
+    if tokenizer.kind == "tiktoken":
+        files = tokenizer_json(tokenizer, found.content) | files
     eos = list(tokenizer.stop_ids) if len(tokenizer.stop_ids) > 1 else tokenizer.eos_id
     return Companions(files, SpecialTokens(tokenizer.bos_id, eos, tokenizer.pad_id), tokenizer.n_words, path)

@@ -36,7 +36,7 @@ from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.meta_write import PART, write_meta
 from toolkit.weights.safetensors_folder import SafetensorsFolder
 from toolkit.weights.source import Source
-from toolkit.weights.views import Cast, Resized, check_complete
+from toolkit.weights.views import Cast, Resized, check_complete, in_order
 from toolkit.wording import either, first_few
 
 FORMATS: Mapping[str, type] = {"hf": SafetensorsFolder, "meta": MetaFolder, "dcp": CheckpointWeights}
@@ -131,17 +131,19 @@ def convert(
             progress=progress, check=check,
         )  # fmt: skip
     else:
-        write_meta(source, out, others=beside.files, ranks=Ranks(), progress=progress, check=check)
+        others = {name: content for name, content in beside.files.items() if name == "tokenizer.model"}
+        write_meta(source, out, others=others, ranks=Ranks(), progress=progress, check=check)
 
 
 def mapping(conversion: Conversion) -> Iterator[str]:
     """A line a tensor: what it is, and what and where it will be."""
     source = conversion.source
-    shards = plan_shards(source.tensors, conversion.max_bytes)
+    tensors = in_order(source)
+    shards = plan_shards(tensors, conversion.max_bytes)
     files = {
         name: file for file, shard in zip(shard_names(len(shards)), shards, strict=True) for name in shard
     }
-    for name, stored in source.tensors.items():
+    for name, stored in tensors.items():
         before = conversion.there.tensors[name]
         then, where = name, PART
         if conversion.to == "hf":
@@ -232,7 +234,7 @@ def _write_checkpoint(
         int(match[1]),
         {
             MODEL_PREFIX + name: Pending(stored.shape, stored.dtype, reader(name))
-            for name, stored in source.tensors.items()
+            for name, stored in in_order(source).items()
         },
         run,
         plan=[os.fspath(source.place.resolve()), state_of(source.place)],

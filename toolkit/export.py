@@ -12,12 +12,18 @@ from toolkit.checkpoint.reading import open_checkpoint
 from toolkit.collective import Ranks
 from toolkit.companions import Companions, tokenizer_companions
 from toolkit.sources import CheckpointWeights
-from toolkit.weights.hf_write import write_hf
+from toolkit.weights.hf_write import MAX_BYTES, write_hf
 from toolkit.weights.views import Cast
 
 
 def export_hf(
-    step_folder: Path, out: Path, *, dtype: torch.dtype, tokenizer_path: Path | None, ranks: Ranks
+    step_folder: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype,
+    tokenizer_path: Path | None,
+    ranks: Ranks,
+    max_bytes: int = MAX_BYTES,
 ) -> None:
     """Write the model in a committed ``step_folder`` as ``out``, in ``dtype``, with the tokenizer's files.
 
@@ -39,4 +45,4 @@ def export_hf(
 
     metadata, run, beside = ranks.decide(opened)
     source = Cast(CheckpointWeights(step_folder, metadata, run), dtype)
-    write_hf(source, out, tokens=beside.tokens, others=beside.files, ranks=ranks)
+    write_hf(source, out, tokens=beside.tokens, others=beside.files, ranks=ranks, max_bytes=max_bytes)

@@ -23,6 +23,7 @@ from toolkit.data.tokenizer_files import CANDIDATES
 from toolkit.distributed import process_group
 from toolkit.errors import ConfigError, DataError, Problem
 from toolkit.generation.generator import Generator
+from toolkit.generation.packed import can_pack, pack
 from toolkit.models.llama.model import Llama
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.models.llama.sharding import fsdp_units, tensor_plan
@@ -42,7 +43,10 @@ class Loaded:
     mesh: Mesh | None
 
     def generator(self) -> Generator:
-        """Generates with this model, on all its ranks alike."""
+        """Generates with this model, on all its ranks alike; on a CPU in bf16 its matrices are reordered for
+        that, and the model's blocks hand them out no more."""
+        if self.mesh is None and can_pack(self.model):
+            pack(self.model)
         return Generator(self.model, group=dist.group.WORLD if self.mesh else None)
 
 

@@ -139,7 +139,7 @@ CASES = [
         "weights_are_of_this_model",
         f"{FROM_M} model.name=llama3.0 {NAMED} model.tie_embeddings=true model.n_layers=3",
         "n_layers 2 (this model: 3), tie_embeddings False (this model: True)",
-        "leave out model.name, model.flavor",
+        "leave out model.name, model.dim, ",
         prepare=_model(),
     ),
     bad(

@@ -20,6 +20,7 @@ from toolkit.data.tokenizer import load_tokenizer
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.parallel.execution import Execution, Whole
 from toolkit.parallel.mesh import build_mesh
+from toolkit.parallel.pipeline import Pipeline
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors_folder import SafetensorsFolder
 from toolkit.weights.source import Source
@@ -83,14 +84,14 @@ def run(execution: Execution, tokens: Tensor, labels: Tensor | None = None) -> T
         out = execution.model(tokens, labels=labels)
         execution.end_evaluation()
         return out
-    hidden = tokens
-    for index, model in execution.stages.items():  # type: ignore[attr-defined]
-        owner = execution.owner  # type: ignore[attr-defined]
+    assert isinstance(execution, Pipeline)
+    hidden, positions = tokens, torch.arange(tokens.shape[1])[None]
+    for index, model in execution.stages.items():
         if index:
-            hidden = execution._hidden(len(tokens), tokens.shape[1], "cpu")  # type: ignore[attr-defined]
-            dist.recv(hidden, group=execution.group, group_src=owner[index - 1])  # type: ignore[attr-defined]
-        hidden = model(hidden, labels=labels)
-        if index == execution.last:  # type: ignore[attr-defined]
+            hidden = execution._hidden(len(tokens), tokens.shape[1], "cpu")
+            dist.recv(hidden, group=execution.group, group_src=execution.owner[index - 1])
+        hidden = model(hidden, positions=positions, labels=labels)
+        if index == execution.last:
             return hidden
-        dist.send(hidden, group=execution.group, group_dst=owner[index + 1])  # type: ignore[attr-defined]
+        dist.send(hidden, group=execution.group, group_dst=execution.owner[index + 1])
     return None

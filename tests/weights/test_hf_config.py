@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig, GenerationConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from toolkit.errors import DataError
 from toolkit.models.llama.model import rope_frequencies
-from toolkit.models.llama.presets import PRESETS, LlamaArgs, RopeScaling
+from toolkit.models.llama.presets import PRESETS, LlamaArgs, RopeScaling, parameter_count
 from toolkit.weights.hf_config import args_of, config_json, generation_config_json
 
 SMALL = LlamaArgs(
@@ -112,6 +115,32 @@ def test_forms_of_rope(rope: dict[str, Any], tmp_path: Path) -> None:
     torch.testing.assert_close(found, rope_frequencies(args).float(), rtol=2e-6, atol=0)
 
 
+PUBLISHED = {
+    "TinyLlama 1.1B": (
+        1_100_048_384,
+        {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_hidden_layers": 22}
+        | {"num_key_value_heads": 4, "vocab_size": 32000, "rope_scaling": None, "rms_norm_eps": 1e-05}
+        | {"tie_word_embeddings": False, "max_position_embeddings": 2048, "pretraining_tp": 1},
+    ),
+    "SmolLM2 135M": (
+        134_515_008,
+        {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_hidden_layers": 30}
+        | {"num_key_value_heads": 3, "vocab_size": 49152, "rope_scaling": None, "rms_norm_eps": 1e-05}
+        | {"tie_word_embeddings": True, "rope_theta": 100000, "rope_interleaved": False}
+        | {"is_llama_config": True, "max_position_embeddings": 8192, "attention_bias": False},
+    ),
+}
+"""Others' models of Llama's shape: parameters, and what their config.json says."""
+
+
+@pytest.mark.parametrize(("parameters", "fields"), PUBLISHED.values(), ids=PUBLISHED)
+def test_others_models_of_this_shape(parameters: int, fields: dict[str, Any], tmp_path: Path) -> None:
+    fields |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}
+    args = args_of(written(tmp_path, fields))
+    assert parameter_count(args) == parameters
+    assert args.rope_theta == fields.get("rope_theta", 10000)
+
+
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -126,6 +155,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (as_json(hidden_act="gelu"), 'hidden_act = "gelu": must be "silu"'),
         (as_json(sliding_window=4096), "sliding_window = 4096: must be absent or null"),
         (as_json(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+        (as_json(layer_types=4), "layer_types = 4"),
+        (as_json(rope_theta=float("inf")), "rope_theta = Infinity: must be a positive number"),
+        (as_json(rms_norm_eps=float("nan")), "rms_norm_eps = NaN: must be a positive number"),
         (as_json(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
         (as_json(rope_scaling={"rope_type": "yarn", "factor": 4.0}), 'rope_scaling.rope_type = "yarn"'),
         (as_json(rope_scaling={"type": "linear", "factor": 4.0}), 'rope_scaling.type = "linear"'),
@@ -150,6 +182,24 @@ def test_what_is_no_llama_is_refused_by_field(fields: dict[str, Any], says: str,
     with pytest.raises(DataError) as caught:
         args_of(written(tmp_path, fields))
     assert says in str(caught.value) and str(tmp_path / "config.json") in str(caught.value)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 99) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["factor", "x"]), inner),
+    max_leaves=4,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(key=st.sampled_from([*as_json(), "layer_types", "auto_map", "rope_parameters"]), value=ANYTHING)
+def test_whatever_a_field_holds_there_is_a_shape_or_a_message(key: str, value: Any, tmp_path: Path) -> None:
+    try:
+        args = args_of(written(tmp_path, as_json() | {key: value}))
+    except DataError as error:
+        assert "config.json" in str(error)
+    else:
+        assert parameter_count(args) > 0 and math.isfinite(rope_frequencies(args).sum())
 
 
 def test_all_fields_at_fault_are_named_at_once(tmp_path: Path) -> None:

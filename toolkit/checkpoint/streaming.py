@@ -104,6 +104,7 @@ def write_checkpoint(
         )
         _commit(work, final, manifest)
 
+    new = not folder.exists()
     try:
         work.mkdir(parents=True, exist_ok=True)
         writer = CommittingWriter(work, commit)
@@ -115,7 +116,7 @@ def write_checkpoint(
             f"  What is written stays in {work}: the same again goes on from there."
         ) from error
     except Exception:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(folder if new else work, ignore_errors=True)
         raise
     return final
 

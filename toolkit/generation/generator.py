@@ -153,7 +153,7 @@ def _last_position(model: Llama) -> Iterator[None]:
     """The head computes the logits of the last token alone."""
 
     def last(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return inputs[0][:, -1:], *inputs[1:]
+        return inputs[0][:, -1:].contiguous(), *inputs[1:]  # a strided batch is multiplied row by row
 
     assert model.output is not None
     hook = model.output.register_forward_pre_hook(last)

@@ -69,7 +69,13 @@ def weights_are_of_this_model(run: Run) -> list[Problem]:
     said = ", ".join(
         f"{name} {getattr(theirs, name)} (this model: {getattr(run.model, name)})" for name in differing
     )
-    fix = "leave out model.name, model.flavor and these model.* keys: the model is then that of config.json"
+    allowed = {"max_seq_len", *_CHANGEABLE.values()}
+    keys = ["name", "flavor", *(key for key in run.config.model.overrides() if key not in allowed)]
+    named = [f"model.{key}" for key in keys if run.config.value(f"model.{key}") is not None]
+    fix = (
+        f"leave out {', '.join(named)} (on the command line None undoes what a file says): the model is then "
+        "that of config.json"
+    )
     for_name = next(_presets_like(theirs), "")
     if for_name:
         fix += f"; by name it is {for_name}"
@@ -78,7 +84,7 @@ def weights_are_of_this_model(run: Run) -> list[Problem]:
             f"set model.vocab_size = {theirs.vocab_size}, or resize the embedding first: "
             f"python -m tools.convert_weights hf-to-dcp {run.weights} OUT --vocab-size {run.model.vocab_size}"
         )
-    rule = f"{run.weights / hf_config.CONFIG} has {said}, which {run.model_named} does not fit"
+    rule = f"the model of the weights, {run.weights / hf_config.CONFIG}, has {said}"
     return [run.problem(_weights_key(run), rule, fix)]
 
 
@@ -132,7 +138,10 @@ def _tokenizer_key(run: Run) -> str:
 
 
 def _presets_like(args: LlamaArgs) -> Iterator[str]:
+    """By Meta's names, of which torchtitan's llama3 is none."""
     for name, flavors in PRESETS.items():
+        if name == "llama3":
+            continue
         yield from (
             f'model.name = "{name}", model.flavor = "{flavor}"'
             for flavor, preset in flavors.items()

@@ -40,6 +40,6 @@ def _converted(folder: Path) -> str:
         return ""
     return (
         "it holds Meta's files: python -m tools.convert_weights meta-to-dcp "
-        f'{folder} OUT makes a checkpoint of them; then set checkpoint.initial_load_path = "OUT" and '
+        f'{folder} OUT makes a checkpoint of them; then set checkpoint.initial_load_path = "OUT/step-0" and '
         "checkpoint.initial_load_in_hf = false"
     )

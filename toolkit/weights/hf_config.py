@@ -154,7 +154,8 @@ def _refuse_other_models(fields: Fields) -> None:
         fields.refuse("hidden_act", 'must be "silu"')
     if isinstance(values.get("auto_map"), dict) and "AutoModelForCausalLM" in values["auto_map"]:
         fields.refuse("auto_map", "the model brings code of its own, which is not run and may differ")
-    if any(kind != "full_attention" for kind in values.get("layer_types", [])):
+    kinds = values.get("layer_types", [])
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         fields.refuse("layer_types", 'every layer must be "full_attention"')
     for key, why in _MUST_BE_FALSE.items():
         if values.get(key, False) is not False:

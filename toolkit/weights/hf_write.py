@@ -25,6 +25,7 @@ from toolkit.weights.hf_names import hf_row_order, reorders_rows, to_hf
 from toolkit.weights.safetensors_folder import SafetensorsFolder
 from toolkit.weights.safetensors_header import INDEX, SINGLE
 from toolkit.weights.source import Source, Stored
+from toolkit.weights.views import in_order
 
 MAX_BYTES = 5 * 10**9
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -54,7 +55,7 @@ def write_hf(
 
     For the rest see :func:`toolkit.weights.fill.write_folder`.
     """
-    shards = plan_shards(source.tensors, max_bytes)
+    shards = plan_shards(in_order(source), max_bytes)
     names = shard_names(len(shards))
     head_dim = source.args.head_dim
     folder = Folder(

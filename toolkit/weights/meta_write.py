@@ -19,6 +19,7 @@ from toolkit.weights.fill import File, Folder, write_folder
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.meta_params import PARAMS, params_json
 from toolkit.weights.source import EMBEDDING, HEAD, Source, Stored
+from toolkit.weights.views import in_order
 
 PART = "consolidated.00.pth"
 
@@ -37,7 +38,7 @@ def write_meta(
     For the rest see :func:`toolkit.weights.fill.write_folder`.
     """
 
-    tensors, tied = source.tensors, source.args.tie_embeddings
+    tensors, tied = in_order(source), source.args.tie_embeddings
     folder = Folder(
         files=[File(PART, list(tensors), lambda path: _lay_out(path, tensors, tied=tied), _begins)],
         others={PARAMS: (json.dumps(params_json(source.args)) + "\n").encode(), **others},

@@ -14,6 +14,9 @@ from toolkit.errors import DataError
 from toolkit.models.llama.presets import parameter_shapes
 from toolkit.regions import new_output, whole
 from toolkit.weights.source import EMBEDDING, HEAD, Region, Source, Stored
+from toolkit.wording import first_few
+
+_SHOWN = 20
 
 
 class _View:
@@ -89,6 +92,13 @@ class Resized(_View):
         return out
 
 
+def in_order(source: Source) -> dict[str, Stored]:
+    """The tensors in the model's order, whatever that on disk is, so that equal models make equal files."""
+    places = {name: place for place, name in enumerate(parameter_shapes(source.args))}
+    found = source.tensors.items()
+    return dict(sorted(found, key=lambda item: places.get(item[0], len(places))))
+
+
 def check_complete(source: Source) -> None:
     """Compare the tensors of ``source`` with those of a model of its shape.
 
@@ -111,7 +121,7 @@ def check_complete(source: Source) -> None:
             if not it.dtype.is_floating_point
         ],
     }
-    lines = [f"{what}: {', '.join(names)}" for what, names in problems.items() if names]
+    lines = [f"{what}: {first_few(names, _SHOWN)}" for what, names in problems.items() if names]
     if lines:
         raise DataError(
             "\n  ".join([f"{source.place} does not hold the model that its config tells of:", *lines])

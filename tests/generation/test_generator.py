@@ -1,0 +1,123 @@
+"""How generation ends, what it leaves, what it refuses, and the faster ways to the same logits."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.models.small_llama import VOCAB, build, small
+from toolkit.errors import DataError
+from toolkit.generation import generator as module
+from toolkit.generation.cache import KVCache
+from toolkit.generation.generator import Generator
+from toolkit.generation.packed import can_pack, pack
+from toolkit.generation.sampling import Sampling
+
+ARGS = small("llama3.1", n_layers=2)
+PROMPTS = [[5], list(range(20)), [7, 8, 9]]
+DRAWN = Sampling(temperature=1.5, seed=1)
+
+
+@pytest.fixture(scope="module")
+def generator() -> Generator:
+    return Generator(build(ARGS, torch.float32))
+
+
+@pytest.fixture(scope="module")
+def texts(generator: Generator) -> list[list[int]]:
+    return generator.generate(PROMPTS, max_new_tokens=40, sampling=DRAWN)
+
+
+def test_a_stop_token_ends_its_prompt_alone(generator: Generator, texts: list[list[int]]) -> None:
+    stop = texts[1][10]
+    found = generator.generate(PROMPTS, max_new_tokens=40, sampling=DRAWN, stop_ids=[stop])
+    expected = [text[: text.index(stop) + 1] if stop in text else text for text in texts]
+    assert found == expected and len(found[1]) <= 11 and len(set(map(len, found))) > 1
+
+
+def test_stopped_by_what_was_made(generator: Generator, texts: list[list[int]]) -> None:
+    """The number is that of the prompt, whatever batch it is in."""
+
+    def stop(number: int, tokens: list[int]) -> bool:
+        assert tokens == texts[number][: len(tokens)]
+        return len(tokens) == 5 * (number + 1)
+
+    found = generator.generate(PROMPTS, max_new_tokens=40, sampling=DRAWN, stop=stop, batch_size=2)
+    assert found == [text[: 5 * (number + 1)] for number, text in enumerate(texts)]
+
+
+def test_each_step_is_handed_out(generator: Generator, texts: list[list[int]]) -> None:
+    """And the model is a plain one between two steps."""
+    model, tokens = generator.model, torch.tensor([[1, 2, 3]])
+    before = model(tokens)
+    rows = []
+    for step in generator.stream(PROMPTS, max_new_tokens=40, sampling=DRAWN):
+        rows.append(step)
+        if len(rows) % 20 == 1:
+            assert torch.equal(model(tokens), before)
+    assert [list(column) for column in zip(*rows, strict=True)] == texts
+    assert torch.equal(model(tokens), before)
+
+
+def test_buffers_grow(generator: Generator, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_RESERVED", 1)
+    assert generator.generate(PROMPTS, max_new_tokens=40, sampling=DRAWN) == texts
+
+
+def test_a_chunk_after_others() -> None:
+    """Tokens that come several at a time, to rows of unequal lengths: the logits of each row by itself."""
+    model = build(ARGS)
+    rows = [torch.arange(30) * 7 % VOCAB, torch.arange(25) * 11 % VOCAB]
+    padding = [0, 5]
+    columns = torch.stack(
+        [torch.cat([row.new_zeros(pad), row]) for pad, row in zip(padding, rows, strict=True)]
+    )
+    cache = KVCache(len(model.layers), padding, 8, torch.device("cpu"))
+    with torch.no_grad():
+        for chunk in columns.split([12, 10, 1, 7], dim=1):
+            with cache.attached(model):
+                logits = model(chunk, positions=cache.positions(chunk.shape[1]))
+            cache.advance(chunk.shape[1])
+        for row, found in zip(rows, logits, strict=True):
+            torch.testing.assert_close(found, model(row[None])[0, -7:], rtol=0, atol=1e-12)
+
+
+def test_the_context_is_an_end() -> None:
+    short = Generator(build(replace(ARGS, max_seq_len=24), torch.float32))
+    assert [len(text) for text in short.generate([PROMPTS[1]], max_new_tokens=40)] == [4]
+    assert short.generate([[1]], max_new_tokens=0) == [[]] and short.generate([], max_new_tokens=3) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [([], "prompt 1 has no tokens"), ([VOCAB], f"token id {VOCAB}"), ([1] * 131072, "131,072 tokens")],
+    ids=["empty", "vocabulary", "long"],
+)
+def test_refused(generator: Generator, prompt: list[int], told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        generator.generate([[1], prompt], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3.2"])
+def test_packed(name: str) -> None:
+    """Reordered matrices give the logits of bf16, a tied head too, and losses are still taken."""
+    model = build(small(name), torch.bfloat16)
+    if not can_pack(model):
+        pytest.skip("this CPU has no bf16 instructions that oneDNN uses")
+    tokens = torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        exact = copy.deepcopy(model).float()(tokens)
+        plain, loss = model(tokens), model(tokens, labels=tokens)
+        pack(model)
+        assert "layers.0.attention.wq.weight" not in dict(model.named_parameters()) and not can_pack(model)
+        packed = model(tokens)
+        assert packed.dtype == torch.bfloat16
+        assert 0 < (packed - exact).norm() < 1.1 * (plain - exact).norm()
+        torch.testing.assert_close(model(tokens, labels=tokens), loss, rtol=1e-3, atol=0)
+
+
+def test_only_plain_bf16_is_packed() -> None:
+    assert not can_pack(build(ARGS, torch.float32))

@@ -1,0 +1,139 @@
+"""Real trained models: llama2.c's own text, word for word, from every form, and the program around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import run_world
+from toolkit.errors import ConfigError
+from toolkit.generation.text import TextStream
+from toolkit.inference import load_model, needed_tokenizer
+from tools import generate
+
+ASSETS = Path(os.environ.get("TOOLKIT_ASSETS", ""))
+pytestmark = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
+STORIES = ASSETS / "stories260K"
+CPU = torch.device("cpu")
+
+
+def _expected() -> str:
+    return json.loads((STORIES / "reference_fp32.json").read_text())["greedy_text"]
+
+
+def _story(place: Path, tp: int = 1) -> str:
+    """Piece by piece, as it is shown."""
+    loaded = load_model(place, device=CPU, dtype=torch.float32, tp=tp)
+    tokenizer = needed_tokenizer(loaded)
+    prompt = tokenizer.encode("", bos=True)
+    stream = TextStream(lambda ids: tokenizer.decode(ids, skip_special=True), prompt)
+    steps = loaded.generator().stream([prompt], max_new_tokens=200)
+    return "".join(stream.add(token) for (token,) in steps if token is not None) + stream.rest()
+
+
+@pytest.mark.parametrize("form", ["hf", "meta"])
+def test_text_of_llama2_c(form: str) -> None:
+    expected = _expected()
+    assert len(expected) > 400 and _story(STORIES / form) == expected
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.exhaustive)])
+def test_text_of_llama2_c_sharded(ranks: int, tp: int) -> None:
+    assert run_world(_story, ranks, STORIES / "meta", tp, timeout=170) == [_expected()] * ranks
+
+
+def test_ids_of_stories15m() -> None:
+    loaded = load_model(ASSETS / "stories15M/hf", device=CPU, dtype=torch.float32)
+    ids = np.load(ASSETS / "stories15M/reference_fp32.npz")["greedy"].tolist()
+    generated = loaded.generator().generate([ids[:1]], max_new_tokens=len(ids) - 1)
+    assert generated == [ids[1:]]
+
+
+def _main(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    code = generate.main([str(word) for word in argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_program_streams_one_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    """The prompt's BOS is one, and a text ends at the tokenizer's stop token or at those named."""
+    flags = ("--prompt", "Once", "--temperature", 0, "--dtype", "float32")
+    code, out, _ = _main(capsys, STORIES / "hf", *flags, "--max-new-tokens", 30)
+    assert code == 0 and len(out) > 60 and _expected().startswith(out.rstrip("\n"))
+    stop = ("--stop-token", 432)  # a comma
+    code, out, _ = _main(capsys, STORIES / "hf", *flags, *stop)
+    assert (code, out) == (0, "Once upon a time,\n")
+
+
+def test_program_takes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Drawn texts are the same in other batches."""
+    (tmp_path / "prompts.txt").write_text("Once upon\n\nThe dog\nA\n")
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt": "Once upon"}\n{"prompt": "The dog"}\n{"prompt": "A"}\n'
+    )
+    flags = ("--json", "--max-new-tokens", 12, "--top-p", 0.9, "--dtype", "float32")
+    results = []
+    for file, batch in (("prompts.txt", 3), ("prompts.jsonl", 1)):
+        place = tmp_path / file
+        code, out, _ = _main(capsys, STORIES / "meta", "--prompt-file", place, "--batch-size", batch, *flags)
+        results.append([json.loads(line) for line in out.splitlines()])
+        assert code == 0
+    assert results[0] == results[1]
+    assert [row["prompt"] for row in results[0]] == ["Once upon", "The dog", "A"]
+    assert all(len(row["tokens"]) == 12 and row["text"] for row in results[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "told"),
+    [
+        (["--prompt", "x", "--top-p", "3"], 2, "top_p = 3.0"),
+        (["--prompt", "x", "--batch-size", "0"], 2, "--batch-size = 0"),
+        (["--prompt", "x", "--stop-token", "<none>"], 2, "--stop-token = '<none>'"),
+        (["--prompt", "x", "--tokenizer", str(ASSETS / "tokenizers/llama2")], 3, "32,000 entries"),
+        (["--prompt-file", "/nowhere.txt"], 3, "/nowhere.txt"),
+        (["--prompt-file", "/dev/null"], 3, "no prompt"),
+    ],
+)
+def test_program_refuses(flags: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found, out, err = _main(capsys, STORIES / "hf", *flags)
+    assert (found, out) == (code, "") and told in err and "Traceback" not in err
+
+
+def test_weights_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(STORIES / "hf", tmp_path / "deep/hf", ignore=lambda *_: ["tokenizer.model"])
+    code, _, err = _main(capsys, folder, "--prompt", "x")
+    assert code == 3 and "--tokenizer" in err
+    given = ("--tokenizer", STORIES / "tok512.model", "--max-new-tokens", 1)
+    assert _main(capsys, folder, "--prompt", "x", *given)[0] == 0
+
+
+def test_tp_must_divide() -> None:
+    with pytest.raises(ConfigError, match="tp = 3"):
+        load_model(STORIES / "hf", device=CPU, dtype=torch.float32, tp=3)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "llama2", "hf_llama3_1"])
+def test_streamed_text_is_the_whole_text(kind: str) -> None:
+    """Whatever is cut between tokens: characters of several bytes, spaces, emoji joined from several."""
+    from toolkit.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(ASSETS / "tokenizers" / kind)
+    text = "naïve 日本語 — 👩‍👩‍👧‍👦 and 𝔘𝔫𝔦, two  spaces,\n\tతెలుగు; end. " + "x" * 20 + " ꙮ"
+    ids = tokenizer.encode(text)
+
+    def decode(tokens: object) -> str:
+        return tokenizer.decode(tokens, skip_special=True)  # type: ignore[arg-type]
+
+    for cut in range(0, len(ids), 3):
+        prompt = [tokenizer.bos_id or 0, *ids[:cut]]
+        stream = TextStream(decode, prompt)
+        pieces = [stream.add(token) for token in ids[cut:]]
+        before = decode(prompt)
+        if not before.endswith("\ufffd"):
+            assert before + "".join(pieces) + stream.rest() == text

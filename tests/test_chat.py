@@ -1,0 +1,123 @@
+"""Dialogs of tools/chat.py with a real model: what is asked, kept and forgotten."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import run_world
+from toolkit.data.chat import Llama2Format, Message, chat_format
+from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED, DataError
+from toolkit.generation.sampling import Sampling
+from toolkit.inference import Loaded, load_model, needed_tokenizer
+from tools.chat import Dialog, Terminal, main, talk
+
+pytestmark = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
+MODEL = Path(os.environ.get("TOOLKIT_ASSETS", ""), "stories15M", "hf")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return load_model(MODEL, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def dialog(loaded: Loaded, *, temperature: float = 0.0, **options: object) -> Dialog:
+    tokenizer = needed_tokenizer(loaded)
+    settings = {"max_new_tokens": 16, "sampling": Sampling(temperature=temperature)} | options
+    return Dialog(loaded.generator(), tokenizer, chat_format(tokenizer), **settings)
+
+
+def test_an_answer_is_the_continuation_of_the_whole_dialog(loaded: Loaded) -> None:
+    """Each turn's prompt is what the format makes of all before it, and the pieces are the answer."""
+    talked = dialog(loaded, system="Be nice.")
+    tokenizer = needed_tokenizer(loaded)
+    form, messages = Llama2Format(tokenizer), [{"role": "system", "content": "Be nice."}]
+    for question in ("Tell me of Lily", "And then?"):
+        messages.append({"role": "user", "content": question})
+        [ids] = loaded.generator().generate(
+            [form.encode(messages)], max_new_tokens=16, stop_ids=form.stop_ids
+        )
+        expected = tokenizer.decode([token for token in ids if token not in form.stop_ids]).strip()
+        pieces = list(talked.answer(question))
+        assert expected and "".join(pieces).strip() == expected
+        assert len(pieces) > 3
+        messages.append({"role": "assistant", "content": expected})
+        assert [{"role": "system", "content": "Be nice."}, *talked.turns] == messages
+    talked.reset()
+    assert talked.turns == []
+    again = "".join(talked.answer("Tell me of Lily")).strip()
+    assert again == messages[2]["content"]
+
+
+def test_a_stop_token_is_no_part_of_the_answer(loaded: Loaded) -> None:
+    talked = dialog(loaded, max_new_tokens=200)
+    text = "".join(talked.answer("Once upon a time"))
+    assert "</s>" not in text and "<s>" not in text
+    assert talked.turns[-1]["content"] == text.strip()
+
+
+def test_an_answer_that_is_cut_short_is_kept_as_far_as_it_came(loaded: Loaded) -> None:
+    talked = dialog(loaded)
+    answer = talked.answer("Once")
+    began = [next(answer) for _ in range(4)]
+    answer.close()
+    assert talked.turns[-1] == {"role": "assistant", "content": "".join(began).strip()}
+
+
+def test_old_turns_are_forgotten_when_the_context_is_full(loaded: Loaded) -> None:
+    talked = dialog(loaded, system="Be nice.", max_new_tokens=8)
+    questions = [f"Question {number}: " + "was there a dog? " * 10 for number in range(4)]
+    for question in questions:
+        list(talked.answer(question))
+    assert talked.forgotten > 0
+    assert [turn["content"] for turn in talked.turns[::2]] == questions[talked.forgotten :]
+    kept = list(talked.turns), talked.forgotten
+    with pytest.raises(DataError, match="256"):
+        list(talked.answer("too long " * 300))
+    assert (talked.turns, talked.forgotten) == kept
+
+
+def test_sampled_answers_follow_the_seed_and_the_turn(loaded: Loaded) -> None:
+    def answers(seed: int) -> list[str]:
+        talked = dialog(loaded, sampling=Sampling(temperature=1.0, seed=seed))
+        return ["".join(talked.answer("Once")) for _ in range(2)]
+
+    assert answers(0) == answers(0) != answers(1)
+
+
+def test_the_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = "Tell me of Lily\n\n/reset\nTell me of Lily\n/quit\nnever\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    options = ["--temperature", "0", "--max-new-tokens", "12", "--dtype", "float32"]
+    assert main([str(MODEL), *options]) == EXIT_FINISHED
+    printed = capsys.readouterr()
+    first, second = printed.out.splitlines()
+    assert first == second != ""
+    assert "llama2 format" in printed.err and "anew" in printed.err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main([str(MODEL), "--format", "nowhere.jinja"]) == EXIT_DATA
+    assert "llama2, llama3 or the file" in capsys.readouterr().err
+    assert main([str(MODEL), "--top-p", "0"]) == EXIT_CONFIG
+    assert main(["nowhere"]) == EXIT_DATA
+
+
+def _talked_on_ranks() -> list[Message]:
+    if dist.is_initialized():
+        here = dist.get_rank() == 0
+        sys.stdin = io.StringIO("Tell me of Lily\n/quit\n" if here else "never\n" * 3)
+    talked = dialog(load_model(MODEL, device=torch.device("cpu"), dtype=torch.float32), max_new_tokens=6)
+    talk(talked, Terminal())
+    return talked.turns
+
+
+def test_ranks_hear_the_first_one_and_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me of Lily\n/quit\n"))
+    expected = _talked_on_ranks()
+    assert len(expected) == 2
+    assert run_world(_talked_on_ranks, 2) == [expected, expected]

@@ -1,0 +1,104 @@
+"""tools/evaluate.py from its command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import run_world
+from tests.training import small_config, small_trainer
+from toolkit.config import load_config
+from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED
+from toolkit.evaluation import Evaluator
+from toolkit.inference import load_model
+from tools.evaluate import main, of_validation_set
+
+ASSETS = Path(os.environ.get("TOOLKIT_ASSETS", ""))
+needs_assets = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
+STORIES = str(ASSETS / "stories260K" / "hf")
+
+
+def _trained_and_evaluated(folder: str) -> tuple[float, int, float]:
+    """A run's own validation loss; the tokens and loss of what it saved, on the same ranks."""
+    config = small_config(
+        folder,
+        training={"steps": 2},
+        checkpoint={"enable": True, "interval": 2},
+        validation={"enable": True, "freq": 2, "seq_len": 64, "local_batch_size": 4, "samples": 30},
+    )
+    trainer = small_trainer(config)
+    trainer.run()
+    [recorded] = [line["validation_loss"] for line in trainer.history if "validation_loss" in line]
+    Path(folder, "config.toml").write_text(config.to_toml())
+    loaded = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+    same = load_config(["--job.config_file", f"{folder}/config.toml"])
+    loss = of_validation_set(loaded, Evaluator(loaded.model, mesh=loaded.mesh), same)
+    return recorded, loss.tokens, loss.mean
+
+
+def test_the_validation_loss_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, output = tmp_path / "run", tmp_path / "results.json"
+    (recorded, tokens, loss), *_ = run_world(_trained_and_evaluated, 2, str(run))
+    assert loss == pytest.approx(recorded, rel=1e-6)
+    arguments = [str(run), "--config", str(run / "config.toml"), "--dtype", "float32"]
+    assert main([*arguments, "--output", str(output)]) == EXIT_FINISHED
+    found = json.loads(output.read_bytes())["validation"]
+    assert (found["tokens"], found["loss"]) == (tokens, pytest.approx(recorded, rel=1e-6))
+    assert f"loss {found['loss']:.5f}" in capsys.readouterr().out
+    # Flags after it change the config, and its mistakes are the user's.
+    assert main([*arguments, "--validation.samples", "8", "--output", str(output)]) == EXIT_FINISHED
+    assert json.loads(output.read_bytes())["validation"]["tokens"] < tokens
+    assert main([*arguments, "--validation.sample", "8"]) == EXIT_CONFIG
+    assert "did you mean" in capsys.readouterr().err
+    assert main([*arguments, "--validation.seq_len", "1000000"]) == EXIT_CONFIG
+    assert "validation.seq_len" in capsys.readouterr().err
+
+
+@needs_assets
+def test_perplexity_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reference = json.loads((ASSETS / "stories260K" / "reference_fp32.json").read_bytes())
+    text, output = tmp_path / "story.txt", tmp_path / "results.json"
+    text.write_text(reference["story"])
+    asked = [STORIES, "--text", str(text), "--dtype", "float32", "--output", str(output)]
+    assert main(asked) == EXIT_FINISHED
+    found = json.loads(output.read_bytes())["text"]
+    assert found["loss"] == pytest.approx(reference["story_loss"], abs=2e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(reference["story_loss"]), abs=1e-5)
+    assert f"perplexity {found['perplexity']:.4f}" in capsys.readouterr().out
+    assert main([*asked, "--seq-len", "32", "--stride", "8"]) == EXIT_FINISHED
+    assert json.loads(output.read_bytes())["text"]["loss"] > found["loss"]
+
+
+@needs_assets
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--text", "nowhere.txt"], EXIT_DATA, "nowhere.txt"),
+        (["--text", __file__], EXIT_DATA, "not a text corpus"),
+        (["--config", "nowhere.toml"], EXIT_CONFIG, "nowhere.toml"),
+        (["--text", "STORY", "--seq-len", "513"], EXIT_CONFIG, "at most 512"),
+        (["--text", "STORY", "--seq-len", "32", "--stride", "64"], EXIT_CONFIG, "--stride"),
+        (["--text", "STORY", "--tokenizer", "nowhere"], EXIT_DATA, "nowhere"),
+        (["--text", "STORY", "--output", "/proc/nowhere"], EXIT_DATA, "cannot write"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str], code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "story.txt").write_text("Once upon a time")
+    words = [str(tmp_path / "story.txt") if word == "STORY" else word for word in arguments]
+    assert main([STORIES, "--dtype", "float32", *words]) == code
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--text", "a.txt", "--training.steps", "3"]])
+def test_arguments_that_say_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["model", *arguments])
+    assert ended.value.code == EXIT_CONFIG
+    assert "--config" in capsys.readouterr().err

@@ -1,0 +1,161 @@
+"""A model in a checkpoint of any layout is handed on by the ranks of its run, and taken up again by any."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import run_world
+from tests.training import small_config
+from toolkit.build import build_model, sharding
+from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.collective import Ranks
+from toolkit.config.layout import degrees
+from toolkit.conversion import convert, prepare
+from toolkit.errors import CheckpointError
+from toolkit.export import export_hf
+from toolkit.parallel.execution import Execution
+from toolkit.parallel.mesh import build_mesh
+from toolkit.shape import model_args
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tensor_parallel_degree": 2},
+    "pp2": {"pipeline_parallel_degree": 2},
+    "fsdp2 tp2": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
+    "pp2 tp2": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2},
+    "hsdp2x2": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2},
+    "fsdp2 pp2 tp2": {
+        "data_parallel_shard_degree": 2, "pipeline_parallel_degree": 2, "tensor_parallel_degree": 2
+    },
+}  # fmt: skip
+SIZES = {"one": 1, "tp2": 2, "pp2": 2, "fsdp2 tp2": 4, "pp2 tp2": 4, "hsdp2x2": 4, "fsdp2 pp2 tp2": 8}
+
+
+def _model(folder: Path, layout: str, *, tied: bool, seed: int) -> tuple[Execution, dict[str, Any]]:
+    """A model whose weights depend on ``seed`` alone, and what its manifest tells."""
+    config = small_config(
+        folder / "run",
+        parallelism=LAYOUTS[layout],
+        model={"vocab_size": 98, "tie_embeddings": tied},
+        checkpoint={"enable": True},
+    )
+    shape = degrees(config.parallelism, dist.get_world_size())
+    assert shape is not None
+    mesh, args = build_mesh(torch.device("cpu"), **asdict(shape)), model_args(config, tokenizer_vocab=None)
+    how = sharding(config, param_dtype=torch.float32)
+    execution = build_model(config, args, mesh, torch.device("cpu"), how=how, seed=seed)
+    return execution, {"model": asdict(args)}
+
+
+def _tensors(execution: Execution) -> dict[str, torch.Tensor]:
+    return {f"model.{name}": tensor for name, tensor in execution.named_parameters()}
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _through(base: str, layouts: list[str], tied: bool) -> dict[str, tuple[str, str]]:
+    """For each layout: the export of what it holds, and of what it has loaded from the converted export."""
+    found, folder = {}, Path(base)
+    for layout in layouts:
+        at = folder / layout.replace(" ", "_") / ("tied" if tied else "untied")
+        ranks = Ranks()
+        execution, run = _model(at, layout, tied=tied, seed=1)
+        step = CheckpointManager(at).save(1, _tensors(execution), run)
+        export_hf(step, at / "hf", dtype=torch.float32, tokenizer_path=None, ranks=ranks, max_bytes=100_000)
+        if ranks.rank == 0:
+            convert(prepare("hf-to-dcp", at / "hf", at / "dcp"))
+        dist.barrier()
+        other, _ = _model(at, layout, tied=tied, seed=2)
+        CheckpointManager(at / "dcp").load(0, _tensors(other))
+        step = CheckpointManager(at).save(2, _tensors(other), run)
+        export_hf(
+            step, at / "again", dtype=torch.float32, tokenizer_path=None, ranks=ranks, max_bytes=100_000
+        )
+        found[layout] = (_digest(at / "hf"), _digest(at / "again"))
+    return found
+
+
+def _exports(folder: Path, layouts: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for tied in (False, True):
+        for size in sorted({SIZES[layout] for layout in layouts}):
+            mine = [layout for layout in layouts if SIZES[layout] == size]
+            for of_rank in run_world(_through, size, str(folder), mine, tied, timeout=170):
+                for layout, (first, again) in of_rank.items():
+                    assert first == again, f"{layout} exports other weights than those that it has loaded"
+                    found[f"{layout} {tied}"] = first
+    return found
+
+
+def _check_alike(found: dict[str, str]) -> None:
+    for tied in (False, True):
+        digests = {layout: digest for layout, digest in found.items() if layout.endswith(str(tied))}
+        assert len(set(digests.values())) == 1, digests
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    folder = tmp_path_factory.mktemp("exports")
+    return folder, _exports(folder, ["one", "pp2 tp2"])
+
+
+def test_a_pipeline_with_tensor_parallelism_hands_on_what_one_rank_does(
+    exported: tuple[Path, dict[str, str]],
+) -> None:
+    _check_alike(exported[1])
+
+
+def test_what_is_handed_on_is_the_model_in_files_with_an_index(exported: tuple[Path, dict[str, str]]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = exported[0] / "pp2_tp2" / "untied" / "hf"
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
+    assert (folder / "model.safetensors.index.json").exists()
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    [ours] = run_world(_logits, 1, str(exported[0]), timeout=60)
+    tokens = torch.arange(40)[None] % 98
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, torch.from_numpy(ours), rtol=0, atol=1e-5)
+
+
+def _logits(base: str) -> np.ndarray:
+    execution, _ = _model(Path(base) / "logits", "one", tied=False, seed=1)
+    with torch.no_grad():
+        return execution.models[0](torch.arange(40)[None] % 98).numpy()
+
+
+@pytest.mark.exhaustive
+def test_every_layout_hands_on_the_same_files(tmp_path: Path) -> None:
+    _check_alike(_exports(tmp_path, list(LAYOUTS)))
+
+
+def _unwritable(base: str) -> list[str]:
+    folder, said = Path(base), []
+    execution, run = _model(folder, "tp2", tied=False, seed=1)
+    step = CheckpointManager(folder).save(1, _tensors(execution), run)
+    (folder / "file").touch()
+    for out, tokenizer in ((folder / "file" / "hf", None), (folder / "hf", folder / "none")):
+        with pytest.raises(Exception) as error:
+            export_hf(step, out, dtype=torch.bfloat16, tokenizer_path=tokenizer, ranks=Ranks())
+        said.append(f"{type(error.value).__name__}: {error.value}")
+    return said
+
+
+def test_what_cannot_be_handed_on_fails_alike_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_world(_unwritable, 2, str(tmp_path), timeout=60)
+    assert first == second
+    assert first[0].startswith(CheckpointError.__name__) and "cannot be written" in first[0]
+    assert first[1].startswith("DataError") and "does not exist" in first[1]

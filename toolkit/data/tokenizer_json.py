@@ -1,0 +1,115 @@
+"""A tiktoken tokenizer as the tokenizer.json that transformers reads. Imports no torch.
+
+A tiktoken file ranks tokens; Hugging Face's tokenizers wants the pairs that merge into each. Where the whole
+word is a token it is taken at once (``ignore_merges``), as tiktoken does; elsewhere the pair whose result
+ranks lowest merges first, so every pair of tokens that makes a token is listed, by the rank of what it makes.
+"""
+
+from __future__ import annotations
+
+import json
+
+from toolkit.data.tokenizer import LLAMA3_PATTERN, Tokenizer
+from toolkit.data.tokenizer_files import read_ranks
+
+
+def tokenizer_json(tokenizer: Tokenizer, content: bytes) -> dict[str, bytes]:
+    """tokenizer.json and tokenizer_config.json of a tiktoken ``tokenizer``, whose file has ``content``."""
+    ranks = read_ranks(content, tokenizer.path)
+    names = {token: name for name, token in tokenizer.special_tokens.items()}
+    bos = names[tokenizer.bos_id] if tokenizer.bos_id is not None else None
+    described = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": token, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
+                "normalized": False, "special": True,
+            }
+            for token, name in sorted(names.items())
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {
+                    "type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated",
+                    "invert": False,
+                },
+                _byte_level(add_prefix_space=False, use_regex=False),
+            ],
+        },
+        "post_processor": _adds_bos(bos, tokenizer.bos_id),
+        "decoder": _byte_level(add_prefix_space=True, use_regex=True),
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+            "vocab": {_visible(token): rank for token, rank in ranks.items()},
+            "merges": [f"{_visible(left)} {_visible(right)}" for left, right in _merges(ranks)],
+        },
+    }  # fmt: skip
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": names.get(tokenizer.eos_id) if tokenizer.eos_id is not None else None,
+        "pad_token": names.get(tokenizer.pad_id) if tokenizer.pad_id is not None else None,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    said = {key: value for key, value in config.items() if value is not None}
+    return {
+        "tokenizer.json": json.dumps(described, ensure_ascii=False).encode(),
+        "tokenizer_config.json": json.dumps(said, indent=2).encode(),
+    }
+
+
+def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    merges = []
+    for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
+        cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
+        pairs = [pair for pair in cuts if pair[0] in ranks and pair[1] in ranks]
+        merges += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    return merges
+
+
+def _byte_level(*, add_prefix_space: bool, use_regex: bool) -> dict[str, object]:
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": add_prefix_space,
+        "trim_offsets": True,
+        "use_regex": use_regex,
+    }
+
+
+def _adds_bos(name: str | None, token: int | None) -> dict[str, object] | None:
+    """What puts BOS before a text, as the files of Llama 3.1 and later do."""
+    if name is None:
+        return None
+    bos = {"SpecialToken": {"id": name, "type_id": 0}}
+    second = {"SpecialToken": {"id": name, "type_id": 1}}
+    one, two = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [bos, one],
+        "pair": [bos, one, second, two],
+        "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]}},
+    }
+
+
+def _alphabet() -> dict[int, str]:
+    """A visible character for each byte, as GPT-2's tokenizer had it: printable ones are themselves."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
+
+
+_CHARACTERS = _alphabet()
+
+
+def _visible(token: bytes) -> str:
+    return "".join(_CHARACTERS[byte] for byte in token)

@@ -1,0 +1,75 @@
+"""Weights in the layout in which a CPU multiplies them, in place of rows.
+
+oneDNN reorders a bf16 matrix in each call, which for a few rows of input costs as much as the product: with
+matrices reordered once, products take about half the time (benchmarks/generation.py). The operations are
+those that torch's compiler uses for frozen weights on a CPU.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.models.llama.model import Llama, OutputHead
+
+_ops = torch.ops.mkldnn
+_ROWS = 8
+"""Of inputs for which the layout is chosen; others are multiplied too."""
+
+
+def can_pack(model: Llama) -> bool:
+    """Whether ``model`` is one of plain bf16 tensors, not packed yet, on a CPU whose instructions oneDNN uses."""
+    plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    plain &= all(module.weight is not None for module in model.modules() if isinstance(module, nn.Linear))
+    first = next(model.parameters())
+    return (
+        plain
+        and first.device.type == "cpu"
+        and first.dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+@torch.no_grad()
+def pack(model: Llama) -> None:
+    """Reorder the matrices of ``model`` in place: its forward stays, without gradients, and its blocks lose
+    their matrices. The head keeps its own beside the reordered copy, for losses and a tied embedding."""
+    for block in model.layers.values():
+        for module in block.modules():
+            if isinstance(module, nn.Linear):
+                _pack_linear(module)
+    if model.output is not None:
+        _pack_head(model.output, model)
+
+
+def _reordered(weight: Tensor) -> Tensor:
+    return _ops._reorder_linear_weight(weight.detach(), _ROWS)
+
+
+def _product(x: Tensor, packed: Tensor) -> Tensor:
+    return _ops._linear_pointwise(x, packed, None, "none", [], "")
+
+
+def _pack_linear(module: nn.Linear) -> None:
+    packed = _reordered(module.weight)
+    module.register_parameter("weight", None)
+
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        return _product(x, packed)
+
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def _pack_head(head: OutputHead, model: Llama) -> None:
+    tied = model.tok_embeddings.weight if model.args.tie_embeddings and model.tok_embeddings else head.weight
+    assert tied is not None
+    packed = _reordered(tied)
+
+    def forward(self: Any, h: Tensor, labels: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
+        return _product(h, packed) if labels is None else OutputHead.forward(self, h, labels, tied)
+
+    head.forward = MethodType(forward, head)  # type: ignore[method-assign]

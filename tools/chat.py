@@ -1,0 +1,235 @@
+"""Talk with a model.
+
+    python -m tools.chat MODEL
+    python -m tools.chat MODEL --system "You are a pirate." --temperature 0
+    python -m tools.chat MODEL --format llama2
+    torchrun --nproc-per-node 2 -m tools.chat MODEL --tp 2
+
+MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a run's folder for its newest.
+A line is a message; /reset forgets the dialog but for the system prompt, /quit or the end of the input ends.
+Ctrl-C ends an answer. Dialogs that outgrow the model's context lose their oldest turns.
+
+The format is that of the template beside the tokenizer, else Llama 3's or Llama 2's by the tokenizer;
+--format names another. Messages are text: "<|eot_id|>" in one is no token. Answers go to standard output.
+Exit codes: 0 done, 2 the arguments, 3 model, tokenizer or template cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import abc
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from toolkit.data.chat import ChatFormat, Message, chat_format
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.distributed import process_group
+from toolkit.errors import EXIT_FINISHED, DataError, ToolkitError, report
+from toolkit.generation.generator import Generator
+from toolkit.generation.sampling import Sampling
+from toolkit.generation.text import TextStream
+from toolkit.inference import add_model_arguments, load_as_asked, needed_tokenizer
+
+HELP = "/reset forgets the dialog, /quit ends"
+
+
+class Dialog:
+    """What was said, within the context of a model.
+
+    ``answer`` gives the pieces of the model's answer and keeps it. The draws of a turn depend on the seed
+    and on how many turns there were, so that a dialog with the same seed is the same again.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: Tokenizer,
+        form: ChatFormat,
+        *,
+        sampling: Sampling,
+        max_new_tokens: int,
+        system: str | None = None,
+    ):
+        self._generator, self._tokenizer, self._form = generator, tokenizer, form
+        self._sampling, self._max_new_tokens = sampling, max_new_tokens
+        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.turns: list[Message] = []
+        self.forgotten = 0
+
+    def reset(self) -> None:
+        """Forget all but the system prompt."""
+        self.turns, self.forgotten = [], 0
+
+    def answer(self, question: str) -> abc.Generator[str, None, None]:
+        """The answer as it comes; closing the generator ends it.
+
+        Raises:
+            DataError: the question alone is too long, and is not kept.
+        """
+        before = list(self.turns), self.forgotten
+        self.turns.append({"role": "user", "content": question})
+        try:
+            prompt = self._fitting_prompt()
+        except DataError:
+            self.turns, self.forgotten = before
+            raise
+        ids: list[int] = []
+        stream = TextStream(lambda tokens: self._tokenizer.decode(tokens, skip_special=True), prompt)
+        begun = False
+        try:
+            for (token,) in self._generator.stream(
+                [prompt],
+                max_new_tokens=self._max_new_tokens,
+                sampling=self._sampling,
+                stop_ids=self._form.stop_ids,
+                number=self.forgotten + len(self.turns) // 2,
+            ):
+                assert token is not None, "the only prompt runs to the end"
+                if token in self._form.stop_ids:
+                    break
+                ids.append(token)
+                piece = stream.add(token)
+                piece = piece if begun else piece.lstrip()
+                begun = begun or bool(piece)
+                yield piece
+            yield stream.rest()
+        finally:
+            text = self._tokenizer.decode(ids, skip_special=True).strip()
+            self.turns.append({"role": "assistant", "content": text})
+
+    def _fitting_prompt(self) -> list[int]:
+        """Ids of the dialog, without its oldest turns where it would leave no room for an answer."""
+        context = self._generator.model.args.max_seq_len
+        room = min(self._max_new_tokens, context // 4)
+        while True:
+            prompt = self._form.encode([*self._system, *self.turns])
+            if len(prompt) + room <= context:
+                return prompt
+            if len(self.turns) == 1:
+                raise DataError(
+                    f"the message makes a prompt of {len(prompt):,} tokens, and the context of the model is "
+                    f"{context:,}: shorten it to leave room for an answer"
+                )
+            del self.turns[:2]
+            self.forgotten += 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.chat",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add("--system", metavar="TEXT", help="the system prompt")
+    add("--format", metavar="NAME", help="llama2, llama3 or the file of a jinja template")
+    add("--max-new-tokens", type=_count, default=512, metavar="N", help="of an answer (default: 512)")
+    add("--temperature", type=float, default=0.6, metavar="T", help="0: the likeliest token (default: 0.6)")
+    add("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens")
+    add("--top-p", type=float, default=0.9, metavar="P", help="among the likeliest of P together (0.9)")
+    add("--min-p", type=float, default=0.0, metavar="P", help="among those of P times the likeliest's")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: repeat less")
+    add("--seed", type=int, default=0)
+    add("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+class Terminal:
+    """Standard input and output of rank 0, of which the other ranks are told the lines."""
+
+    def __init__(self) -> None:
+        self.distributed = dist.is_initialized()
+        self.here = not self.distributed or dist.get_rank() == 0
+        self.interactive = self.here and sys.stdin.isatty()
+
+    def line(self) -> str | None:
+        """The next message, None at the end of the input; the same on every rank."""
+        told: list[str | None] = [None]
+        if self.here:
+            try:
+                told = [input("\n> " if self.interactive else "")]
+            except (EOFError, KeyboardInterrupt):
+                told = [None]
+        if self.distributed:
+            dist.broadcast_object_list(told, src=0)
+        return told[0]
+
+    def say(self, text: str, *, end: str = "\n") -> None:
+        if self.here:
+            print(text, end=end, flush=True)
+
+    def note(self, text: str) -> None:
+        if self.here:
+            print(f"({text})", file=sys.stderr, flush=True)
+
+
+def talk(dialog: Dialog, terminal: Terminal) -> None:
+    """Messages in and answers out until /quit or the end of the input."""
+    while (line := terminal.line()) is not None and line.strip() != "/quit":
+        if line.strip() == "/reset":
+            dialog.reset()
+            terminal.note("the dialog begins anew")
+            continue
+        if not line.strip():
+            continue
+        forgotten = dialog.forgotten
+        answer = dialog.answer(line)
+        try:
+            for piece in answer:
+                terminal.say(piece, end="")
+        except DataError as error:
+            terminal.note(str(error))
+            continue
+        except KeyboardInterrupt:
+            if terminal.distributed:  # the other ranks go on, and would wait
+                raise
+            answer.close()
+        terminal.say("")
+        if dialog.forgotten > forgotten:
+            terminal.note(f"the oldest {dialog.forgotten} turns no longer fit the context and are forgotten")
+
+
+def _run(asked: argparse.Namespace) -> None:
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    sampling = Sampling(**{name: getattr(asked, name) for name in names})
+    loaded = load_as_asked(asked)
+    tokenizer = needed_tokenizer(loaded)
+    form = chat_format(tokenizer, asked.format)
+    dialog = Dialog(
+        loaded.generator(),
+        tokenizer,
+        form,
+        sampling=sampling,
+        max_new_tokens=asked.max_new_tokens,
+        system=asked.system,
+    )
+    terminal = Terminal()
+    terminal.note(f"{form.name} format; {HELP}")
+    talk(dialog, terminal)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for and return the exit code."""
+    asked = _parser().parse_args(argv)
+    try:
+        _run(asked)
+    except ToolkitError as error:  # the same on every rank
+        shown = not dist.is_initialized() or dist.get_rank() == 0
+        return report(error, show=shown, debug=asked.debug)
+    process_group.stop()
+    return EXIT_FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,209 @@
+"""How well a model predicts text, and what it scores on tasks.
+
+    python -m tools.evaluate MODEL --text FILE                              perplexity of text
+    python -m tools.evaluate MODEL --config FILE [--table.key value ...]    loss of its validation set
+    python -m tools.evaluate MODEL --tasks hellaswag,arc_easy               tasks of lm-eval
+    torchrun --nproc-per-node 2 -m tools.evaluate MODEL ...                 sharded over ranks
+
+MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a run's folder for its newest.
+Several kinds may be asked for at once; --output keeps the results as JSON. Tasks need the extra eval:
+pip install 'llama-toolkit[eval]'.
+
+A text begins with BOS and each of its tokens is predicted once, in windows of --seq-len tokens that overlap
+where --stride is smaller. The validation set is cut, masked and averaged as in training. Exit codes: 0 done,
+2 the arguments, 3 model, tokenizer or text cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from toolkit import preflight
+from toolkit.config import Config, load_config
+from toolkit.config.corpora import corpora
+from toolkit.corpora import Data, run_tokenizer
+from toolkit.data.cache import tokenized
+from toolkit.data.sources import open_source
+from toolkit.distributed import process_group
+from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
+from toolkit.evaluation import Evaluator, Loss, documents, text_loss
+from toolkit.inference import Loaded, add_model_arguments, load_as_asked, needed_tokenizer
+from toolkit.loaders import validation_loader
+
+_RULES = ("corpus_readable", "dataset_choices_act", "text_column_acts", "template_has_no_escapes")
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.evaluate",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add("--text", metavar="PATH", help=".txt, .jsonl, … files, a folder or a glob, as training.dataset_path")
+    add("--text-column", default="text", metavar="NAME", help="column of the text (default: text)")
+    add("--seq-len", type=_count, metavar="N", help="tokens of a window (default: the model's context)")
+    add("--stride", type=_count, metavar="N", help="tokens that a window predicts (default: all)")
+    add("--config", metavar="FILE", help="the config whose validation set is evaluated; its flags may follow")
+    add("--tasks", metavar="NAMES", help="tasks of lm-eval, with commas between")
+    add("--task-folder", metavar="PATH", help="folder of YAML files with further tasks")
+    add("--few-shot", type=int, metavar="N", help="examples in each prompt (default: the task's)")
+    add("--limit", type=_count, metavar="N", help="only so many examples of each task")
+    add("--batch-size", type=_count, default=8, metavar="N", help="rows at a time (default: 8)")
+    add("--output", type=Path, metavar="FILE", help="write the results as JSON")
+    add("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def of_text(loaded: Loaded, evaluator: Evaluator, asked: argparse.Namespace, length: int) -> Loss:
+    """Of the files of --text."""
+    texts = documents(asked.text, asked.text_column)
+    return text_loss(evaluator, needed_tokenizer(loaded), texts, length=length, stride=asked.stride)
+
+
+def of_validation_set(loaded: Loaded, evaluator: Evaluator, config: Config) -> Loss:
+    """Of the validation set of ``config``, as a training has it.
+
+    Raises:
+        ConfigError: its samples are longer than the model's context.
+        DataError: the corpus or the tokenizer cannot be used.
+    """
+    options, longest = config.validation, loaded.args.max_seq_len
+    if options.seq_len > longest:
+        rule = f"a sample must fit the model's context of {longest} tokens"
+        fix = f"--validation.seq_len {longest}"
+        origin = config.origin("validation.seq_len")
+        raise ConfigError(Problem(rule, fix, "validation.seq_len", options.seq_len, origin))
+    tokenizer = run_tokenizer(config) if loaded.tokenizer is None else needed_tokenizer(loaded)
+    corpus = next(corpus for corpus in corpora(config) if corpus.table == "validation")
+    cache = tokenized(
+        open_source(**corpus.arguments()),
+        tokenizer,
+        cache_folder=config.data.cache_folder,
+        progress=_is_chief(),
+        max_inline_gb=config.data.max_inline_gb,
+    )
+    mesh = loaded.mesh
+    loader = validation_loader(
+        config,
+        Data(tokenizer, (), cache),
+        dp_rank=mesh.dp_rank if mesh else 0,
+        dp_size=mesh.dp_size if mesh else 1,
+    )
+    assert loader is not None, "there is a validation set"
+    return evaluator.loss(islice(loader, None if options.steps == -1 else options.steps))
+
+
+def of_tasks(loaded: Loaded, evaluator: Evaluator, asked: argparse.Namespace, length: int) -> dict[str, Any]:
+    """lm-eval's results of --tasks."""
+    from toolkit.evaluation_tasks import TaskModel, run_tasks
+
+    model = TaskModel(evaluator, loaded.generator(), needed_tokenizer(loaded), length=length)
+    names = [name.strip() for name in asked.tasks.split(",") if name.strip()]
+    return run_tasks(model, names, folder=asked.task_folder, few_shot=asked.few_shot, limit=asked.limit)
+
+
+def _is_chief() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _say(text: str) -> None:
+    if _is_chief():
+        print(text, flush=True)
+
+
+def _told(name: str, loss: Loss) -> dict[str, Any]:
+    """A line for the user; what --output keeps."""
+    bits = loss.bits_per_byte
+    _say(
+        f"{name}: {loss.tokens:,} tokens, loss {loss.mean:.5f} nats a token, perplexity {loss.perplexity:.4f}"
+        + (f", {bits:.4f} bits a byte" if bits is not None else "")
+    )
+    kept = {"tokens": loss.tokens, "loss": loss.mean, "perplexity": loss.perplexity}
+    return kept | ({} if bits is None else {"bits_per_byte": bits})
+
+
+def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Sequence[str]) -> Config | None:
+    """What can be seen before the model is loaded; returns the config of --config.
+
+    Raises:
+        ConfigError, DataError: a config, a corpus or a package that is not there.
+    """
+    if not (asked.text or asked.config or asked.tasks):
+        parser.error("nothing to evaluate: give --text, --config or --tasks")
+    if words and not asked.config:
+        parser.error(f"unrecognized arguments: {' '.join(words)} (flags of a config need --config FILE)")
+    if asked.tasks and importlib.util.find_spec("lm_eval") is None:
+        rule = "tasks need the package lm-eval, which is not installed"
+        raise ConfigError(Problem(rule, "pip install 'llama-toolkit[eval]'", "--tasks", asked.tasks))
+    if asked.text:
+        open_source("", asked.text, asked.text_column)
+    if not asked.config:
+        return None
+    config = load_config(["--job.config_file", asked.config, "--validation.enable", "true", *words])
+    preflight.run(config, world_size=1, only=_RULES)
+    return config
+
+
+def _evaluate(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Sequence[str]) -> None:
+    config = _check(parser, asked, words)
+    loaded = load_as_asked(asked)
+    evaluator = Evaluator(loaded.model, batch_size=asked.batch_size, mesh=loaded.mesh)
+    length, longest = asked.seq_len or loaded.args.max_seq_len, loaded.args.max_seq_len
+    if length > longest or (asked.stride or 1) > length:
+        name, value = ("--seq-len", length) if length > longest else ("--stride", asked.stride)
+        most = min(length, longest)
+        raise ConfigError(Problem(f"it is at most {most} here", f"give {name} {most} or less", name, value))
+    results: dict[str, Any] = {"model": str(asked.model)}
+    if asked.text:
+        results["text"] = {"path": asked.text, "seq_len": length, "stride": asked.stride or length}
+        results["text"] |= _told(asked.text, of_text(loaded, evaluator, asked, length))
+    if config is not None:
+        found = of_validation_set(loaded, evaluator, config)
+        results["validation"] = _told(f"validation set of {asked.config}", found)
+    if asked.tasks:
+        found_of_tasks = of_tasks(loaded, evaluator, asked, length)
+        from lm_eval.utils import make_table
+
+        _say(make_table(found_of_tasks))
+        results["tasks"] = found_of_tasks["results"]
+    if asked.output and _is_chief():
+        try:
+            asked.output.write_text(json.dumps(results, indent=2, default=str) + "\n")
+        except OSError as error:
+            raise DataError(f"cannot write {asked.output}: {error.strerror}") from error
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for and return the exit code."""
+    parser = _parser()
+    asked, words = parser.parse_known_args(argv)
+    try:
+        _evaluate(parser, asked, words)
+    except ToolkitError as error:
+        return report(error, show=_is_chief(), debug=asked.debug)
+    process_group.stop()
+    return EXIT_FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
