@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
             source = InitialWeights(args, dtype=getattr(torch, asked.dtype), seed=asked.seed, place=place)
             total = parameter_count(args) * source.dtype.itemsize
             print(f"{model_named(config)}: {parameter_count(args):,} parameters, {total / 1e9:.2f} GB")
-            with tqdm(total=total, unit="B", unit_scale=True) as bar:
+            with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
 
                 def advance(count: int, bar: tqdm = bar) -> None:
                     bar.update(count)
