@@ -11,6 +11,8 @@ Usage: [NAME=value …] ./run_train.sh [--table.key value …]
   NNODES=N NODE_RANK=I MASTER_ADDR=HOST MASTER_PORT=PORT
                          several machines: the same command on each, I from 0; HOST is machine 0
                          (tools/slurm/train.sbatch does it under SLURM)
+  SAMPLE=TEXT            let the trained model go on from TEXT at the end (default: a few words after the
+                         debug run, else none)
   COMM_MODE=fake_backend check and describe the run of NGPU x NNODES ranks, trained by none: mesh, stages
                          and what the ranks of LOG_RANK hold; one process, no GPU, any NGPU
 
@@ -35,6 +37,7 @@ for argument in "$@"; do
 done
 python=${python:-$("$root/tools/setup.sh")}
 config=${CONFIG_FILE:-$root/train_configs/debug_model.toml}
+if [[ -z ${CONFIG_FILE:-} ]]; then export SAMPLE=${SAMPLE-It was}; fi
 if [[ -e $config ]]; then config=$(readlink -f "$config"); fi
 cd "$root"
 exec "$python" -m toolkit.launch --job.config_file "$config" ${COMM_MODE:+--comm.mode "$COMM_MODE"} "$@"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers import run_world
 from toolkit.errors import ConfigError, DataError
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
@@ -53,15 +54,19 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
     return {bos: HFLM(model, add_bos_token=bos, **options) for bos in (True, False)}
 
 
-@pytest.fixture(scope="module")
-def ours() -> Any:
+def task_model() -> Any:
     from toolkit.evaluation import Evaluator
     from toolkit.evaluation_tasks import TaskModel
     from toolkit.inference import load_model, needed_tokenizer
 
     loaded = load_model(MODEL, device=torch.device("cpu"), dtype=torch.float32)
-    evaluator = Evaluator(loaded.model, batch_size=3)
+    evaluator = Evaluator(loaded.model, batch_size=3, mesh=loaded.mesh)
     return TaskModel(evaluator, loaded.generator(), needed_tokenizer(loaded), length=loaded.args.max_seq_len)
+
+
+@pytest.fixture(scope="module")
+def ours() -> Any:
+    return task_model()
 
 
 def requests(kind: str, arguments: list[tuple]) -> list[Any]:
@@ -155,13 +160,33 @@ def write_tasks(folder: Path) -> None:
     )
 
 
+def _results(names: list[str], folder: str) -> Any:
+    import lm_eval.evaluator
+
+    from toolkit.evaluation_tasks import run_tasks
+
+    lm_eval.evaluator.add_env_info = lambda results: None
+    found = run_tasks(task_model(), names, folder=folder, few_shot=1)
+    return found and found["results"]
+
+
+@pytest.mark.exhaustive  # each rank imports lm-eval
+def test_ranks_that_share_the_rows_come_to_the_same(tmp_path: Path) -> None:
+    write_tasks(tmp_path)
+    names = ["tiny_choices", "tiny_names"]
+    expected = _results(names, str(tmp_path))
+    on_first, on_other = run_world(_results, 2, names, str(tmp_path))
+    assert on_other is None
+    assert {name: on_first[name] for name in names} == {name: expected[name] for name in names}
+
+
 def test_local_tasks_from_end_to_end(
     judges: dict[bool, Any], ours: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    from toolkit.evaluation_tasks import run_tasks
+    from toolkit.evaluation_tasks import result_lines, run_tasks
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     # It would list this machine's packages and graphics drivers for its log.
@@ -180,6 +205,13 @@ def test_local_tasks_from_end_to_end(
     )["results"]
     assert {name: found[name] for name in names} == {name: expected[name] for name in names}
     assert 0 < found["tiny_choices"]["acc,none"] < 1
+    lines = list(result_lines({"results": found}))
+    assert [line.split()[:2] for line in lines] == [
+        ["tiny_choices", "acc"],
+        ["tiny_choices", "acc_norm"],
+        ["tiny_names", "exact_match"],
+    ]
+    assert f"{found['tiny_choices']['acc,none']:.4f} ± " in lines[0]
     monkeypatch.setattr("toolkit.evaluation_tasks.TaskManager", lambda **_: manager)
     with pytest.raises(ConfigError, match="did you mean tiny_choices"):
         run_tasks(ours, ["tiny_choice"], folder=str(tmp_path))

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit import hardware
 from toolkit.config import Config
 from toolkit.config.layout import reshard_after_forward
 from toolkit.config.stages import Stages, may_split_backward, pipeline_stages
@@ -26,6 +25,7 @@ from toolkit.parallel.fsdp import Sharding
 from toolkit.parallel.initialize import initialize
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.parallelize import parallelize
+from toolkit.precision import native_dtype
 
 if TYPE_CHECKING:
     from toolkit.parallel.compile import Compiling
@@ -39,13 +39,7 @@ EXPORT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32"
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     """The precision of forward and backward: "auto" is bfloat16 where the device multiplies it natively."""
     name = config.training.mixed_precision_param
-    if name == "auto":
-        if device.type == "cuda":
-            native = torch.cuda.get_device_capability(device) >= (8, 0)
-        else:
-            native = hardware.cpu_multiplies_bf16()
-        name = "bfloat16" if native else "float32"
-    return DTYPES[name]
+    return native_dtype(device) if name == "auto" else DTYPES[name]
 
 
 def compiles(config: Config, device: torch.device) -> bool:

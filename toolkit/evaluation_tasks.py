@@ -9,7 +9,7 @@ Every rank runs all of lm-eval alike and asks for all rows; the ranks share them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -133,9 +133,9 @@ def run_tasks(
     folder: str | None = None,
     few_shot: int | None = None,
     limit: int | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """lm-eval's results of the tasks called ``names``, those in the YAML files of ``folder`` or its own;
-    ``limit`` takes so many examples of each.
+    ``limit`` takes so many examples of each. None on ranks other than the first of a machine.
 
     Raises:
         ConfigError: there is no such task.
@@ -147,7 +147,7 @@ def run_tasks(
         there = "`lm-eval ls tasks` lists its own; --task-folder adds those of a folder"
         fix = did_you_mean(unknown[0], manager.all_tasks, there)
         raise ConfigError(Problem("there is no such task", fix, "--tasks", unknown[0]))
-    found = simple_evaluate(
+    return simple_evaluate(
         model,
         tasks=list(names),
         num_fewshot=few_shot,
@@ -156,5 +156,16 @@ def run_tasks(
         log_samples=False,
         bootstrap_iters=1000,
     )
-    assert found is not None, "a world of one, as lm-eval sees it, has the results"
-    return found
+
+
+def result_lines(found: dict[str, Any]) -> Iterator[str]:
+    """A line for each metric of each task: task, metric, filter where there is one, value and its error."""
+    for task, values in found["results"].items():
+        for key, value in values.items():
+            metric, comma, kind = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, float | int):
+                continue
+            error = values.get(f"{metric}_stderr,{kind}")
+            spread = f" ± {error:.4f}" if isinstance(error, float) else ""
+            filtered = "" if kind == "none" else f" ({kind})"
+            yield f"{task:30} {metric + filtered:30} {value:.4f}{spread}"

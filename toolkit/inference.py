@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from toolkit import hardware
 from toolkit.data.tokenizer import Tokenizer, load_tokenizer
 from toolkit.data.tokenizer_files import CANDIDATES
 from toolkit.distributed import process_group
@@ -28,6 +27,7 @@ from toolkit.models.llama.model import Llama
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.models.llama.sharding import fsdp_units, tensor_plan
 from toolkit.parallel.mesh import Mesh, build_mesh
+from toolkit.precision import native_dtype
 from toolkit.sources import CheckpointWeights, open_source
 from toolkit.weights.load import load_weights, open_alike
 from toolkit.weights.source import Source
@@ -81,15 +81,6 @@ def load_model(
     model.to_empty(device=device).requires_grad_(False)
     load_weights(source, dict(model.named_parameters()))
     return Loaded(model.eval(), source.args, _tokenizer(source, tokenizer_path), mesh)
-
-
-def native_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the device multiplies it natively, else float32."""
-    if device.type == "cuda":
-        native = torch.cuda.get_device_capability(device) >= (8, 0)
-    else:
-        native = hardware.cpu_multiplies_bf16()
-    return torch.bfloat16 if native else torch.float32
 
 
 def _mesh(device: torch.device, args: LlamaArgs, tp: int) -> Mesh | None:

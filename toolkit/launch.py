@@ -3,7 +3,8 @@
     NGPU=8 python -m toolkit.launch --job.config_file FILE [--table.key value …]
 
 Every argument belongs to ``toolkit.train``; the launch itself is described by environment variables
-(:func:`launch_from`). The configuration is checked here, before any rank starts.
+(:func:`launch_from`). The configuration is checked here, before any rank starts. With SAMPLE, a run that has
+finished shows how its model goes on from that text.
 
 The ranks meet at MASTER_ADDR:MASTER_PORT, as with torchrun's static rendezvous, so nothing here needs
 torch. For two ranks that do nothing torchrun takes 1.5 s on a 2-core machine, most of it its own imports,
@@ -14,15 +15,19 @@ kill the ranks 30 s into a save. Elastic restarts remain torchrun's: it can star
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from toolkit import preflight
-from toolkit.config import load_config
+from toolkit.checkpoint.manifest import committed_steps
+from toolkit.config import Config, load_config
 from toolkit.corpora import open_data
 from toolkit.distributed.supervisor import Launch, say, supervise
 from toolkit.environment import environment_error, shown_ranks, whole_number
-from toolkit.errors import ToolkitError, report
+from toolkit.errors import EXIT_FINISHED, ToolkitError, report
 from toolkit.hardware import Hardware, detect
 from toolkit.run_folder import traces_prefix
 
@@ -79,7 +84,21 @@ def main(argv: Sequence[str]) -> int:
         return report(error, show=True, debug="--debug" in argv)
     ranks = f"{launch.processes} ranks" if launch.processes > 1 else "1 rank"
     say(f"configuration checked, corpus tokenised; starting {ranks}")
-    return supervise([sys.executable, "-u", "-m", "toolkit.train", *argv], launch, traces_prefix(config))
+    code = supervise([sys.executable, "-u", "-m", "toolkit.train", *argv], launch, traces_prefix(config))
+    if code == EXIT_FINISHED and tell and os.environ.get("SAMPLE"):
+        _show_text(config, os.environ["SAMPLE"])
+    return code
+
+
+def _show_text(config: Config, prompt: str) -> None:
+    """Print how the model that was trained goes on from ``prompt``, and the command for more."""
+    saved = Path(config.job.dump_folder).expanduser() / config.checkpoint.folder
+    if not config.checkpoint.enable or not committed_steps(saved):
+        return
+    command = ["-m", "tools.generate", str(saved), "--prompt", prompt]
+    say(f"how the model goes on from {prompt!r}:")
+    subprocess.run([sys.executable, *command, "--max-new-tokens", "80"], check=False)
+    say(f"for more: {sys.executable} {shlex.join(command)}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ Exit codes: 0 done, 2 the arguments, 3 model, tokenizer or template cannot be us
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import abc
 from collections.abc import Sequence
@@ -224,9 +225,8 @@ def main(argv: Sequence[str]) -> int:
     asked = _parser().parse_args(argv)
     try:
         _run(asked)
-    except ToolkitError as error:  # the same on every rank
-        shown = not dist.is_initialized() or dist.get_rank() == 0
-        return report(error, show=shown, debug=asked.debug)
+    except ToolkitError as error:  # the same on every rank, also before they have met
+        return report(error, show=os.environ.get("RANK", "0") == "0", debug=asked.debug)
     process_group.stop()
     return EXIT_FINISHED
 

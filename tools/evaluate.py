@@ -19,13 +19,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from toolkit import preflight
 from toolkit.config import Config, load_config
@@ -114,16 +113,21 @@ def of_validation_set(loaded: Loaded, evaluator: Evaluator, config: Config) -> L
 
 
 def of_tasks(loaded: Loaded, evaluator: Evaluator, asked: argparse.Namespace, length: int) -> dict[str, Any]:
-    """lm-eval's results of --tasks."""
-    from toolkit.evaluation_tasks import TaskModel, run_tasks
+    """lm-eval's results of --tasks, told and returned on rank 0."""
+    from toolkit.evaluation_tasks import TaskModel, result_lines, run_tasks
 
     model = TaskModel(evaluator, loaded.generator(), needed_tokenizer(loaded), length=length)
     names = [name.strip() for name in asked.tasks.split(",") if name.strip()]
-    return run_tasks(model, names, folder=asked.task_folder, few_shot=asked.few_shot, limit=asked.limit)
+    found = run_tasks(model, names, folder=asked.task_folder, few_shot=asked.few_shot, limit=asked.limit)
+    if found is None:
+        return {}
+    for line in result_lines(found):
+        _say(line)
+    return found["results"]
 
 
 def _is_chief() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"  # also before the ranks have met
 
 
 def _say(text: str) -> None:
@@ -181,11 +185,7 @@ def _evaluate(parser: argparse.ArgumentParser, asked: argparse.Namespace, words:
         found = of_validation_set(loaded, evaluator, config)
         results["validation"] = _told(f"validation set of {asked.config}", found)
     if asked.tasks:
-        found_of_tasks = of_tasks(loaded, evaluator, asked, length)
-        from lm_eval.utils import make_table
-
-        _say(make_table(found_of_tasks))
-        results["tasks"] = found_of_tasks["results"]
+        results["tasks"] = of_tasks(loaded, evaluator, asked, length)
     if asked.output and _is_chief():
         try:
             asked.output.write_text(json.dumps(results, indent=2, default=str) + "\n")

@@ -31,13 +31,13 @@ class _Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.open = threading.Event()
-        commit = manager_module._commit
+        commit = manager_module.commit_folder
 
         def wait_and_commit(*arguments: Any) -> None:
             self.open.wait(60)
             commit(*arguments)
 
-        monkeypatch.setattr(manager_module, "_commit", wait_and_commit)
+        monkeypatch.setattr(manager_module, "commit_folder", wait_and_commit)
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def _stopped_in_a_save(folder: str) -> tuple[int, list[int], list[int]]:
         folder, training={"steps": 50}, checkpoint={"enable": True, "interval": 3, "async_mode": "async"}
     )
     trainer = small_trainer(config)
-    commit, end, waited_for = manager_module._commit, trainer.checkpoints.end_save, threading.Event()
+    commit, end, waited_for = manager_module.commit_folder, trainer.checkpoints.end_save, threading.Event()
     committed: list[int] = []
 
     def slow_commit(*arguments: Any) -> None:
@@ -225,7 +225,7 @@ def _stopped_in_a_save(folder: str) -> tuple[int, list[int], list[int]]:
             os.kill(os.getpid(), signal.SIGUSR1)
         end(wait=wait)
 
-    manager_module._commit = slow_commit
+    manager_module.commit_folder = slow_commit
     trainer.checkpoints.end_save = end_save  # type: ignore[method-assign]
     code = trainer.run()
     return code, committed_steps(Path(folder, "checkpoint")), committed

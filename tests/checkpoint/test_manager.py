@@ -296,7 +296,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
 
 _DEATHS = {
     "while writing shards": (storage._HashingStream, "write"),
-    "before the manifest": (manager_module, "_commit"),
+    "before the manifest": (manager_module, "commit_folder"),
     "before the rename": (manager_module, "_rename"),
 }
 

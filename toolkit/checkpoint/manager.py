@@ -124,11 +124,11 @@ class CheckpointManager:
             manifest = build_manifest(
                 step=step, files=files, tensor_count=len(sizes), tensor_bytes=sum(sizes), run=dict(run)
             )
-            _commit(temporary, final, manifest)
+            commit_folder(temporary, final, manifest)
 
         writer = CommittingWriter(temporary, commit)
         try:
-            with _without_crc32(), self.ranks.quiet():
+            with without_crc32(), self.ranks.quiet():
                 dcp.save(
                     dict(tensors),
                     storage_writer=writer,
@@ -222,7 +222,7 @@ class CheckpointManager:
                 self.say(f"checkpoint: {step_folder(self.folder, step)} could not be deleted: {error}")
 
 
-def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
+def commit_folder(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
     """Turn the written folder into the checkpoint ``final``; runs on rank 0 after all ranks have synced."""
     unseen = [name for name in manifest["files"] if not (temporary / name).is_file()]
     if unseen:
@@ -250,7 +250,7 @@ def _rename(old: Path, new: Path) -> None:
 
 
 @contextmanager
-def _without_crc32() -> Iterator[None]:
+def without_crc32() -> Iterator[None]:
     """torch's own checksum costs a third of a save, and the SHA-256 covers more."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)

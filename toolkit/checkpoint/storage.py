@@ -128,7 +128,7 @@ class RowByRow(DefaultSavePlanner):
         return object.contiguous()
 
 
-class _Results(list[WriteResult]):
+class Results(list[WriteResult]):
     """What a rank reports of its writing: DCP's results and, riding along, its files."""
 
     files: Files
@@ -152,7 +152,7 @@ class CommittingWriter(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = _Results(super().write_data(plan, planner).value())
+        results = Results(super().write_data(plan, planner).value())
         results.files = self._hashing.written
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -162,7 +162,7 @@ class CommittingWriter(FileSystemWriter):
         super().finish(metadata, results)
         files = {METADATA: self._hashing.written[f"{METADATA}.tmp"]}
         for of_rank in results:
-            assert isinstance(of_rank, _Results)
+            assert isinstance(of_rank, Results)
             files |= {name: entry for name, entry in of_rank.files.items() if not name.startswith(METADATA)}
         self._commit(files, metadata)
 

@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from toolkit.blocks import row_blocks
-from toolkit.checkpoint.manager import _commit, _without_crc32
+from toolkit.checkpoint.manager import commit_folder, without_crc32
 from toolkit.checkpoint.manifest import build_manifest, step_folder
-from toolkit.checkpoint.storage import CommittingWriter, Files, _Results
+from toolkit.checkpoint.storage import CommittingWriter, Files, Results
 from toolkit.errors import CheckpointError
 from toolkit.shards import threads
 from toolkit.unfinished import Done, forget_parts, work_folder
@@ -102,7 +102,7 @@ def write_checkpoint(
         manifest = build_manifest(
             step=step, files=files, tensor_count=len(sizes), tensor_bytes=sum(sizes), run=dict(run)
         )
-        _commit(work, final, manifest)
+        commit_folder(work, final, manifest)
 
     new = not folder.exists()
     try:
@@ -152,9 +152,9 @@ def _files(tensors: Mapping[str, Pending]) -> dict[str, list[_Piece]]:
 
 def _write_files(
     writer: CommittingWriter, work: Path, tensors: Mapping[str, Pending], progress: Callable[[int], None]
-) -> _Results:
+) -> Results:
     done, files, hashing = Done(work, "files"), _files(tensors), cast(Any, writer.fs)
-    results = _Results()
+    results = Results()
     results.files = {}
 
     def one(file: str) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def _write_files(
             done.add(file, {"places": places, "entry": hashing.written[file]})
         return done.parts[file]
 
-    with _without_crc32(), ThreadPoolExecutor(threads()) as pool:
+    with without_crc32(), ThreadPoolExecutor(threads()) as pool:
         running = [pool.submit(one, file) for file in files]
         try:
             written = [future.result() for future in running]

@@ -91,15 +91,14 @@ class ChatTemplate(ChatFormat):
         return self._ids(text, mark)
 
     def _ids(self, text: str, mark: str) -> list[int]:
-        ids: list[int] = []
-        end = 0
-        for found in self._special.finditer(text):
-            ids += [*self._plain(text[end : found.start()], mark), self._tokenizer.special_tokens[found[0]]]
-            end = found.end()
-        return ids + self._plain(text[end:], mark)
-
-    def _plain(self, text: str, mark: str) -> list[int]:
-        return self._tokenizer.encode(text.replace(mark, "")) if text else []
+        first, *rest = self._special.split(text)
+        ids = self._tokenizer.encode(first.replace(mark, "")) if first else []
+        for name, following in zip(self._special.findall(text), rest, strict=True):
+            special = self._tokenizer.special_tokens[name]
+            ids.append(special)
+            if following:
+                ids += self._tokenizer.encode_after(special, following.replace(mark, ""))
+        return ids
 
 
 def template_beside(tokenizer: Tokenizer) -> ChatTemplate | None:

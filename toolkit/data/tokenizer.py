@@ -116,6 +116,11 @@ class Tokenizer(ABC):
         ids = self._encode(_without_surrogates(text))
         return [*self._role_id("BOS", self.bos_id, bos), *ids, *self._role_id("EOS", self.eos_id, eos)]
 
+    def encode_after(self, special: int, text: str) -> list[int]:
+        """Ids of ``text`` where it follows the token ``special``: Hugging Face tokenizers may put a space
+        before the first word of a prompt alone, or drop those after a token."""
+        return self._encode(_without_surrogates(text))
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text without BOS and EOS, on the calling thread: the fast path for a corpus."""
         return self._encode_batch([_without_surrogates(text) for text in texts])
@@ -237,6 +242,16 @@ class JsonTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_after(self, special: int, text: str) -> list[int]:
+        if any(name in text for name in self.special_tokens):  # which would be looked for
+            return super().encode_after(special, text)
+        self._backend.encode_special_tokens = False
+        ids = self._backend.encode(
+            self._special_names[special] + _without_surrogates(text), add_special_tokens=False
+        ).ids
+        self._backend.encode_special_tokens = True
+        return ids[1:]
 
     def _encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [found.ids for found in self._backend.encode_batch_fast(texts, add_special_tokens=False)]

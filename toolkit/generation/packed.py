@@ -21,7 +21,7 @@ _ROWS = 8
 
 
 def can_pack(model: Llama) -> bool:
-    """Whether ``model`` is one of plain bf16 tensors, not packed yet, on a CPU whose instructions oneDNN uses."""
+    """Whether ``model`` has plain bf16 tensors, not packed yet, on a CPU whose instructions oneDNN uses."""
     plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
     plain &= all(module.weight is not None for module in model.modules() if isinstance(module, nn.Linear))
     first = next(model.parameters())
