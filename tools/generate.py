@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a special token, or an id, at which text ends, beside the tokenizer's own; repeatable",
     )
     add("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default: 8)")
+    add("--compile", action="store_true", help="the step of a token: for long texts on CUDA; one process")
     add("--json", action="store_true", help="a line for each prompt: prompt, text, tokens")
     add("--debug", action="store_true", help="show tracebacks")
     return parser
@@ -173,7 +174,7 @@ def _run(arguments: argparse.Namespace) -> None:
     stop_ids = _stop_ids(tokenizer, arguments.stop_token)
     encoded = [tokenizer.encode(prompt, bos=tokenizer.bos_id is not None) for prompt in prompts]
     printer = _Printer(tokenizer, prompts, as_json=arguments.json)
-    generator: Generator = loaded.generator()
+    generator: Generator = loaded.generator(compiled=arguments.compile)
     start, count = time.monotonic(), 0
     for first in range(0, len(prompts), arguments.batch_size):
         rows = encoded[first : first + arguments.batch_size]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from toolkit.generation.cache import KVCache
 from toolkit.generation.generator import Generator
 from toolkit.generation.packed import can_pack, pack
 from toolkit.generation.sampling import Sampling
+from toolkit.models.llama.model import Llama
 
 ARGS = small("llama3.1", n_layers=2)
 PROMPTS = [[5], list(range(20)), [7, 8, 9]]
@@ -83,6 +85,26 @@ def test_a_chunk_after_others() -> None:
             cache.advance(chunk.shape[1])
         for row, found in zip(rows, logits, strict=True):
             torch.testing.assert_close(found, model(row[None])[0, -7:], rtol=0, atol=1e-12)
+
+
+def test_compiled(generator: Generator, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph without breaks for all steps, another for each capacity; its cache is used again."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def compiler(model: Llama) -> Any:
+        return torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+
+    monkeypatch.setattr(module, "CAPACITY_STEP", 64)
+    compiled = Generator(generator.model, compiler=compiler)
+    for _ in range(2):
+        assert compiled.generate(PROMPTS, max_new_tokens=40, sampling=DRAWN) == texts
+    assert len(graphs) == 1
+    one = compiled.generate([[5]], max_new_tokens=100, sampling=DRAWN)
+    assert one == generator.generate([[5]], max_new_tokens=100, sampling=DRAWN) and len(graphs) == 2
 
 
 def test_the_context_is_an_end() -> None:

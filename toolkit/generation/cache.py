@@ -3,7 +3,10 @@
 The model's forward stays as it is: within :meth:`KVCache.attached` a forward is one of the *next* tokens of
 each row, whose keys and values are added to those kept, and whose queries see all of them. Rows are aligned
 at their end, so that all of them go on in the same column: a row shorter than the others begins with padding,
-which no token sees. Buffers are extended by half when they are full.
+which no token sees.
+
+Buffers are extended by half when they are full. For a compiled forward of one token they are fixed: shapes
+and addresses stay, columns that are not written yet are masked, and the column to write to is a tensor.
 
 Shapes: B rows, S new tokens, T columns, H heads, K key/value heads, G = H / K, E head dim.
 """
@@ -25,30 +28,50 @@ from toolkit.models.llama.model import Llama, TransformerBlock
 @dataclass(frozen=True)
 class Window:
     """The columns ``start`` to ``end`` of the new tokens, and what these may see: ``mask`` (B or 1, 1, S, T),
-    or None for all that is not after them."""
+    or None for all that is not after them. In fixed buffers ``column`` (1,) is that of the one new token, and
+    the mask is of all columns."""
 
     start: int
     end: int
     mask: Tensor | None
+    column: Tensor | None = None
 
 
 class KVCache:
-    """Of rows that begin with ``padding`` columns each. ``capacity`` columns are reserved at first."""
+    """Of rows that begin with ``padding`` columns each. ``capacity`` columns are reserved at first, and are
+    all that there are if ``fixed``."""
 
-    def __init__(self, layers: int, padding: Sequence[int], capacity: int, device: torch.device):
+    def __init__(
+        self, layers: int, padding: Sequence[int], capacity: int, device: torch.device, *, fixed: bool = False
+    ):
         self.backends = [_CachedAttention(self, len(padding), capacity) for _ in range(layers)]
+        self.fixed = fixed
+        self.columns = torch.arange(capacity, device=device)
+        self.column = torch.zeros(1, dtype=torch.long, device=device)
+        self.padding = torch.empty(len(padding), dtype=torch.long, device=device)
+        self.restart(padding)
+
+    def restart(self, padding: Sequence[int]) -> None:
+        """Forget what was seen; the buffers stay, for as many rows."""
         self.length = 0
-        self.padding = torch.tensor(padding, device=device)
+        self.begun = False
+        self.column.zero_()
+        self.padding.copy_(torch.tensor(padding))
         self.padded = any(padding)
 
     def positions(self, count: int) -> Tensor:
         """Positions of the next ``count`` tokens: (S,), or (B, S) where rows begin at different columns."""
+        if self.fixed and self.begun and count == 1:
+            return self.column - self.padding[:, None]
         columns = torch.arange(self.length, self.length + count, device=self.padding.device)
         return (columns - self.padding[:, None]).clamp(min=0) if self.padded else columns
 
     def advance(self, count: int) -> None:
         """Keep what the last forward, of ``count`` tokens, has added."""
         self.length += count
+        self.begun = True
+        if self.fixed:
+            self.column.fill_(self.length)
 
     @contextmanager
     def attached(self, model: Llama) -> Iterator[None]:
@@ -66,6 +89,9 @@ class KVCache:
 
     def window(self, length: int, device: torch.device) -> Window:
         """The next ``length`` columns; each row is a document of its own."""
+        if self.fixed and self.begun and length == 1:
+            seen_BT = (self.columns <= self.column) & (self.columns >= self.padding[:, None])
+            return Window(0, len(self.columns), seen_BT[:, None, None], self.column)
         start, end = self.length, self.length + length
         if not self.padded and (start == 0 or length == 1):
             return Window(start, end, None)
@@ -95,6 +121,11 @@ class _CachedAttention:
         return self.cache.window(length, device)
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Window) -> Tensor:
+        if mask.column is not None:
+            assert self.keys is not None and self.values is not None, "a prompt comes first"
+            self.keys.index_copy_(2, mask.column, k_BSKE.transpose(1, 2))
+            self.values.index_copy_(2, mask.column, v_BSKE.transpose(1, 2))
+            return _attend_one(q_BSHE, self.keys, self.values, mask.mask)
         k_BKTE, v_BKTE = self._reserve(mask.end, k_BSKE)
         k_BKTE[:, :, mask.start : mask.end] = k_BSKE.transpose(1, 2)
         v_BKTE[:, :, mask.start : mask.end] = v_BSKE.transpose(1, 2)
@@ -109,8 +140,14 @@ class _CachedAttention:
         """The buffers, with at least ``end`` columns."""
         if self.keys is None or self.values is None:
             shape = (self.rows, like.shape[2], max(self.capacity, end), like.shape[3])
-            self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
+            # Zeros, since what is masked must be finite too.
+            make = like.new_zeros if self.cache.fixed else like.new_empty
+            self.keys, self.values = make(shape), make(shape)
+            if self.cache.fixed:
+                for buffer in (self.keys, self.values):
+                    torch._dynamo.mark_static_address(buffer)
         elif end > self.keys.shape[2]:
+            assert not self.cache.fixed, "the capacity of fixed buffers is for all that comes"
             more = max(end, self.keys.shape[2] * 3 // 2) - self.keys.shape[2]
             self.keys, self.values = (F.pad(x, (0, 0, 0, more)) for x in (self.keys, self.values))
         return self.keys, self.values

@@ -22,16 +22,31 @@ from toolkit.models.llama.model import Llama
 FIRST_RESERVED = 256
 """New tokens for which the cache has room from the start; it grows with what comes."""
 
+CAPACITY_STEP = 512
+"""Columns of a cache for compiled forwards are a multiple of this, so that few are compiled."""
+
+Compiled = Callable[..., Tensor]
+Compiler = Callable[[Llama], Compiled]
+"""Gives a forward of the model that is compiled when it is called, for the shapes that it is called with."""
+
 Stop = Callable[[int, list[int]], bool]
 """Whether the prompt of this number ends, of which these tokens have been made; the same on every rank."""
 
 
 class Generator:
-    """Generates with ``model``, which stays as it is; ``group`` are the ranks of a sharded one."""
+    """Generates with ``model``, which stays as it is; ``group`` are the ranks of a sharded one.
 
-    def __init__(self, model: Llama, *, group: dist.ProcessGroup | None = None):
+    ``compiler``, as :func:`reduce_overhead` is one, compiles the forward of one token: once for each number
+    of rows and each :data:`CAPACITY_STEP` of tokens.
+    """
+
+    def __init__(
+        self, model: Llama, *, group: dist.ProcessGroup | None = None, compiler: Compiler | None = None
+    ):
         self.model = model
         self.group = group
+        self._compiled = compiler(model) if compiler else None
+        self._fixed: KVCache | None = None  # kept, since a graph has its addresses
 
     def generate(
         self,
@@ -86,7 +101,8 @@ class Generator:
         steps = min(max_new_tokens, self.model.args.max_seq_len - longest)
         if not prompts or steps <= 0:
             return
-        state = _Batch(self.model, prompts, longest + min(steps, FIRST_RESERVED))
+        padding = [longest - len(prompt) for prompt in prompts]
+        state = _Batch(self.model, prompts, self._cache(padding, longest, steps), self._compiled)
         chooser = _Chooser(sampling, prompts, number, self.model.args.vocab_size, self.group)
         made: list[list[int]] = [[] for _ in prompts]
         running = set(range(len(prompts)))
@@ -107,6 +123,17 @@ class Generator:
                 return
             tokens_BS = tokens_B[:, None]
 
+    def _cache(self, padding: Sequence[int], longest: int, steps: int) -> KVCache:
+        layers, device = len(self.model.layers), next(self.model.parameters()).device
+        if self._compiled is None:
+            return KVCache(layers, padding, longest + min(steps, FIRST_RESERVED), device)
+        capacity = -(-(longest + steps) // CAPACITY_STEP) * CAPACITY_STEP
+        kept = self._fixed
+        if kept is None or (len(kept.padding), len(kept.columns)) != (len(padding), capacity):
+            self._fixed = kept = KVCache(layers, padding, capacity, device, fixed=True)
+        kept.restart(padding)
+        return kept
+
     def _check(self, prompts: Sequence[Sequence[int]], number: int) -> None:
         args = self.model.args
         for index, prompt in enumerate(prompts, start=number):
@@ -126,24 +153,33 @@ class Generator:
                 )
 
 
+def reduce_overhead(model: Llama) -> Compiled:
+    """Compiled by inductor; on CUDA a step is replayed as one graph, without the launches of its kernels."""
+    return torch.compile(model, mode="reduce-overhead", dynamic=False)
+
+
 class _Batch:
     """Prompts aligned at their end, and what the model has seen of them."""
 
-    def __init__(self, model: Llama, prompts: Sequence[Sequence[int]], capacity: int):
-        self.model = model
-        device = next(model.parameters()).device
+    def __init__(
+        self, model: Llama, prompts: Sequence[Sequence[int]], cache: KVCache, compiled: Compiled | None
+    ):
+        self.model, self.cache, self.compiled = model, cache, compiled
         longest = max(map(len, prompts))
-        padding = [longest - len(prompt) for prompt in prompts]
-        rows = [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
-        self.prompts = torch.tensor(rows, device=device)
-        self.cache = KVCache(len(model.layers), padding, capacity, device)
+        rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        self.prompts = torch.tensor(rows, device=cache.padding.device)
 
     @torch.no_grad()
     def logits(self, tokens_BS: Tensor) -> Tensor:
         """Logits (B, V) after these, the next tokens of each row."""
         count = tokens_BS.shape[1]
-        with self.cache.attached(self.model), _last_position(self.model):
-            logits_B1V = self.model(tokens_BS, positions=self.cache.positions(count))
+        positions = self.cache.positions(count)
+        with self.cache.attached(self.model):
+            if self.compiled is not None and self.cache.begun:
+                logits_B1V = self.compiled(tokens_BS, positions=positions)
+            else:
+                with _last_position(self.model):
+                    logits_B1V = self.model(tokens_BS, positions=positions)
         self.cache.advance(count)
         return logits_B1V[:, -1]
 
