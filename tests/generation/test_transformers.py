@@ -64,7 +64,7 @@ def test_greedy(name: str, kv_heads: int) -> None:
     generator = Generator(model)
     assert [generator.generate([prompt], max_new_tokens=NEW)[0] for prompt in prompts] == expected
     assert generator.generate(prompts, max_new_tokens=NEW) == expected
-    assert len(set(expected[-1])) > 15, "a text that repeats one token shows no mistake"
+    assert len({token for text in expected for token in text}) > 40, "a text of few tokens shows no mistake"
 
 
 def _texts(folder: Path, layouts: list[int]) -> list[list[list[int]]]:
