@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from toolkit.config.values import dotted
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.data.tokenizer_files import find
+from toolkit.data.tokenizer_files import CANDIDATES, find
 from toolkit.data.tokenizer_json import tokenizer_json
+from toolkit.sources import CheckpointWeights
 from toolkit.weights.hf_write import SpecialTokens
+from toolkit.weights.meta_folder import MetaFolder
+from toolkit.weights.source import Source
 
 _NAMES = (
     "tokenizer.json",
@@ -19,6 +23,27 @@ _NAMES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+
+
+def tokenizer_of(source: Source) -> Path | None:
+    """The tokenizer beside the weights, or in the folder above, where Meta keeps one for several sizes; for a
+    checkpoint the one that it was made with, at a path that starts where we are if it is relative."""
+    places = [source.place]
+    if isinstance(source, MetaFolder):
+        places.append(source.place.parent)
+    if isinstance(source, CheckpointWeights):
+        trained = dotted(source.run.get("config", ""))
+        named = [
+            source.run.get("tokenizer"),
+            trained.get("model.tokenizer_path"),
+            trained.get("model.hf_assets_path"),
+        ]
+        places = [Path(name).expanduser() for name in named if name]
+    return next((place for place in places if _has_tokenizer(place)), None)
+
+
+def _has_tokenizer(place: Path) -> bool:
+    return place.is_file() or any((place / name).is_file() for name in CANDIDATES)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ from toolkit.blocks import row_blocks, rows_of
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.checkpoint.streaming import Pending, write_checkpoint
 from toolkit.collective import Ranks
-from toolkit.companions import Companions, tokenizer_companions
-from toolkit.config.values import dotted
+from toolkit.companions import Companions, tokenizer_companions, tokenizer_of
 from toolkit.errors import DataError
 from toolkit.shards import threads
 from toolkit.sources import MODEL_PREFIX, CheckpointWeights, open_source
@@ -245,14 +243,9 @@ def _write_checkpoint(
 
 def _companions(there: Source, tokenizer: Path | None) -> Companions:
     """The files of the tokenizer and, where the weights say them, their own special tokens."""
-    run: Mapping[str, Any] = there.run if isinstance(there, CheckpointWeights) else {}
-    trained_with = run.get("tokenizer") or dotted(run.get("config", "")).get("model.hf_assets_path")
-    if tokenizer is None and _has_tokenizer(there.place):
-        tokenizer = there.place
-    elif tokenizer is None and trained_with and _has_tokenizer(Path(trained_with).expanduser()):
-        tokenizer = Path(trained_with)
+    tokenizer = tokenizer or tokenizer_of(there)
     found = tokenizer_companions(tokenizer) if tokenizer else Companions()
-    said = run.get("special_tokens")
+    said = there.run.get("special_tokens") if isinstance(there, CheckpointWeights) else None
     if isinstance(there, SafetensorsFolder):
         said = {}
         for name in (CONFIG, GENERATION_CONFIG):
@@ -265,10 +258,6 @@ def _companions(there: Source, tokenizer: Path | None) -> Companions:
     if said and any(value is not None for value in said.values()):
         return replace(found, tokens=SpecialTokens(**said))
     return found
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def _plain(dtype: torch.dtype) -> str:

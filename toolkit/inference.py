@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import tomllib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from toolkit.companions import tokenizer_of
 from toolkit.data.tokenizer import Tokenizer, load_tokenizer
-from toolkit.data.tokenizer_files import CANDIDATES
 from toolkit.distributed import process_group
 from toolkit.errors import ConfigError, DataError, Problem
 from toolkit.generation.generator import Generator, reduce_overhead
@@ -28,7 +26,7 @@ from toolkit.models.llama.presets import LlamaArgs
 from toolkit.models.llama.sharding import fsdp_units, tensor_plan
 from toolkit.parallel.mesh import Mesh, build_mesh
 from toolkit.precision import native_dtype
-from toolkit.sources import CheckpointWeights, open_source
+from toolkit.sources import open_source
 from toolkit.weights.load import load_weights, open_alike
 from toolkit.weights.source import Source
 
@@ -118,24 +116,8 @@ def _shard(model: Llama, mesh: Mesh, dtype: torch.dtype) -> None:
 
 
 def _tokenizer(source: Source, given: Path | str | None) -> Tokenizer | None:
-    if given is not None:
-        return load_tokenizer(given)
-    folders = [source.place, source.place.parent]  # Meta keeps one beside the folders of its sizes
-    if isinstance(source, CheckpointWeights):
-        folders = _trained_with(source)
-    found = next((folder for folder in folders if _has_tokenizer(folder)), None)
-    return None if found is None else load_tokenizer(found)
-
-
-def _trained_with(source: CheckpointWeights) -> list[Path]:
-    """Where the configuration in the manifest has the tokenizer; relative paths start where we are."""
-    model = tomllib.loads(source.run.get("config", "")).get("model", {})
-    named: Iterable[str | None] = (model.get("tokenizer_path"), model.get("hf_assets_path"))
-    return [Path(name).expanduser() for name in named if name]
-
-
-def _has_tokenizer(place: Path) -> bool:
-    return place.is_file() or any((place / name).is_file() for name in CANDIDATES)
+    place = given or tokenizer_of(source)
+    return load_tokenizer(place) if place else None
 
 
 def needed_tokenizer(loaded: Loaded) -> Tokenizer:
