@@ -26,7 +26,7 @@ from toolkit.build import (
 )
 from toolkit.checkpoint.background import Background
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.checkpoint.manifest import step_folder
+from toolkit.checkpoint.manifest import committed_steps, step_folder
 from toolkit.collective import Ranks
 from toolkit.config import Config
 from toolkit.config.layout import batch_shape, degrees
@@ -273,8 +273,7 @@ class Trainer:
         from toolkit.export import export_hf
 
         self._end_save(wait=True)
-        model = self.config.model
-        out = self.folder / "hf" / f"step-{self.step}"
+        model, out = self.config.model, self._exported()
         try:
             export_hf(
                 step_folder(self.checkpoints.folder, self.step),
@@ -289,6 +288,21 @@ class Trainer:
             self.log.say(f"NOT EXPORTED: {error}\n  Training goes on.")
         else:
             self.log.say(f"wrote the model of step {self.step} as a Hugging Face folder: {out}")
+
+    def _exported(self) -> Path:
+        """The Hugging Face folder of this step."""
+        return self.folder / "hf" / f"step-{self.step}"
+
+    def _export_missed(self) -> None:
+        """Make up for an export that a kill has cost after the save."""
+        last = self.step >= self.total_steps
+        if self.config.checkpoint.load_only or not self._export_due(last):
+            return
+        own = self.checkpoints.folder
+        if self.checkpoints.ranks.decide(
+            lambda: self.step in committed_steps(own) and not self._exported().is_dir()
+        ):
+            self._export(final=last)
 
     def _export_dtype(self) -> torch.dtype:
         return EXPORT_DTYPES[self.config.checkpoint.export_dtype]
@@ -321,6 +335,8 @@ class Trainer:
         try:
             if self.config.checkpoint.create_seed_checkpoint:
                 return self._saved_seed()
+            if self.step:
+                self._export_missed()
             if self.step >= self.total_steps:
                 return self._already_finished()
             watched = observers(
@@ -376,7 +392,7 @@ class Trainer:
                 with speed.apart("checkpoint"):
                     model_only = last and self.config.checkpoint.last_save_model_only
                     self._save(model_only=model_only, final=last or stop)
-                    if self._export_due(last) and not stop:
+                    if self._export_due(last) and (last or not stop):
                         self._export(final=last)
             self.log.advance(self.step)
             garbage.after_step(self.step)
