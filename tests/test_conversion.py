@@ -222,10 +222,10 @@ def test_what_was_killed_goes_on(
 def test_another_source_does_not_go_on_with_what_is_there(tmp_path: Path, small_blocks: None) -> None:
     save_transformers("llama3", tmp_path / "hf")
     conversion = prepare("hf-to-meta", tmp_path / "hf", tmp_path / "out")
-    work = fill._begin(conversion.source, conversion.out, _EMPTY)
-    assert fill._begin(conversion.source, conversion.out, _EMPTY) == work
+    work = fill._begin(conversion.source, conversion.out, _EMPTY, False)
+    assert fill._begin(conversion.source, conversion.out, _EMPTY, False) == work
     save_transformers("llama3", tmp_path / "hf")
-    assert fill._begin(open_source(tmp_path / "hf"), conversion.out, _EMPTY) != work
+    assert fill._begin(open_source(tmp_path / "hf"), conversion.out, _EMPTY, False) != work
 
 
 _EMPTY = fill.Folder([], {}, SafetensorsFolder, lambda name, block: block, lambda name: 1)

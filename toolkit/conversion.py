@@ -25,7 +25,7 @@ from toolkit.errors import DataError
 from toolkit.shards import threads
 from toolkit.sources import MODEL_PREFIX, CheckpointWeights, open_source
 from toolkit.unfinished import state_of
-from toolkit.weights.fill import BLOCK_BYTES
+from toolkit.weights.fill import BLOCK_BYTES, refuse_existing
 from toolkit.weights.hf_config import CONFIG, GENERATION_CONFIG
 from toolkit.weights.hf_names import reorders_rows, to_hf
 from toolkit.weights.hf_write import MAX_BYTES, SpecialTokens, plan_shards, shard_names, write_hf
@@ -104,8 +104,7 @@ def prepare(
         )
     if to == "dcp" and not _STEP.fullmatch(out.name):
         out = step_folder(out, 0)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} is there already: name another folder, or delete it")
+    refuse_existing(out)
     return Conversion(there, source, to, out, beside, max_bytes)
 
 

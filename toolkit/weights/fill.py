@@ -60,17 +60,19 @@ def write_folder(
     ranks: Ranks,
     progress: Callable[[int], None] | None = None,
     check: Callable[[Source], None] | None = None,
+    replace: bool = False,
 ) -> None:
     """Make ``folder`` at ``out`` from ``source``; each of ``ranks`` writes its share of the files.
 
     ``progress`` is told bytes as they are done. ``check`` sees what was written before it has its name.
-    A folder that is there already is replaced.
+    With ``replace``, what is at ``out`` already goes when the new one is whole.
 
     Raises:
         CheckpointError: it cannot be written; what is written stays, and the same call goes on with it.
         DataError, CheckpointError: the source is damaged, or ``check`` has failed; nothing is left.
+        DataError: something is at ``out`` that is not to be replaced; it stays.
     """
-    work = ranks.decide(partial(_begin, source, out, folder))
+    work = ranks.decide(partial(_begin, source, out, folder, replace))
     broken, full = _share(source, work, folder, ranks, progress)
     failures = ranks.agree(broken)
     if failures:
@@ -82,10 +84,18 @@ def write_folder(
             f"{out} could not be written: {'; '.join(unwritten)}\n"
             f"  What is written stays in {work}: the same again goes on from there."
         )
-    ranks.decide(partial(_end, work, out, folder, check))
+    ranks.decide(partial(_end, work, out, folder, check, replace))
 
 
-def _begin(source: Source, out: Path, folder: Folder) -> Path:
+def refuse_existing(out: Path) -> None:
+    """Raise DataError if ``out`` is anything but an empty folder or a name that is free."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} is there already: name another folder, or delete it")
+
+
+def _begin(source: Source, out: Path, folder: Folder, replace: bool) -> Path:
+    if not replace:
+        refuse_existing(out)
     plan = [
         str(source.place.resolve()),
         state_of(source.place),
@@ -165,7 +175,9 @@ def _write(descriptor: int, begin: int, block: Tensor) -> None:
         written += os.pwrite(descriptor, memory[written:], begin + written)
 
 
-def _end(work: Path, out: Path, folder: Folder, check: Callable[[Source], None] | None) -> None:
+def _end(
+    work: Path, out: Path, folder: Folder, check: Callable[[Source], None] | None, replace: bool
+) -> None:
     try:
         for name, content in folder.others.items():
             write_file(work / name, content)
@@ -175,6 +187,8 @@ def _end(work: Path, out: Path, folder: Folder, check: Callable[[Source], None] 
             except (DataError, CheckpointError):
                 shutil.rmtree(work, ignore_errors=True)
                 raise
+        if not replace:
+            refuse_existing(out)  # it may have come up meanwhile
         finish(work, out)
     except OSError as error:
         raise CheckpointError(f"{out} could not be written: {error.strerror}: {error.filename}") from error
