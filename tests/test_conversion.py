@@ -13,12 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.weights.folders import FAMILY, save_meta, save_transformers
+from toolkit import unfinished
 from toolkit.checkpoint import streaming
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.conversion import convert, prepare
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, DataError
 from toolkit.sources import open_source
 from toolkit.weights import fill
+from toolkit.weights.meta_write import PART
 from toolkit.weights.safetensors_folder import SafetensorsFolder
 from tools import convert_weights
 
@@ -250,6 +252,31 @@ def test_a_full_disk_is_told_and_the_same_command_goes_on(
     assert out.exists() and [path.name for path in tmp_path.iterdir() if "tmp" in path.name] == []
 
 
+def test_a_file_is_on_the_disk_before_the_list_says_that_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    synced: list[int] = []
+    fsync, add = os.fsync, unfinished.Done.add
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def checked(self: unfinished.Done, part: str, about: object = None) -> None:
+        if part == "made":
+            [work] = tmp_path.glob("out.tmp-*")
+            assert synced == [(work / PART).stat().st_ino, work.stat().st_ino]
+            checks.append(part)
+        add(self, part, about)
+
+    checks: list[str] = []
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(unfinished.Done, "add", checked)
+    _convert("hf-to-meta", tmp_path / "hf", tmp_path / "out")
+    assert checks == ["made"]
+
+
 # Mistakes
 
 
@@ -289,6 +316,22 @@ def test_integers_are_no_weights(tmp_path: Path) -> None:
     CheckpointManager(tmp_path).save(1, {"model.norm.weight": torch.zeros(32, dtype=torch.int32)}, run)
     said = _refused("dcp-to-hf", tmp_path / "step-1", tmp_path)
     assert "no weights, by their type: norm.weight int32" in said and "missing: tok_embeddings.weight" in said
+
+
+def test_a_failure_removes_nothing_but_its_own_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    read = SafetensorsFolder.read
+
+    def another_comes(self: SafetensorsFolder, *arguments: Any) -> Tensor:
+        (tmp_path / "out" / "step-9").mkdir(exist_ok=True)
+        if arguments[0] == "norm.weight":
+            raise DataError("damaged")
+        return read(self, *arguments)
+
+    with monkeypatch.context() as patched, pytest.raises(DataError, match="damaged"):
+        patched.setattr(SafetensorsFolder, "read", another_comes)
+        _convert("hf-to-dcp", tmp_path / "hf", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["step-9"]
 
 
 @pytest.mark.parametrize("way", ["hf-to-dcp", "hf-to-meta"])

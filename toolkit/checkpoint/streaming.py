@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -104,7 +105,6 @@ def write_checkpoint(
         )
         commit_folder(work, final, manifest)
 
-    new = not folder.exists()
     try:
         work.mkdir(parents=True, exist_ok=True)
         writer = CommittingWriter(work, commit)
@@ -116,7 +116,9 @@ def write_checkpoint(
             f"  What is written stays in {work}: the same again goes on from there."
         ) from error
     except Exception:
-        shutil.rmtree(folder if new else work, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
+        with suppress(OSError):  # others may have something there
+            folder.rmdir()
         raise
     return final
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from toolkit.blocks import row_blocks, rows_of
 from toolkit.collective import Ranks
+from toolkit.durable import sync_file, sync_folder
 from toolkit.errors import CheckpointError, DataError
 from toolkit.shards import threads
 from toolkit.unfinished import Done, finish, state_of, work_folder, write_file
@@ -128,6 +129,9 @@ def _fill(source: Source, work: Path, file: File, folder: Folder, progress: Call
     done, path = Done(work, file.name), work / file.name
     if _MADE not in done.parts:
         file.make(path)
+        with path.open("rb+") as made:
+            sync_file(made)
+        sync_folder(work)
         done.add(_MADE)
     descriptor = os.open(path, os.O_WRONLY)
 
