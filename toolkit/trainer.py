@@ -190,7 +190,7 @@ class Trainer:
         """Go on from the run's own checkpoint, else start from the weights or checkpoint that are named."""
         options = self.config.checkpoint
         if not options.load_only:
-            self.checkpoints.remove_leftovers()
+            self.checkpoints.remove_leftovers(exports=self._exports)
         step = self.checkpoints.latest() if options.load_step == -1 else options.load_step
         if step is not None:
             self._resume(step)
@@ -274,7 +274,7 @@ class Trainer:
 
         self._end_save(wait=True)
         model = self.config.model
-        out = self.folder / "hf" / f"step-{self.step}"
+        out = self._exports / f"step-{self.step}"
         try:
             export_hf(
                 step_folder(self.checkpoints.folder, self.step),
@@ -289,6 +289,10 @@ class Trainer:
             self.log.say(f"NOT EXPORTED: {error}\n  Training goes on.")
         else:
             self.log.say(f"wrote the model of step {self.step} as a Hugging Face folder: {out}")
+
+    @property
+    def _exports(self) -> Path:
+        return self.folder / "hf"
 
     def _export_dtype(self) -> torch.dtype:
         return EXPORT_DTYPES[self.config.checkpoint.export_dtype]
