@@ -3,7 +3,8 @@
 import errno
 import json
 import os
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.weights.folders import FAMILY, save_meta, save_transformers
-from toolkit import unfinished
+from toolkit import conversion as conversion_module
+from toolkit import shards, unfinished
 from toolkit.checkpoint import streaming
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.conversion import convert, prepare
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, DataError
-from toolkit.sources import open_source
+from toolkit.sources import CheckpointWeights, open_source
 from toolkit.weights import fill
+from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.meta_write import PART
 from toolkit.weights.safetensors_folder import SafetensorsFolder
 from tools import convert_weights
@@ -167,6 +170,25 @@ def test_a_converted_checkpoint_loads_as_any_other(tmp_path: Path, small_blocks:
     assert manifest["run"]["model_only"] and manifest["run"]["model"]["n_kv_heads"] == 2
 
 
+def test_blocks_in_flight_stay_within_their_memory_on_any_number_of_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    started: list[tuple[str, int]] = []
+    for module in (fill, streaming, conversion_module):
+
+        def pool(count: int, where: str = module.__name__.rpartition(".")[2]) -> ThreadPoolExecutor:
+            started.append((where, count))
+            return ThreadPoolExecutor(count)
+
+        monkeypatch.setattr(module, "ThreadPoolExecutor", pool)
+    monkeypatch.setattr(shards, "threads", lambda: 64)
+    _convert("hf-to-dcp", tmp_path / "hf", tmp_path / "dcp", verify=True)
+    _convert("dcp-to-meta", tmp_path / "dcp", tmp_path / "meta")
+    assert started == [("streaming", 2), ("conversion", 4), ("fill", 4)]  # of 128, 64 and 64 MiB, four times
+    assert shards.block_threads(1 << 20) == 64 and shards.block_threads(1 << 40) == 1
+
+
 # Kills
 
 
@@ -183,8 +205,7 @@ def test_what_was_killed_goes_on(
     if way.startswith("dcp"):
         start = _convert("hf-to-dcp", start, tmp_path / "start")
     conversion = prepare(way, start, tmp_path / "out", max_bytes=20_000)
-    monkeypatch.setattr(fill, "threads", lambda: 1)
-    monkeypatch.setattr(streaming, "threads", lambda: 1)
+    monkeypatch.setattr(shards, "threads", lambda: 1)
     read, calls = type(conversion.source).read, []
 
     def counted(self: Any, name: str, *rest: Any) -> Tensor:
@@ -359,6 +380,23 @@ def test_verify_finds_a_bit_that_was_written_wrong(tmp_path: Path, monkeypatch: 
     done: list[int] = []
     monkeypatch.setattr(fill, "_write", wrong)
     assert "not as they were read: layers." in _refused("hf-to-meta", tmp_path / "hf", tmp_path, verify=True)
+
+
+@pytest.mark.parametrize("way", ["hf-to-meta", "hf-to-dcp"])
+def test_verify_finds_a_shape_that_was_written_wrong(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    opened = {"hf-to-meta": MetaFolder, "hf-to-dcp": CheckpointWeights}[way]
+    init = opened.__init__
+
+    def misread(self: Any, *arguments: Any) -> None:
+        init(self, *arguments)
+        self.args = replace(self.args, rope_theta=1.0)
+
+    monkeypatch.setattr(opened, "__init__", misread)
+    said = _refused(way, tmp_path / "hf", tmp_path, verify=True)
+    assert "where another was written: rope_theta 1.0 in place of 500000.0" in said
 
 
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

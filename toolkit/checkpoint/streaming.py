@@ -34,7 +34,7 @@ from toolkit.checkpoint.manager import commit_folder, without_crc32
 from toolkit.checkpoint.manifest import build_manifest, step_folder
 from toolkit.checkpoint.storage import CommittingWriter, Files, Results
 from toolkit.errors import CheckpointError
-from toolkit.shards import threads
+from toolkit.shards import block_threads
 from toolkit.unfinished import Done, forget_parts, work_folder
 
 FILE_BYTES = 1 << 30
@@ -167,7 +167,7 @@ def _write_files(
             done.add(file, {"places": places, "entry": hashing.written[file]})
         return done.parts[file]
 
-    with without_crc32(), ThreadPoolExecutor(threads()) as pool:
+    with without_crc32(), ThreadPoolExecutor(block_threads(PIECE_BYTES)) as pool:
         running = [pool.submit(one, file) for file in files]
         try:
             written = [future.result() for future in running]

@@ -21,7 +21,7 @@ from toolkit.blocks import row_blocks, rows_of
 from toolkit.collective import Ranks
 from toolkit.durable import sync_file, sync_folder
 from toolkit.errors import CheckpointError, DataError
-from toolkit.shards import threads
+from toolkit.shards import block_threads
 from toolkit.unfinished import Done, finish, state_of, work_folder, write_file
 from toolkit.weights.source import Source
 
@@ -145,7 +145,7 @@ def _fill(source: Source, work: Path, file: File, folder: Folder, progress: Call
             done.add(part)
 
     try:
-        with ThreadPoolExecutor(threads()) as pool:
+        with ThreadPoolExecutor(block_threads(BLOCK_BYTES)) as pool:
             running = []
             for name, begin in file.begins(path).items():
                 stored = source.tensors[name]
