@@ -3,7 +3,8 @@
 import errno
 import json
 import os
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.weights.folders import FAMILY, save_meta, save_transformers
+from toolkit import conversion as conversion_module
+from toolkit import shards, unfinished
 from toolkit.checkpoint import streaming
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.conversion import convert, prepare
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, DataError
-from toolkit.sources import open_source
+from toolkit.sources import CheckpointWeights, open_source
 from toolkit.weights import fill
+from toolkit.weights.meta_folder import MetaFolder
+from toolkit.weights.meta_write import PART
 from toolkit.weights.safetensors_folder import SafetensorsFolder
 from tools import convert_weights
 
@@ -165,6 +170,25 @@ def test_a_converted_checkpoint_loads_as_any_other(tmp_path: Path, small_blocks:
     assert manifest["run"]["model_only"] and manifest["run"]["model"]["n_kv_heads"] == 2
 
 
+def test_blocks_in_flight_stay_within_their_memory_on_any_number_of_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    started: list[tuple[str, int]] = []
+    for module in (fill, streaming, conversion_module):
+
+        def pool(count: int, where: str = module.__name__.rpartition(".")[2]) -> ThreadPoolExecutor:
+            started.append((where, count))
+            return ThreadPoolExecutor(count)
+
+        monkeypatch.setattr(module, "ThreadPoolExecutor", pool)
+    monkeypatch.setattr(shards, "threads", lambda: 64)
+    _convert("hf-to-dcp", tmp_path / "hf", tmp_path / "dcp", verify=True)
+    _convert("dcp-to-meta", tmp_path / "dcp", tmp_path / "meta")
+    assert started == [("streaming", 2), ("conversion", 4), ("fill", 4)]  # of 128, 64 and 64 MiB, four times
+    assert shards.block_threads(1 << 20) == 64 and shards.block_threads(1 << 40) == 1
+
+
 # Kills
 
 
@@ -181,8 +205,7 @@ def test_what_was_killed_goes_on(
     if way.startswith("dcp"):
         start = _convert("hf-to-dcp", start, tmp_path / "start")
     conversion = prepare(way, start, tmp_path / "out", max_bytes=20_000)
-    monkeypatch.setattr(fill, "threads", lambda: 1)
-    monkeypatch.setattr(streaming, "threads", lambda: 1)
+    monkeypatch.setattr(shards, "threads", lambda: 1)
     read, calls = type(conversion.source).read, []
 
     def counted(self: Any, name: str, *rest: Any) -> Tensor:
@@ -222,10 +245,10 @@ def test_what_was_killed_goes_on(
 def test_another_source_does_not_go_on_with_what_is_there(tmp_path: Path, small_blocks: None) -> None:
     save_transformers("llama3", tmp_path / "hf")
     conversion = prepare("hf-to-meta", tmp_path / "hf", tmp_path / "out")
-    work = fill._begin(conversion.source, conversion.out, _EMPTY)
-    assert fill._begin(conversion.source, conversion.out, _EMPTY) == work
+    work = fill._begin(conversion.source, conversion.out, _EMPTY, False)
+    assert fill._begin(conversion.source, conversion.out, _EMPTY, False) == work
     save_transformers("llama3", tmp_path / "hf")
-    assert fill._begin(open_source(tmp_path / "hf"), conversion.out, _EMPTY) != work
+    assert fill._begin(open_source(tmp_path / "hf"), conversion.out, _EMPTY, False) != work
 
 
 _EMPTY = fill.Folder([], {}, SafetensorsFolder, lambda name, block: block, lambda name: 1)
@@ -248,6 +271,31 @@ def test_a_full_disk_is_told_and_the_same_command_goes_on(
         _convert("hf-to-meta", tmp_path / "hf", tmp_path / "out")
     out = _convert("hf-to-meta", tmp_path / "hf", tmp_path / "out", verify=True)
     assert out.exists() and [path.name for path in tmp_path.iterdir() if "tmp" in path.name] == []
+
+
+def test_a_file_is_on_the_disk_before_the_list_says_that_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    synced: list[int] = []
+    fsync, add = os.fsync, unfinished.Done.add
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def checked(self: unfinished.Done, part: str, about: object = None) -> None:
+        if part == "made":
+            [work] = tmp_path.glob("out.tmp-*")
+            assert synced == [(work / PART).stat().st_ino, work.stat().st_ino]
+            checks.append(part)
+        add(self, part, about)
+
+    checks: list[str] = []
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(unfinished.Done, "add", checked)
+    _convert("hf-to-meta", tmp_path / "hf", tmp_path / "out")
+    assert checks == ["made"]
 
 
 # Mistakes
@@ -291,6 +339,22 @@ def test_integers_are_no_weights(tmp_path: Path) -> None:
     assert "no weights, by their type: norm.weight int32" in said and "missing: tok_embeddings.weight" in said
 
 
+def test_a_failure_removes_nothing_but_its_own_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    read = SafetensorsFolder.read
+
+    def another_comes(self: SafetensorsFolder, *arguments: Any) -> Tensor:
+        (tmp_path / "out" / "step-9").mkdir(exist_ok=True)
+        if arguments[0] == "norm.weight":
+            raise DataError("damaged")
+        return read(self, *arguments)
+
+    with monkeypatch.context() as patched, pytest.raises(DataError, match="damaged"):
+        patched.setattr(SafetensorsFolder, "read", another_comes)
+        _convert("hf-to-dcp", tmp_path / "hf", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["step-9"]
+
+
 @pytest.mark.parametrize("way", ["hf-to-dcp", "hf-to-meta"])
 def test_nan_is_found_by_verify(way: str, tmp_path: Path) -> None:
     save_transformers("llama3", tmp_path / "hf")
@@ -316,6 +380,23 @@ def test_verify_finds_a_bit_that_was_written_wrong(tmp_path: Path, monkeypatch: 
     done: list[int] = []
     monkeypatch.setattr(fill, "_write", wrong)
     assert "not as they were read: layers." in _refused("hf-to-meta", tmp_path / "hf", tmp_path, verify=True)
+
+
+@pytest.mark.parametrize("way", ["hf-to-meta", "hf-to-dcp"])
+def test_verify_finds_a_shape_that_was_written_wrong(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    opened = {"hf-to-meta": MetaFolder, "hf-to-dcp": CheckpointWeights}[way]
+    init = opened.__init__
+
+    def misread(self: Any, *arguments: Any) -> None:
+        init(self, *arguments)
+        self.args = replace(self.args, rope_theta=1.0)
+
+    monkeypatch.setattr(opened, "__init__", misread)
+    said = _refused(way, tmp_path / "hf", tmp_path, verify=True)
+    assert "where another was written: rope_theta 1.0 in place of 500000.0" in said
 
 
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

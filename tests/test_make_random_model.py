@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from tests.preflight.bad_runs import TOKENIZER
+from toolkit.errors import EXIT_DATA
 from toolkit.models.llama.model import Llama, init_rule
 from toolkit.models.llama.presets import resolve
 from toolkit.parallel.initialize import initialize
+from toolkit.weights import fill
 from toolkit.weights.hf_names import hf_row_order, reorders_rows, to_hf
 from tools.make_random_model import main
 
@@ -43,6 +46,27 @@ def test_weights_are_those_of_a_run_and_transformers_finds_them(name: str, tmp_p
 
     _, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(loading.values())
+
+
+@pytest.mark.parametrize("appears", ["before", "meanwhile"])
+def test_a_folder_with_something_in_it_is_left_alone(
+    appears: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, fill_file = tmp_path / "precious", fill._fill
+
+    def notes_appear(*arguments: Any) -> None:
+        out.mkdir(exist_ok=True)
+        (out / "notes").write_text("mine")
+        fill_file(*arguments)
+
+    monkeypatch.setattr(fill, "_fill", notes_appear)
+    if appears == "before":
+        out.mkdir()
+        (out / "notes").write_text("mine")
+    assert main([str(out), "--flavor=debugmodel", "--set=vocab_size=96"]) == EXIT_DATA
+    assert "is there already" in capsys.readouterr().err
+    assert [path.read_text() for path in out.iterdir()] == ["mine"]
+    assert len(list(tmp_path.iterdir())) == (1 if appears == "before" else 2)  # what is done is gone on with
 
 
 def test_a_mistake_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,9 +45,14 @@ def _whole_and_halves(folder: str) -> dict[str, Any]:
     """One run of eight steps, and one of four that is resumed; on another batch cut, too."""
     whole = _run(_config(Path(folder, "whole")))
     first = _run(_config(Path(folder, "halves"), steps=4))
+    exports = Path(folder, "halves", "hf")
+    for left in ("step-2.replaced-0a", "step-4.tmp-0b"):  # by exports that were killed
+        (exports / left).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
     second = _run(_config(Path(folder, "halves")))
     again = _run(_config(Path(folder, "halves")))
-    return {"whole": whole, "first": first, "second": second, "again": again}
+    exported = sorted(path.name for path in exports.iterdir())
+    return {"whole": whole, "first": first, "second": second, "again": again, "exported": exported}
 
 
 def _second_half(folder: str) -> dict[str, Any]:
@@ -192,6 +197,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(results: list[dict[s
         assert first["losses"] | second["losses"] == whole["losses"]
         assert second["weights"] == whole["weights"]
         assert second["tokens"] == whole["tokens"]
+
+
+def test_a_start_clears_what_killed_exports_left(results: list[dict[str, Any]]) -> None:
+    assert [result["resume"]["exported"] for result in results] == [["step-2"]] * 2
 
 
 def test_a_finished_run_says_so_and_changes_nothing(results: list[dict[str, Any]]) -> None:

@@ -22,10 +22,10 @@ from toolkit.checkpoint.streaming import Pending, write_checkpoint
 from toolkit.collective import Ranks
 from toolkit.companions import Companions, tokenizer_companions, tokenizer_of
 from toolkit.errors import DataError
-from toolkit.shards import threads
+from toolkit.shards import block_threads
 from toolkit.sources import MODEL_PREFIX, CheckpointWeights, open_source
 from toolkit.unfinished import state_of
-from toolkit.weights.fill import BLOCK_BYTES
+from toolkit.weights.fill import BLOCK_BYTES, refuse_existing
 from toolkit.weights.hf_config import CONFIG, GENERATION_CONFIG
 from toolkit.weights.hf_names import reorders_rows, to_hf
 from toolkit.weights.hf_write import MAX_BYTES, SpecialTokens, plan_shards, shard_names, write_hf
@@ -104,8 +104,7 @@ def prepare(
         )
     if to == "dcp" and not _STEP.fullmatch(out.name):
         out = step_folder(out, 0)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} is there already: name another folder, or delete it")
+    refuse_existing(out)
     return Conversion(there, source, to, out, beside, max_bytes)
 
 
@@ -161,9 +160,14 @@ def compare(source: Source, written: Source) -> None:
     """Read both, block by block.
 
     Raises:
-        DataError: tensors that differ in any bit, that are missing, or that hold NaN or infinity, by name.
+        DataError: tensors that differ in any bit, that are missing, or that hold NaN or infinity, and fields
+            of the shape that differ, by name.
     """
+    meant, found = asdict(source.args), asdict(written.args)
     problems = {
+        "its shape, where another was written": [
+            f"{key} {found[key]} in place of {value}" for key, value in meant.items() if found[key] != value
+        ],
         "not written": [name for name in source.tensors if name not in written.tensors],
         "of another shape or dtype than was to be": [
             name
@@ -184,7 +188,7 @@ def compare(source: Source, written: Source) -> None:
             not_finite.add(name)
 
     wrong = {name for names in problems.values() for name in names}
-    with ThreadPoolExecutor(threads()) as pool:
+    with ThreadPoolExecutor(block_threads(BLOCK_BYTES)) as pool:
         running = [
             pool.submit(one, name, rows)
             for name, stored in source.tensors.items()

@@ -45,4 +45,6 @@ def export_hf(
 
     metadata, run, beside = ranks.decide(opened)
     source = Cast(CheckpointWeights(step_folder, metadata, run), dtype)
-    write_hf(source, out, tokens=beside.tokens, others=beside.files, ranks=ranks, max_bytes=max_bytes)
+    write_hf(
+        source, out, tokens=beside.tokens, others=beside.files, ranks=ranks, max_bytes=max_bytes, replace=True
+    )

@@ -10,6 +10,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from toolkit.hardware import cores
 
+BLOCKS_BYTES = 1 << 30
+"""Memory for the blocks that threads have in flight, whatever the number of cores."""
+_COPIES = 4  # of a block, at most: as it is read, cast, put in order, written
+
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's part of a tensor, DTensor or plain, and where it starts in every dimension."""
@@ -25,3 +29,8 @@ def threads() -> int:
     torchrun."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, cores() // processes)
+
+
+def block_threads(block_bytes: int) -> int:
+    """Threads that may each have a block of so many bytes in flight, within ``BLOCKS_BYTES`` together."""
+    return max(1, min(threads(), BLOCKS_BYTES // (_COPIES * block_bytes)))

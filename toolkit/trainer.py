@@ -190,7 +190,7 @@ class Trainer:
         """Go on from the run's own checkpoint, else start from the weights or checkpoint that are named."""
         options = self.config.checkpoint
         if not options.load_only:
-            self.checkpoints.remove_leftovers()
+            self.checkpoints.remove_leftovers(exports=self._exports)
         step = self.checkpoints.latest() if options.load_step == -1 else options.load_step
         if step is not None:
             self._resume(step)
@@ -289,9 +289,13 @@ class Trainer:
         else:
             self.log.say(f"wrote the model of step {self.step} as a Hugging Face folder: {out}")
 
+    @property
+    def _exports(self) -> Path:
+        return self.folder / "hf"
+
     def _exported(self) -> Path:
         """The Hugging Face folder of this step."""
-        return self.folder / "hf" / f"step-{self.step}"
+        return self._exports / f"step-{self.step}"
 
     def _export_missed(self) -> None:
         """Make up for an export that a kill has cost after the save."""

@@ -73,10 +73,24 @@ def finish(work: Path, final: Path) -> None:
     """Give the work folder its final name; what had it before goes."""
     forget_parts(work)
     sync_folder(work)
+    take_place(work, final)
+
+
+def take_place(work: Path, final: Path) -> None:
+    """Give a folder that is whole and on the disk its final name; what had it before goes.
+
+    That is put aside first, and :func:`toolkit.checkpoint.retention.clear` puts it back after a kill.
+    """
     replaced = None
     if final.exists():
-        replaced = final.rename(final.with_name(f"{final.name}.replaced-{uuid.uuid4().hex[:8]}"))
-    work.rename(final)
-    sync_folder(final.parent)
+        replaced = final.with_name(f"{final.name}.replaced-{uuid.uuid4().hex[:8]}")
+        _rename(final, replaced)
+    _rename(work, final)
     if replaced:
-        shutil.rmtree(replaced, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)  # the next start tries again
+
+
+def _rename(old: Path, new: Path) -> None:
+    """Rename within a folder, durably."""
+    old.rename(new)
+    sync_folder(new.parent)

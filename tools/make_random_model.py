@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("out", type=Path, help="folder to write, new or empty")
     parser.add_argument("--name", default="llama2", help="family, as model.name (default: llama2)")
     parser.add_argument("--flavor", required=True, help="size, as model.flavor")
     parser.add_argument(

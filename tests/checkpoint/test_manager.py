@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from tests.helpers import run_world
+from toolkit import unfinished
 from toolkit.checkpoint import manager as manager_module
 from toolkit.checkpoint import manifest as manifest_module
 from toolkit.checkpoint import storage
@@ -297,7 +298,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
 _DEATHS = {
     "while writing shards": (storage._HashingStream, "write"),
     "before the manifest": (manager_module, "commit_folder"),
-    "before the rename": (manager_module, "_rename"),
+    "before the rename": (unfinished, "_rename"),
 }
 
 
@@ -311,9 +312,9 @@ def _save_and_die(folder, point, step):
     CheckpointManager(folder).save(step, _tensors(9.0), {})
 
 
-def _replace_and_die(folder):
-    """Killed between taking the old checkpoint away and putting the new one there."""
-    rename, calls = manager_module._rename, []
+def _die_between_renames():
+    """Killed between taking the old folder away and putting the new one there."""
+    rename, calls = unfinished._rename, []
 
     def second_is_fatal(*args):
         calls.append(args)
@@ -321,8 +322,19 @@ def _replace_and_die(folder):
             os._exit(9)
         rename(*args)
 
-    manager_module._rename = second_is_fatal
+    unfinished._rename = second_is_fatal
+
+
+def _replace_and_die(folder):
+    _die_between_renames()
     CheckpointManager(folder).save(5, _tensors(9.0), {})
+
+
+def _export_and_die(out):
+    _die_between_renames()
+    work = unfinished.work_folder(out, "again")
+    work.mkdir()
+    unfinished.finish(work, out)
 
 
 @pytest.mark.parametrize("point", _DEATHS)
@@ -351,6 +363,20 @@ def test_a_killed_replacement_is_undone(saved):
     target = _empty()
     restarted.load(-1, target)
     _assert_equal(target, _tensors())
+
+
+def test_a_killed_export_leaves_the_one_before(saved, tmp_path):
+    said, exports = [], tmp_path / "hf"
+    (exports / "step-5").mkdir(parents=True)
+    (exports / "step-5" / "config.json").write_text("{}")
+    with pytest.raises(RuntimeError, match="died"):
+        run_world(_export_and_die, 1, exports / "step-5")
+    assert not (exports / "step-5").exists()
+    CheckpointManager(saved.folder, say=said.append).remove_leftovers(exports=exports)
+    assert [path.name for path in exports.iterdir()] == ["step-5"]
+    assert [path.name for path in (exports / "step-5").iterdir()] == ["config.json"]
+    assert any("export: restored step-5" in line for line in said)
+    assert any("export: removed step-5.tmp-" in line for line in said)
 
 
 # Files made to do harm: their hashes fit, because who alters a file can alter the manifest

@@ -134,6 +134,15 @@ META_DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda part: part.write_bytes(part.read_bytes()[:-2000]),
         "consolidated.00.pth is damaged, or cut short",
     ),
+    "empty": (lambda part: part.write_bytes(b""), "consolidated.00.pth is damaged, or cut short"),
+    "only begun": (
+        lambda part: part.write_bytes(b"\x80\x02"),
+        "consolidated.00.pth is damaged, or cut short",
+    ),
+    "a pickle that reads from nothing": (
+        lambda part: part.write_bytes(b"\x80\x02K\x01e."),
+        "consolidated.00.pth is damaged, or cut short",
+    ),
     "not of torch": (lambda part: part.write_bytes(b"x" * 5000), "consolidated.00.pth"),
     "code": (lambda part: torch.save({"a": Path("a")}, part), "holds more than tensors, and is not loaded"),
     "a list": (lambda part: torch.save([torch.ones(1)], part), "holds no dictionary of tensors"),

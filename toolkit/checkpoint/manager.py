@@ -32,11 +32,12 @@ from toolkit.checkpoint.manifest import (
     step_folder,
     unsound_steps,
 )
-from toolkit.checkpoint.retention import clear, delete, replaced_name, superseded, temporary_name
+from toolkit.checkpoint.retention import clear, delete, superseded, temporary_name
 from toolkit.checkpoint.storage import CommittingWriter, Files, RowByRow, tensors_of
 from toolkit.collective import Ranks
 from toolkit.durable import sync_file, sync_folder
 from toolkit.errors import CheckpointError
+from toolkit.unfinished import take_place
 
 
 class CheckpointManager:
@@ -169,14 +170,17 @@ class CheckpointManager:
         load_tensors(folder, manifest, tensors, exclude=exclude, verify=verify, ranks=self.ranks)
         return manifest
 
-    def remove_leftovers(self) -> None:
-        """Clear what killed saves and deletions left behind; called at the start of a run that will save."""
+    def remove_leftovers(self, exports: Path | None = None) -> None:
+        """Clear what killed saves and deletions left behind, also in the run's folder of ``exports``; called
+        at the start of a run that will save."""
         self.end_save(wait=True)
-        self.ranks.decide(self._remove_leftovers)
+        self.ranks.decide(lambda: self._remove_leftovers(exports))
 
-    def _remove_leftovers(self) -> None:
+    def _remove_leftovers(self, exports: Path | None) -> None:
         for said in clear(self.folder):
             self.say(f"checkpoint: {said}")
+        for said in clear(exports) if exports else ():
+            self.say(f"export: {said}")
 
     def _new_folder(self, final: Path) -> Path:
         temporary = temporary_name(final)
@@ -234,19 +238,7 @@ def commit_folder(temporary: Path, final: Path, manifest: dict[str, Any]) -> Non
         json.dump(manifest, file, indent=1)
         sync_file(file)
     sync_folder(temporary)
-    replaced = None
-    if final.exists():
-        replaced = replaced_name(final)
-        _rename(final, replaced)
-    _rename(temporary, final)
-    if replaced:
-        shutil.rmtree(replaced, ignore_errors=True)  # committed already; the next start tries again
-
-
-def _rename(old: Path, new: Path) -> None:
-    """Rename within a folder, durably."""
-    old.rename(new)
-    sync_folder(new.parent)
+    take_place(temporary, final)
 
 
 @contextmanager

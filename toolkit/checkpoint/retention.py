@@ -19,11 +19,6 @@ def temporary_name(final: Path) -> Path:
     return final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
 
 
-def replaced_name(final: Path) -> Path:
-    """A new name for a checkpoint while another takes its place."""
-    return final.with_name(f"{final.name}.replaced-{uuid.uuid4().hex[:8]}")
-
-
 def superseded(
     steps: Sequence[int], *, newest: int, keep_latest_k: int, keep_every_n: int | None = None
 ) -> list[int]:
@@ -49,7 +44,10 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def clear(folder: Path) -> Iterator[str]:
-    """Remove the leftovers, or put back a checkpoint whose successor was never committed; tell of each."""
+    """Remove the leftovers, or put back a checkpoint whose successor was never committed; tell of each.
+
+    Exports are named alike, and ``folder`` may be theirs.
+    """
     for path in leftovers(folder):
         replaced = _REPLACED.fullmatch(path.name)
         if replaced and not (folder / replaced[1]).exists():

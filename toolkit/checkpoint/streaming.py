@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +34,7 @@ from toolkit.checkpoint.manager import commit_folder, without_crc32
 from toolkit.checkpoint.manifest import build_manifest, step_folder
 from toolkit.checkpoint.storage import CommittingWriter, Files, Results
 from toolkit.errors import CheckpointError
-from toolkit.shards import threads
+from toolkit.shards import block_threads
 from toolkit.unfinished import Done, forget_parts, work_folder
 
 FILE_BYTES = 1 << 30
@@ -104,7 +105,6 @@ def write_checkpoint(
         )
         commit_folder(work, final, manifest)
 
-    new = not folder.exists()
     try:
         work.mkdir(parents=True, exist_ok=True)
         writer = CommittingWriter(work, commit)
@@ -116,7 +116,9 @@ def write_checkpoint(
             f"  What is written stays in {work}: the same again goes on from there."
         ) from error
     except Exception:
-        shutil.rmtree(folder if new else work, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
+        with suppress(OSError):  # others may have something there
+            folder.rmdir()
         raise
     return final
 
@@ -165,7 +167,7 @@ def _write_files(
             done.add(file, {"places": places, "entry": hashing.written[file]})
         return done.parts[file]
 
-    with without_crc32(), ThreadPoolExecutor(threads()) as pool:
+    with without_crc32(), ThreadPoolExecutor(block_threads(PIECE_BYTES)) as pool:
         running = [pool.submit(one, file) for file in files]
         try:
             written = [future.result() for future in running]

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from toolkit.blocks import row_blocks, rows_of
 from toolkit.collective import Ranks
+from toolkit.durable import sync_file, sync_folder
 from toolkit.errors import CheckpointError, DataError
-from toolkit.shards import threads
+from toolkit.shards import block_threads
 from toolkit.unfinished import Done, finish, state_of, work_folder, write_file
 from toolkit.weights.source import Source
 
@@ -60,17 +61,19 @@ def write_folder(
     ranks: Ranks,
     progress: Callable[[int], None] | None = None,
     check: Callable[[Source], None] | None = None,
+    replace: bool = False,
 ) -> None:
     """Make ``folder`` at ``out`` from ``source``; each of ``ranks`` writes its share of the files.
 
     ``progress`` is told bytes as they are done. ``check`` sees what was written before it has its name.
-    A folder that is there already is replaced.
+    With ``replace``, what is at ``out`` already goes when the new one is whole.
 
     Raises:
         CheckpointError: it cannot be written; what is written stays, and the same call goes on with it.
         DataError, CheckpointError: the source is damaged, or ``check`` has failed; nothing is left.
+        DataError: something is at ``out`` that is not to be replaced; it stays.
     """
-    work = ranks.decide(partial(_begin, source, out, folder))
+    work = ranks.decide(partial(_begin, source, out, folder, replace))
     broken, full = _share(source, work, folder, ranks, progress)
     failures = ranks.agree(broken)
     if failures:
@@ -82,10 +85,18 @@ def write_folder(
             f"{out} could not be written: {'; '.join(unwritten)}\n"
             f"  What is written stays in {work}: the same again goes on from there."
         )
-    ranks.decide(partial(_end, work, out, folder, check))
+    ranks.decide(partial(_end, work, out, folder, check, replace))
 
 
-def _begin(source: Source, out: Path, folder: Folder) -> Path:
+def refuse_existing(out: Path) -> None:
+    """Raise DataError if ``out`` is anything but an empty folder or a name that is free."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} is there already: name another folder, or delete it")
+
+
+def _begin(source: Source, out: Path, folder: Folder, replace: bool) -> Path:
+    if not replace:
+        refuse_existing(out)
     plan = [
         str(source.place.resolve()),
         state_of(source.place),
@@ -118,6 +129,9 @@ def _fill(source: Source, work: Path, file: File, folder: Folder, progress: Call
     done, path = Done(work, file.name), work / file.name
     if _MADE not in done.parts:
         file.make(path)
+        with path.open("rb+") as made:
+            sync_file(made)
+        sync_folder(work)
         done.add(_MADE)
     descriptor = os.open(path, os.O_WRONLY)
 
@@ -131,7 +145,7 @@ def _fill(source: Source, work: Path, file: File, folder: Folder, progress: Call
             done.add(part)
 
     try:
-        with ThreadPoolExecutor(threads()) as pool:
+        with ThreadPoolExecutor(block_threads(BLOCK_BYTES)) as pool:
             running = []
             for name, begin in file.begins(path).items():
                 stored = source.tensors[name]
@@ -165,7 +179,9 @@ def _write(descriptor: int, begin: int, block: Tensor) -> None:
         written += os.pwrite(descriptor, memory[written:], begin + written)
 
 
-def _end(work: Path, out: Path, folder: Folder, check: Callable[[Source], None] | None) -> None:
+def _end(
+    work: Path, out: Path, folder: Folder, check: Callable[[Source], None] | None, replace: bool
+) -> None:
     try:
         for name, content in folder.others.items():
             write_file(work / name, content)
@@ -175,6 +191,8 @@ def _end(work: Path, out: Path, folder: Folder, check: Callable[[Source], None] 
             except (DataError, CheckpointError):
                 shutil.rmtree(work, ignore_errors=True)
                 raise
+        if not replace:
+            refuse_existing(out)  # it may have come up meanwhile
         finish(work, out)
     except OSError as error:
         raise CheckpointError(f"{out} could not be written: {error.strerror}: {error.filename}") from error

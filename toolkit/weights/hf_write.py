@@ -50,6 +50,7 @@ def write_hf(
     max_bytes: int = MAX_BYTES,
     progress: Callable[[int], None] | None = None,
     check: Callable[[Source], None] | None = None,
+    replace: bool = False,
 ) -> None:
     """Write ``source`` as a Hugging Face folder ``out``, with ``others`` (the tokenizer) beside the weights.
 
@@ -65,7 +66,7 @@ def write_hf(
         arrange=partial(_arrange, source.args),
         head_rows=lambda name: head_dim if reorders_rows(name) else 1,
     )
-    write_folder(source, out, folder, ranks=ranks, progress=progress, check=check)
+    write_folder(source, out, folder, ranks=ranks, progress=progress, check=check, replace=replace)
 
 
 def plan_shards(tensors: Mapping[str, Stored], max_bytes: int) -> list[dict[str, Stored]]:

@@ -160,8 +160,9 @@ def _read_part(path: Path) -> dict[str, Place]:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except pickle.UnpicklingError as error:
         raise DataError(f"{path} holds more than tensors, and is not loaded: {error}") from None
-    except (RuntimeError, ValueError, EOFError, KeyError) as error:  # what torch raises depends on the damage
-        raise DataError(f"{path} is damaged, or cut short: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # what torch raises depends on the damage
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(f"{path} is damaged, or cut short: {reason}") from None
     if not isinstance(found, dict):
         raise DataError(f"{path} holds no dictionary of tensors")
     return {name: _place(path, name, tensor) for name, tensor in found.items() if name != _NO_WEIGHT}
