@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,29 @@ def test_an_answer_that_is_cut_short_is_kept_as_far_as_it_came(loaded: Loaded) -
     began = [next(answer) for _ in range(4)]
     answer.close()
     assert talked.turns[-1] == {"role": "assistant", "content": "".join(began).strip()}
+
+
+def test_after_an_error_no_question_is_left_without_an_answer(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talked = dialog(loaded)
+    list(talked.answer("Once"))
+    kept = list(talked.turns)
+    with monkeypatch.context() as patched:
+        patched.setattr(talked._generator, "stream", lambda *_, **__: iter([[5], [10**6]]))
+        with pytest.raises(DataError, match="token id 1000000"):
+            list(talked.answer("And then?"))
+    assert talked.turns == kept
+    assert list(talked.answer("And then?")) and len(talked.turns) == 4
+
+
+def test_an_answer_has_ids_of_the_tokenizer_alone(loaded: Loaded) -> None:
+    """Where the model has more."""
+    smaller = copy.copy(needed_tokenizer(loaded))
+    smaller.n_words = 300
+    generator = replace(loaded, tokenizer=smaller).generator()
+    [ids] = generator.generate([[1]], max_new_tokens=20)
+    assert max(ids) < 300 <= max(loaded.generator().generate([[1]], max_new_tokens=20)[0])
 
 
 def test_old_turns_are_forgotten_when_the_context_is_full(loaded: Loaded) -> None:

@@ -41,7 +41,7 @@ class Loaded:
     mesh: Mesh | None
 
     def generator(self, *, compiled: bool = False) -> Generator:
-        """Generates with this model, on all its ranks alike; ``compiled`` is worth its half minute on CUDA.
+        """Generates ids of the tokenizer, on all ranks alike; ``compiled`` is worth its half minute on CUDA.
 
         On a CPU in bf16 matrices are reordered for it, and the model's blocks hand them out no more.
 
@@ -54,7 +54,12 @@ class Loaded:
         if self.mesh is None and not compiled and can_pack(self.model):
             pack(self.model)
         group = dist.group.WORLD if self.mesh else None
-        return Generator(self.model, group=group, compiler=reduce_overhead if compiled else None)
+        return Generator(
+            self.model,
+            vocabulary=self.tokenizer.n_words if self.tokenizer else None,
+            group=group,
+            compiler=reduce_overhead if compiled else None,
+        )
 
 
 def load_model(
