@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.companions import tokenizer_of
+from toolkit.config.values import dotted
 from toolkit.data.tokenizer import Tokenizer, load_tokenizer
 from toolkit.distributed import process_group
 from toolkit.errors import ConfigError, DataError, Problem
@@ -26,19 +27,21 @@ from toolkit.models.llama.presets import LlamaArgs
 from toolkit.models.llama.sharding import fsdp_units, tensor_plan
 from toolkit.parallel.mesh import Mesh, build_mesh
 from toolkit.precision import native_dtype
-from toolkit.sources import open_source
+from toolkit.sources import CheckpointWeights, open_source
 from toolkit.weights.load import load_weights, open_alike
 from toolkit.weights.source import Source
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """``mesh`` is None for a model in one process, ``tokenizer`` where none was found."""
+    """``mesh`` is None for a model in one process, ``tokenizer`` where none was found. ``seq_len`` are the
+    tokens of a row of the training, where a checkpoint tells."""
 
     model: Llama
     args: LlamaArgs
     tokenizer: Tokenizer | None
     mesh: Mesh | None
+    seq_len: int | None = None
 
     def generator(self, *, compiled: bool = False) -> Generator:
         """Generates ids of the tokenizer, on all ranks alike; ``compiled`` is worth its half minute on CUDA.
@@ -92,7 +95,9 @@ def load_model(
         _shard(model, mesh, dtype)
     model.to_empty(device=device).requires_grad_(False)
     load_weights(source, dict(model.named_parameters()))
-    return Loaded(model.eval(), source.args, _tokenizer(source, tokenizer_path), mesh)
+    run = source.run if isinstance(source, CheckpointWeights) else {}
+    seq_len = dotted(run.get("config", "")).get("training.seq_len")
+    return Loaded(model.eval(), source.args, _tokenizer(source, tokenizer_path), mesh, seq_len)
 
 
 def _mesh(device: torch.device, args: LlamaArgs, tp: int) -> Mesh | None:
