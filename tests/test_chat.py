@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +131,31 @@ def test_the_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "llama2, llama3 or the file" in capsys.readouterr().err
     assert main([str(MODEL), "--top-p", "0"]) == EXIT_CONFIG
     assert main(["nowhere"]) == EXIT_DATA
+
+
+@pytest.mark.parametrize("tp", [0, -1, 2])
+def test_a_tp_that_the_ranks_do_not_divide_by(tp: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(MODEL), "--tp", str(tp)]) == EXIT_CONFIG
+    assert "at least 1, and the 1 ranks" in capsys.readouterr().err
+
+
+def _errors_of_a_tokenizer(folder: str) -> list[str]:
+    """What this rank says where rank 1 has none, and where it has another."""
+    said = []
+    for other in ("nowhere", "another"):
+        path = Path(folder, other) if dist.get_rank() == 1 else MODEL
+        try:
+            load_model(MODEL, device=torch.device("cpu"), dtype=torch.float32, tokenizer_path=path)
+        except DataError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_tokenizer_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    shutil.copytree(Path(__file__).parent / "assets" / "tokenizer", tmp_path / "another")
+    first, second = run_world(_errors_of_a_tokenizer, 2, str(tmp_path))
+    assert first == second
+    assert len(first) == 2 and "nowhere" in first[0] and "rank 1 has not" in first[1]
 
 
 def _talked_on_ranks() -> list[Message]:
