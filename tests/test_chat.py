@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,29 @@ def test_an_answer_that_is_cut_short_is_kept_as_far_as_it_came(loaded: Loaded) -
     assert talked.turns[-1] == {"role": "assistant", "content": "".join(began).strip()}
 
 
+def test_after_an_error_no_question_is_left_without_an_answer(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talked = dialog(loaded)
+    list(talked.answer("Once"))
+    kept = list(talked.turns)
+    with monkeypatch.context() as patched:
+        patched.setattr(talked._generator, "stream", lambda *_, **__: iter([[5], [10**6]]))
+        with pytest.raises(DataError, match="token id 1000000"):
+            list(talked.answer("And then?"))
+    assert talked.turns == kept
+    assert list(talked.answer("And then?")) and len(talked.turns) == 4
+
+
+def test_an_answer_has_ids_of_the_tokenizer_alone(loaded: Loaded) -> None:
+    """Where the model has more."""
+    smaller = copy.copy(needed_tokenizer(loaded))
+    smaller.n_words = 300
+    generator = replace(loaded, tokenizer=smaller).generator()
+    [ids] = generator.generate([[1]], max_new_tokens=20)
+    assert max(ids) < 300 <= max(loaded.generator().generate([[1]], max_new_tokens=20)[0])
+
+
 def test_old_turns_are_forgotten_when_the_context_is_full(loaded: Loaded) -> None:
     talked = dialog(loaded, system="Be nice.", max_new_tokens=8)
     questions = [f"Question {number}: " + "was there a dog? " * 10 for number in range(4)]
@@ -105,6 +131,31 @@ def test_the_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "llama2, llama3 or the file" in capsys.readouterr().err
     assert main([str(MODEL), "--top-p", "0"]) == EXIT_CONFIG
     assert main(["nowhere"]) == EXIT_DATA
+
+
+@pytest.mark.parametrize("tp", [0, -1, 2])
+def test_a_tp_that_the_ranks_do_not_divide_by(tp: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(MODEL), "--tp", str(tp)]) == EXIT_CONFIG
+    assert "at least 1, and the 1 ranks" in capsys.readouterr().err
+
+
+def _errors_of_a_tokenizer(folder: str) -> list[str]:
+    """What this rank says where rank 1 has none, and where it has another."""
+    said = []
+    for other in ("nowhere", "another"):
+        path = Path(folder, other) if dist.get_rank() == 1 else MODEL
+        try:
+            load_model(MODEL, device=torch.device("cpu"), dtype=torch.float32, tokenizer_path=path)
+        except DataError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_tokenizer_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    shutil.copytree(Path(__file__).parent / "assets" / "tokenizer", tmp_path / "another")
+    first, second = run_world(_errors_of_a_tokenizer, 2, str(tmp_path))
+    assert first == second
+    assert len(first) == 2 and "nowhere" in first[0] and "rank 1 has not" in first[1]
 
 
 def _talked_on_ranks() -> list[Message]:

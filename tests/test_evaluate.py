@@ -12,6 +12,7 @@ import torch
 
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer
+from toolkit.checkpoint.manifest import MANIFEST, build_manifest, read_manifest
 from toolkit.config import load_config
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED
 from toolkit.evaluation import Evaluator
@@ -57,6 +58,28 @@ def test_the_validation_loss_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "did you mean" in capsys.readouterr().err
     assert main([*arguments, "--validation.seq_len", "1000000"]) == EXIT_CONFIG
     assert "validation.seq_len" in capsys.readouterr().err
+
+
+def test_windows_are_of_the_length_of_the_training(tmp_path: Path) -> None:
+    """Or of 4096 tokens where the context is longer, unless asked otherwise."""
+    run, text, output = tmp_path / "run", tmp_path / "story.txt", tmp_path / "results.json"
+    text.write_text("Once upon a time. " * 40)
+    run_world(_trained_and_evaluated, 1, str(run))
+    asked = [str(run), "--text", str(text), "--dtype", "float32", "--output", str(output)]
+    found = []
+    for words in ([], ["--seq-len", "32"]):
+        assert main([*asked, *words]) == EXIT_FINISHED
+        found.append(json.loads(output.read_bytes())["text"]["seq_len"])
+    assert found == [small_config(str(run)).training.seq_len, 32]
+    step = run / "checkpoint" / "step-2"
+    manifest = read_manifest(step)
+    manifest["run"]["model"]["max_seq_len"], manifest["run"]["config"] = 131072, ""
+    counted = {"tensor_count": manifest["tensors"]["count"], "tensor_bytes": manifest["tensors"]["bytes"]}
+    anew = build_manifest(step=2, files=manifest["files"], run=manifest["run"], **counted)
+    (step / MANIFEST).write_text(json.dumps(anew))
+    tokenizer = str(Path(__file__).parent / "assets" / "tokenizer")
+    assert main([*asked, "--tokenizer", tokenizer]) == EXIT_FINISHED
+    assert json.loads(output.read_bytes())["text"]["seq_len"] == 4096
 
 
 @needs_assets

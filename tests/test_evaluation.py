@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.helpers import run_world
 from tests.models.small_llama import build, small
+from toolkit import evaluation
 from toolkit.errors import DataError
 from toolkit.evaluation import Evaluator, Row, documents, rolling_windows, text_loss
 from toolkit.inference import load_model, needed_tokenizer
@@ -80,6 +83,48 @@ def test_scores_are_those_of_the_logits() -> None:
         total, tokens = total - expected, tokens + len(row.continuation)
     loss = Evaluator(model, batch_size=3).loss_of_rows(rows)
     assert (loss.tokens, loss.total) == (tokens, pytest.approx(total, rel=1e-5))
+
+
+def test_few_tokens_have_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the scores are the same, and the head is left as it was."""
+    model = build(small("llama3.2"))
+    assert model.output is not None
+    rows = rows_of(model.args.vocab_size, 11)
+    expected = Evaluator(model).scores(rows)
+    assert "forward" not in vars(model.output)
+    tokens, inner = [], model.output.forward
+
+    def forward(h: Tensor, *others: Any) -> Tensor:
+        tokens.append(h.shape[:-1].numel())
+        return inner(h, *others)
+
+    monkeypatch.setattr(model.output, "forward", forward)
+    monkeypatch.setattr(evaluation, "_SCORED_AT_ONCE", 5)
+    for found, score in zip(Evaluator(model).scores(rows), expected, strict=True):
+        assert found.greedy == score.greedy
+        assert found.log_likelihood == pytest.approx(score.log_likelihood, rel=1e-5)
+    assert max(tokens) == 5 and sum(tokens) == sum(len(row.continuation) for row in rows)
+    assert model.output.forward is forward
+
+
+def test_rows_are_read_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(small("llama3.2"))
+    rows, evaluator = rows_of(model.args.vocab_size, 30), Evaluator(model, batch_size=2)
+    read: list[Row] = []
+    forwards: list[int] = []
+    model.register_forward_pre_hook(lambda *_: forwards.append(len(read)))
+
+    def one_by_one() -> Iterator[Row]:
+        for row in rows:
+            read.append(row)
+            yield row
+
+    monkeypatch.setattr(evaluation, "_BATCHES_READ", 3)
+    found = evaluator.loss_of_rows(one_by_one())
+    assert forwards[0] == 6 and len(forwards) == 15
+    monkeypatch.undo()
+    whole = evaluator.loss_of_rows(rows)
+    assert (found.tokens, found.total) == (whole.tokens, pytest.approx(whole.total, rel=1e-6))
 
 
 @needs_assets

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.helpers import run_world
 from tests.models.small_llama import small
+from toolkit.checkpoint import manifest
 from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.collective import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.sources import CheckpointWeights, open_source
+from toolkit.weights.load import open_alike
 
 RUN = {"model": asdict(small())}
 
@@ -73,6 +77,27 @@ def test_a_checkpoint_that_was_altered_is_refused_before_anything_is_read(tmp_pa
     path.write_bytes(content[:-1])
     with pytest.raises(CheckpointError, match="__0_0.distcp has .* bytes instead of"):
         open_source(tmp_path / "step-1", verify=False)
+
+
+def _hashed(folder: str, altered: str) -> tuple[list[str], str]:
+    """The files that this rank hashes, and the error of all."""
+    with mock.patch.object(manifest, "_sha256", side_effect=manifest._sha256) as hashed:
+        open_alike(lambda: open_source(folder, ranks=Ranks()))
+    with pytest.raises(DataError) as error:
+        open_alike(lambda: open_source(altered, ranks=Ranks()))
+    return [call.args[0].name for call in hashed.call_args_list], str(error.value)
+
+
+def test_of_several_ranks_each_hashes_its_share(folders: list[Path], tmp_path: Path) -> None:
+    shutil.copytree(folders[0], tmp_path / "run")
+    [step] = (tmp_path / "run").glob("step-*")
+    path = step / "__3_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    (first, said), (second, too) = run_world(_hashed, 2, str(folders[0]), str(step))
+    assert set(first) & set(second) == {".metadata"} and len(first) == len(second) == 3
+    assert "__3_0.distcp was altered" in said and said == too
 
 
 def test_a_folder_of_checkpoints_stands_for_its_newest(tmp_path: Path) -> None:

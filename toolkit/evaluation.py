@@ -17,12 +17,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from toolkit.data.loader import Batch
 from toolkit.data.sources import open_source
@@ -32,7 +33,8 @@ from toolkit.loss import IGNORED_LABEL
 from toolkit.models.llama.model import Llama
 from toolkit.parallel.mesh import Mesh
 
-_SCORED_AT_ONCE = 1024  # tokens whose logits are looked at in fp32
+_SCORED_AT_ONCE = 1024  # tokens that have logits at a time
+_BATCHES_READ = 64  # of each rank: their rows are sorted by length
 
 
 class Row(NamedTuple):
@@ -101,9 +103,13 @@ class Evaluator:
         self._sum_over_ranks(sums)
         return Loss(sums[0].item(), int(sums[1].item()))
 
-    def loss_of_rows(self, rows: Sequence[Row]) -> Loss:
-        """Of the continuations of all rows together."""
-        return self.loss(self._batch(rows, indices) for indices in self._shares(rows))
+    def loss_of_rows(self, rows: Iterable[Row]) -> Loss:
+        """Of the continuations of all rows together, which are read as they are needed."""
+        return self.loss(self._batches(iter(rows)))
+
+    def _batches(self, rows: Iterator[Row]) -> Iterator[Batch]:
+        while some := list(islice(rows, _BATCHES_READ * self.batch_size * self.dp_size)):
+            yield from (self._batch(some, indices) for indices in self._shares(some))
 
     @torch.no_grad()
     def scores(self, rows: Sequence[Row]) -> list[Score]:
@@ -118,9 +124,8 @@ class Evaluator:
             row_N, column_N = (labels_BS != IGNORED_LABEL).nonzero(as_tuple=True)
             labels_N = labels_BS[row_N, column_N].to(self.device)
             place_N = (row_N * tokens_BS.shape[1] + column_N).to(self.device)
-            with _only(self.model, place_N):
-                logits_NV = self.model(tokens_BS.to(self.device))[0]
-            found_N2 = _scored(logits_NV, labels_N)
+            with _scoring(self.model, place_N, labels_N):
+                found_N2 = self.model(tokens_BS.to(self.device))
             if indices:
                 of_rows_N = torch.tensor(indices)[row_N].to(self.device)
                 sums_R2.index_add_(0, of_rows_N, found_N2 * self.counts)
@@ -158,28 +163,31 @@ class Evaluator:
 
 def _scored(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     """(N, 2) fp64: the log-probability of each label, and 1 where another token is likelier."""
-    parts = []
-    pieces = zip(logits_NV.split(_SCORED_AT_ONCE), labels_N.split(_SCORED_AT_ONCE), strict=True)
-    for logits, labels in pieces:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(logits, labels, reduction="none")
-        parts.append(torch.stack((-loss.double(), (logits.argmax(-1) != labels).double()), dim=1))
-    return torch.cat(parts)
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    loss_N = F.cross_entropy(logits_NV, labels_N, reduction="none")
+    return torch.stack((-loss_N.double(), (logits_NV.argmax(-1) != labels_N).double()), dim=1)
 
 
 @contextmanager
-def _only(model: Llama, place_N: Tensor) -> Iterator[None]:
-    """Logits of these places of all B·S alone, (1, N, V)."""
+def _scoring(model: Llama, place_N: Tensor, labels_N: Tensor) -> Iterator[None]:
+    """The head gives no logits, but the (N, 2) of :func:`_scored` for the labels at these places of all B·S:
+    in pieces, within one call of it, for which FSDP gathers it once."""
+    head = model.output
+    assert head is not None
+    logits, replaced = head.forward, vars(head).get("forward")  # tensor parallelism has one of its own
 
-    def pick(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return inputs[0].flatten(0, 1)[place_N][None], *inputs[1:]
+    def forward(h_BSD: Tensor, labels: None = None, tied_VD: Tensor | None = None) -> Tensor:
+        h_1ND = h_BSD.flatten(0, 1)[place_N][None]
+        pieces = zip(h_1ND.split(_SCORED_AT_ONCE, dim=1), labels_N.split(_SCORED_AT_ONCE), strict=True)
+        return torch.cat([_scored(logits(h, labels, tied_VD)[0], found) for h, found in pieces])
 
-    assert model.output is not None
-    hook = model.output.register_forward_pre_hook(pick)
+    vars(head)["forward"] = forward
     try:
         yield
     finally:
-        hook.remove()
+        del vars(head)["forward"]
+        if replaced is not None:
+            vars(head)["forward"] = replaced
 
 
 def rolling_windows(
@@ -236,12 +244,15 @@ def text_loss(
     Raises:
         DataError: there is no text.
     """
-    rows: list[Row] = []
     before, n_bytes = first_token(tokenizer), 0
-    for text in texts:
-        n_bytes += len(text.encode())
-        rows += rolling_windows(tokenizer.encode(text), before=before, length=length, stride=stride)
-    if not rows:
+
+    def rows() -> Iterator[Row]:
+        nonlocal n_bytes
+        for text in texts:
+            n_bytes += len(text.encode())
+            yield from rolling_windows(tokenizer.encode(text), before=before, length=length, stride=stride)
+
+    found = evaluator.loss_of_rows(rows())
+    if not found.tokens:
         raise DataError("there is no text to evaluate")
-    found = evaluator.loss_of_rows(rows)
     return Loss(found.total, found.tokens, n_bytes)

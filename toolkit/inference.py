@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from toolkit.collective import Ranks
 from toolkit.companions import tokenizer_of
+from toolkit.config.values import dotted
 from toolkit.data.tokenizer import Tokenizer, load_tokenizer
 from toolkit.distributed import process_group
 from toolkit.errors import ConfigError, DataError, Problem
@@ -26,22 +28,24 @@ from toolkit.models.llama.presets import LlamaArgs
 from toolkit.models.llama.sharding import fsdp_units, tensor_plan
 from toolkit.parallel.mesh import Mesh, build_mesh
 from toolkit.precision import native_dtype
-from toolkit.sources import open_source
+from toolkit.sources import CheckpointWeights, open_source
 from toolkit.weights.load import load_weights, open_alike
 from toolkit.weights.source import Source
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """``mesh`` is None for a model in one process, ``tokenizer`` where none was found."""
+    """``mesh`` is None for a model in one process, ``tokenizer`` where none was found. ``seq_len`` are the
+    tokens of a row of the training, where a checkpoint tells."""
 
     model: Llama
     args: LlamaArgs
     tokenizer: Tokenizer | None
     mesh: Mesh | None
+    seq_len: int | None = None
 
     def generator(self, *, compiled: bool = False) -> Generator:
-        """Generates with this model, on all its ranks alike; ``compiled`` is worth its half minute on CUDA.
+        """Generates ids of the tokenizer, on all ranks alike; ``compiled`` is worth its half minute on CUDA.
 
         On a CPU in bf16 matrices are reordered for it, and the model's blocks hand them out no more.
 
@@ -54,7 +58,12 @@ class Loaded:
         if self.mesh is None and not compiled and can_pack(self.model):
             pack(self.model)
         group = dist.group.WORLD if self.mesh else None
-        return Generator(self.model, group=group, compiler=reduce_overhead if compiled else None)
+        return Generator(
+            self.model,
+            vocabulary=self.tokenizer.n_words if self.tokenizer else None,
+            group=group,
+            compiler=reduce_overhead if compiled else None,
+        )
 
 
 def load_model(
@@ -70,14 +79,14 @@ def load_model(
     ``dtype`` and without gradients.
 
     Sharded over all ranks where there is a process group. With ``verify`` a checkpoint is compared with its
-    hashes. The tokenizer is that at ``tokenizer_path``, else the one beside the weights, else the one that
-    the checkpoint was trained with.
+    hashes, of which each rank takes its share. The tokenizer is that at ``tokenizer_path``, else the one
+    beside the weights, else the one that the checkpoint was trained with.
 
     Raises:
         ConfigError: ``tp`` does not divide the ranks, or a dimension of the model.
-        DataError, CheckpointError: weights or tokenizer cannot be used.
+        DataError: weights or tokenizer cannot be used; on every rank alike.
     """
-    source = open_alike(lambda: open_source(path, verify=verify))
+    source = open_alike(lambda: open_source(path, verify=verify, ranks=Ranks()))
     assert source is not None
     mesh = _mesh(device, source.args, tp)
     with torch.device("meta"):
@@ -87,13 +96,15 @@ def load_model(
         _shard(model, mesh, dtype)
     model.to_empty(device=device).requires_grad_(False)
     load_weights(source, dict(model.named_parameters()))
-    return Loaded(model.eval(), source.args, _tokenizer(source, tokenizer_path), mesh)
+    run = source.run if isinstance(source, CheckpointWeights) else {}
+    seq_len = dotted(run.get("config", "")).get("training.seq_len")
+    return Loaded(model.eval(), source.args, _tokenizer(source, tokenizer_path), mesh, seq_len)
 
 
 def _mesh(device: torch.device, args: LlamaArgs, tp: int) -> Mesh | None:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks % tp:
-        rule = f"the {ranks} ranks of this start must divide by it"
+    if tp < 1 or ranks % tp:
+        rule = f"it must be at least 1, and the {ranks} ranks of this start must divide by it"
         raise ConfigError(Problem(rule, "start a multiple of tp ranks, with torchrun", "tp", tp))
     split = {"n_heads": args.n_heads, "n_kv_heads": args.n_kv_heads, "ffn_dim": args.ffn_dim}
     for name, size in {**split, "vocab_size": args.vocab_size}.items():
@@ -116,8 +127,24 @@ def _shard(model: Llama, mesh: Mesh, dtype: torch.dtype) -> None:
 
 
 def _tokenizer(source: Source, given: Path | str | None) -> Tokenizer | None:
-    place = given or tokenizer_of(source)
-    return load_tokenizer(place) if place else None
+    """The same on every rank.
+
+    Raises:
+        DataError: it failed on some rank, or the ranks do not find the same; alike on every rank.
+    """
+    ranks, tokenizer, problems = Ranks(), None, []
+    try:
+        place = given or tokenizer_of(source)
+        tokenizer = load_tokenizer(place) if place else None
+    except DataError as error:
+        problems = [str(error)]
+    if not (failures := ranks.agree(problems)):
+        found = tokenizer.fingerprint if tokenizer else None
+        same = found == ranks.decide(lambda: found)
+        failures = ranks.agree([] if same else [f"rank {ranks.rank} has not the tokenizer of rank 0"])
+    if failures:
+        raise DataError("\n".join(failures))
+    return tokenizer
 
 
 def needed_tokenizer(loaded: Loaded) -> Tokenizer:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from toolkit.checkpoint.manifest import MANIFEST, committed_steps, step_folder
 from toolkit.checkpoint.reading import open_checkpoint, pieces
 from toolkit.checkpoint.storage import tensors_of
+from toolkit.collective import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.llama.presets import LlamaArgs, RopeScaling
 from toolkit.regions import new_output, read_region, whole
@@ -89,8 +90,9 @@ def _args(folder: Path, shape: Any) -> LlamaArgs:
         ) from None
 
 
-def open_source(path: Path | str, *, verify: bool = True) -> Source:
-    """The weights at ``path``, of which only headers are read; with ``verify`` a checkpoint is hashed too.
+def open_source(path: Path | str, *, verify: bool = True, ranks: Ranks | None = None) -> Source:
+    """The weights at ``path``, of which only headers are read; with ``verify`` a checkpoint is hashed too,
+    by each of ``ranks`` its share: see :func:`~toolkit.checkpoint.reading.open_checkpoint`.
 
     Raises:
         DataError, CheckpointError: there are none, or their headers, config or manifest are unusable.
@@ -98,7 +100,7 @@ def open_source(path: Path | str, *, verify: bool = True) -> Source:
     folder = Path(path).expanduser()
     step = find_checkpoint(folder)
     if step is not None:
-        manifest, metadata = open_checkpoint(step, verify=verify)
+        manifest, metadata = open_checkpoint(step, verify=verify, ranks=ranks)
         return CheckpointWeights(step, metadata, manifest["run"])
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"

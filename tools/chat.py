@@ -67,15 +67,17 @@ class Dialog:
         """The answer as it comes; closing the generator ends it.
 
         Raises:
-            DataError: the question alone is too long, and is not kept.
+            DataError: the question alone is too long. After an error it is not kept.
         """
         before = list(self.turns), self.forgotten
         self.turns.append({"role": "user", "content": question})
         try:
-            prompt = self._fitting_prompt()
-        except DataError:
+            yield from self._pieces(self._fitting_prompt())
+        except Exception:
             self.turns, self.forgotten = before
             raise
+
+    def _pieces(self, prompt: list[int]) -> abc.Generator[str, None, None]:
         ids: list[int] = []
         stream = TextStream(lambda tokens: self._tokenizer.decode(tokens, skip_special=True), prompt)
         begun = False

@@ -38,6 +38,12 @@ from toolkit.evaluation import Evaluator, Loss, documents, text_loss
 from toolkit.inference import Loaded, add_model_arguments, load_as_asked, needed_tokenizer
 from toolkit.loaders import validation_loader
 
+_WINDOW = 4096
+"""The most tokens of a window unless more are asked for: a context may be of 131,072."""
+_SEQ_LEN = (
+    f"for text the smallest of {_WINDOW}, the model's context and, for a checkpoint, the training.seq_len "
+    "of its run; for tasks the context"
+)
 _RULES = ("corpus_readable", "dataset_choices_act", "text_column_acts", "template_has_no_escapes")
 
 
@@ -54,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--text", metavar="PATH", help=".txt, .jsonl, … files, a folder or a glob, as training.dataset_path")
     add("--text-column", default="text", metavar="NAME", help="column of the text (default: text)")
-    add("--seq-len", type=_count, metavar="N", help="tokens of a window (default: the model's context)")
+    add("--seq-len", type=_count, metavar="N", help=f"tokens of a window (default: {_SEQ_LEN})")
     add("--stride", type=_count, metavar="N", help="tokens that a window predicts (default: all)")
     add("--config", metavar="FILE", help="the config whose validation set is evaluated; its flags may follow")
     add("--tasks", metavar="NAMES", help="tasks of lm-eval, with commas between")
@@ -172,7 +178,8 @@ def _evaluate(parser: argparse.ArgumentParser, asked: argparse.Namespace, words:
     config = _check(parser, asked, words)
     loaded = load_as_asked(asked)
     evaluator = Evaluator(loaded.model, batch_size=asked.batch_size, mesh=loaded.mesh)
-    length, longest = asked.seq_len or loaded.args.max_seq_len, loaded.args.max_seq_len
+    longest = loaded.args.max_seq_len
+    length = asked.seq_len or min(longest, loaded.seq_len or longest, _WINDOW)
     if length > longest or (asked.stride or 1) > length:
         name, value = ("--seq-len", length) if length > longest else ("--stride", asked.stride)
         most = min(length, longest)
@@ -185,7 +192,7 @@ def _evaluate(parser: argparse.ArgumentParser, asked: argparse.Namespace, words:
         found = of_validation_set(loaded, evaluator, config)
         results["validation"] = _told(f"validation set of {asked.config}", found)
     if asked.tasks:
-        results["tasks"] = of_tasks(loaded, evaluator, asked, length)
+        results["tasks"] = of_tasks(loaded, evaluator, asked, asked.seq_len or longest)
     if asked.output and _is_chief():
         try:
             asked.output.write_text(json.dumps(results, indent=2, default=str) + "\n")

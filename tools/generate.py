@@ -74,7 +74,7 @@ def _sampling(arguments: argparse.Namespace) -> Sampling:
     Raises:
         ConfigError: values out of range, these and those of other flags.
     """
-    for name in ("max_new_tokens", "batch_size", "tp"):
+    for name in ("max_new_tokens", "batch_size"):
         if (value := getattr(arguments, name)) < 1:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(Problem("it must be at least 1", f"give {flag} such a number", flag, value))

@@ -107,6 +107,18 @@ def test_compiled(generator: Generator, texts: list[list[int]], monkeypatch: pyt
     assert one == generator.generate([[5]], max_new_tokens=100, sampling=DRAWN) and len(graphs) == 2
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), replace(DRAWN, repetition_penalty=1.2)])
+def test_ids_beyond_the_vocabulary_are_neither_made_nor_taken(
+    generator: Generator, sampling: Sampling
+) -> None:
+    few = Generator(generator.model, vocabulary=20)
+    found, all_ids = (it.generate(PROMPTS, max_new_tokens=40, sampling=sampling) for it in (few, generator))
+    assert max(map(max, found)) < 20 <= max(map(max, all_ids))
+    assert [len(text) for text in found] == [40] * 3
+    with pytest.raises(DataError, match="token id 20"):
+        few.generate([[20]], max_new_tokens=1)
+
+
 def test_the_context_is_an_end() -> None:
     short = Generator(build(replace(ARGS, max_seq_len=24), torch.float32))
     assert [len(text) for text in short.generate([PROMPTS[1]], max_new_tokens=40)] == [4]

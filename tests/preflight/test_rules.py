@@ -224,6 +224,16 @@ CHECKPOINT = [
         prepare=lambda folder: save(folder, 5, model={"dim": 512, "n_layers": 6}),
     ),
     bad(
+        "checkpoint_fits_model",
+        "model.norm_eps=1e-4 checkpoint.enable",
+        "rope_theta 10000.0 (this model: 500000.0), rope_scaling {'factor': 4.0} (this model: ",
+        "giving model.rope_theta, model.rope_scaling_factor changes it on purpose",
+        key="checkpoint.load_step",
+        prepare=lambda folder: save(
+            folder, 5, model={"rope_theta": 1e4, "rope_scaling": {"factor": 4.0}, "norm_eps": 1e-5}
+        ),
+    ),
+    bad(
         "checkpoint_has_optimizer",
         "checkpoint.enable",
         "holds only the model",
@@ -302,6 +312,13 @@ def test_a_run_that_resumes_breaks_no_rule(folder: Path) -> None:
     save(folder, 5, model={"dim": 256})
     config = configure(["--checkpoint.enable"])
     assert check(config, world_size=2, hardware=CPU) == []
+
+
+def test_what_changes_no_shape_is_changed_on_purpose(folder: Path) -> None:
+    save(folder, 5, model={"norm_eps": 1e-6, "rope_theta": 1e4})
+    flags = ["--checkpoint.enable", "--model.norm_eps=1e-4"]
+    assert len(check(configure(flags), world_size=1, hardware=CPU)) == 1
+    assert check(configure([*flags, "--model.rope_theta=2e4"]), world_size=1, hardware=CPU) == []
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def load_tensors(
     _agree(ranks, folder, _misfits(metadata, wanted, exclude, ranks), "set model.* as in that run")
     failure = None
     with ThreadPoolExecutor(1, "verify") as thread:
-        verified = thread.submit(check_files, folder, _share(files, ranks), verify=verify)
+        verified = thread.submit(check_files, folder, share(files, ranks), verify=verify)
         try:
             with ranks.quiet():
                 dcp.load(
@@ -91,7 +91,7 @@ def excluded(name: str, exclude: Sequence[str]) -> bool:
     return any(name == prefix or name.startswith(prefix + ".") for prefix in exclude)
 
 
-def _share(files: Mapping[str, dict[str, Any]], ranks: Ranks) -> dict[str, dict[str, Any]]:
+def share(files: Mapping[str, dict[str, Any]], ranks: Ranks) -> dict[str, dict[str, Any]]:
     """This rank's part of the shards, so that each is hashed once: those that the same rank wrote, which it
     most likely reads as well."""
     writers = {name: int(name.split("_")[2]) for name in files if name != METADATA}

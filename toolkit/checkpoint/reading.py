@@ -10,8 +10,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from toolkit.checkpoint.loading import share
 from toolkit.checkpoint.manifest import ADVICE, check_files, read_manifest
-from toolkit.checkpoint.storage import read_metadata, tensor_place, tensors_of
+from toolkit.checkpoint.storage import METADATA, read_metadata, tensor_place, tensors_of
+from toolkit.collective import Ranks
 from toolkit.errors import CheckpointError
 from toolkit.hardware import cores
 from toolkit.regions import Place
@@ -26,19 +28,26 @@ class Piece:
     offsets: tuple[int, ...]
 
 
-def open_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Any], Metadata]:
+def open_checkpoint(
+    folder: Path, *, verify: bool = True, ranks: Ranks | None = None
+) -> tuple[dict[str, Any], Metadata]:
     """The manifest of the step-N ``folder`` and its index of tensors, after a look at the files.
 
-    ``verify`` compares every file with its SHA-256, as loading into a model does.
+    ``verify`` compares every file with its SHA-256, as loading into a model does. Of ``ranks`` each does so
+    with its share and the index, and must hear of the others' errors before it goes on.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged, altered or unsafe.
     """
     manifest = read_manifest(folder)
     files: Mapping[str, dict[str, Any]] = manifest["files"]
+    hashed = set(files if ranks is None else [METADATA, *share(files, ranks)]) if verify else set()
     with ThreadPoolExecutor(cores()) as threads:
-        one_by_one = [{name: entry} for name, entry in files.items()]
-        found = list(threads.map(lambda file: check_files(folder, file, verify=verify), one_by_one))
+        one_by_one = [
+            threads.submit(check_files, folder, {name: entry}, verify=name in hashed)
+            for name, entry in files.items()
+        ]
+        found = [checked.result() for checked in one_by_one]
     if problems := [problem for of_file in found for problem in of_file]:
         raise CheckpointError(f"{folder} cannot be read: {first_few(problems, 4)}\n  fix:  {ADVICE}")
     return manifest, read_metadata(folder, files)

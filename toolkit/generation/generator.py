@@ -36,14 +36,23 @@ Stop = Callable[[int, list[int]], bool]
 class Generator:
     """Generates with ``model``, which stays as it is; ``group`` are the ranks of a sharded one.
 
+    ``vocabulary`` is how many ids are used, from 0: a model has more than its tokenizer where its matrices
+    were filled up. None: all that the model has.
+
     ``compiler``, as :func:`reduce_overhead` is one, compiles the forward of one token: once for each number
     of rows and each :data:`CAPACITY_STEP` of tokens.
     """
 
     def __init__(
-        self, model: Llama, *, group: dist.ProcessGroup | None = None, compiler: Compiler | None = None
+        self,
+        model: Llama,
+        *,
+        vocabulary: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        compiler: Compiler | None = None,
     ):
         self.model = model
+        self.vocabulary = min(vocabulary or model.args.vocab_size, model.args.vocab_size)
         self.group = group
         self._compiled = compiler(model) if compiler else None
         self._fixed: KVCache | None = None  # kept, since a graph has its addresses
@@ -103,7 +112,7 @@ class Generator:
             return
         padding = [longest - len(prompt) for prompt in prompts]
         state = _Batch(self.model, prompts, self._cache(padding, longest, steps), self._compiled)
-        chooser = _Chooser(sampling, prompts, number, self.model.args.vocab_size, self.group)
+        chooser = _Chooser(sampling, prompts, number, self.vocabulary, self.group)
         made: list[list[int]] = [[] for _ in prompts]
         running = set(range(len(prompts)))
         tokens_BS = state.prompts
@@ -146,10 +155,10 @@ class Generator:
                     f"prompt {index} has {len(prompt):,} tokens, and the context of the model is "
                     f"{args.max_seq_len:,}: shorten it to leave room for new ones"
                 )
-            if wrong := [token for token in prompt if not 0 <= token < args.vocab_size]:
+            if wrong := [token for token in prompt if not 0 <= token < self.vocabulary]:
                 raise DataError(
-                    f"prompt {index} has the token id {wrong[0]}, and the vocabulary of the model has "
-                    f"{args.vocab_size:,} entries; is this the tokenizer the model was trained with?"
+                    f"prompt {index} has the token id {wrong[0]}, and the vocabulary has "
+                    f"{self.vocabulary:,} entries; is this the tokenizer the model was trained with?"
                 )
 
 
@@ -207,15 +216,16 @@ class _Chooser:
         sampling: Sampling,
         prompts: Sequence[Sequence[int]],
         number: int,
-        vocab_size: int,
+        vocabulary: int,
         group: dist.ProcessGroup | None,
     ):
         self.sampling = sampling
+        self.vocabulary = vocabulary
         self.group = group
         self.draws = None if sampling.greedy else Draws(sampling.seed, range(number, number + len(prompts)))
         self.seen_BV: Tensor | None = None
         if sampling.repetition_penalty != 1:
-            self.seen_BV = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
+            self.seen_BV = torch.zeros(len(prompts), vocabulary, dtype=torch.bool)
             for seen_V, prompt in zip(self.seen_BV, prompts, strict=True):
                 seen_V[list(prompt)] = True
 
@@ -224,7 +234,7 @@ class _Chooser:
         """The next token (B,) of each row."""
         if self.seen_BV is not None:
             self.seen_BV = self.seen_BV.to(logits_BV.device)
-        logits_BV = processed(logits_BV, self.sampling, self.seen_BV)
+        logits_BV = processed(logits_BV[:, : self.vocabulary], self.sampling, self.seen_BV)
         tokens_B = logits_BV.argmax(-1) if self.draws is None else draw(logits_BV, self.draws.next())
         if self.group is not None:
             dist.broadcast(tokens_B, group=self.group, group_src=0)

@@ -9,6 +9,7 @@ from toolkit.checkpoint.manifest import check_files, read_manifest, step_folder
 from toolkit.config.values import dotted
 from toolkit.errors import CheckpointError, DataError, Problem
 from toolkit.preflight.facts import Run, rule
+from toolkit.preflight.rules_weights import CHANGEABLE
 from toolkit.preflight.weight_folders import instead_of_checkpoint
 from toolkit.wording import first_few
 
@@ -81,15 +82,19 @@ def checkpoint_complete(run: Run) -> list[Problem]:
 
 @rule(CheckpointError)
 def checkpoint_fits_model(run: Run) -> list[Problem]:
-    """The weights have the shapes of this model."""
+    """The weights are of this model: of its shapes, and of its RoPE and norms unless a key changes them."""
     if run.manifest is None or run.model is None:
         return []
     saved, here = run.manifest["run"].get("model", {}), asdict(run.model)
-    differing = [name for name in _SHAPE if name in saved and saved[name] != here[name]]
+    changed = [name for name, key in CHANGEABLE.items() if run.config.value(f"model.{key}") is not None]
+    names = [*_SHAPE, *(name for name in CHANGEABLE if name not in changed)]
+    differing = [name for name in names if name in saved and saved[name] != here[name]]
     if not differing:
         return []
     said = ", ".join(f"{name} {saved[name]} (this model: {here[name]})" for name in differing)
     fix = "set model.name, model.flavor and model.* as in that run, or another job.dump_folder"
+    if keys := [f"model.{CHANGEABLE[name]}" for name in differing if name in CHANGEABLE]:
+        fix += f"; giving {', '.join(keys)} changes it on purpose"
     return [run.problem(run.loaded_by, f"the checkpoint {run.loaded} has {said}", fix)]
 
 

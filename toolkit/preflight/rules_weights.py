@@ -16,7 +16,7 @@ from toolkit.weights.safetensors_header import folder_entries
 from toolkit.wording import first_few
 
 _SHOWN = 4
-_CHANGEABLE = {"norm_eps": "norm_eps", "rope_theta": "rope_theta", "rope_scaling": "rope_scaling_factor"}
+CHANGEABLE = {"norm_eps": "norm_eps", "rope_theta": "rope_theta", "rope_scaling": "rope_scaling_factor"}
 """Fields that change no shape, and the keys of model.* by which a user may change them on purpose."""
 
 
@@ -57,7 +57,7 @@ def weights_are_of_this_model(run: Run) -> list[Problem]:
         theirs = hf_config.args_of(run.weights)
     except DataError:
         return []  # of which weights_readable tells
-    changed = [name for name, key in _CHANGEABLE.items() if run.config.value(f"model.{key}") is not None]
+    changed = [name for name, key in CHANGEABLE.items() if run.config.value(f"model.{key}") is not None]
     differing = [
         field.name
         for field in fields(LlamaArgs)
@@ -69,7 +69,7 @@ def weights_are_of_this_model(run: Run) -> list[Problem]:
     said = ", ".join(
         f"{name} {getattr(theirs, name)} (this model: {getattr(run.model, name)})" for name in differing
     )
-    allowed = {"max_seq_len", *_CHANGEABLE.values()}
+    allowed = {"max_seq_len", *CHANGEABLE.values()}
     keys = ["name", "flavor", *(key for key in run.config.model.overrides() if key not in allowed)]
     named = [f"model.{key}" for key in keys if run.config.value(f"model.{key}") is not None]
     fix = (
