@@ -6,8 +6,6 @@ import hashlib
 import os
 import pickle
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future as Pending
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -29,55 +27,25 @@ from toolkit.regions import Place, read_region
 
 METADATA = ".metadata"
 Files = dict[str, dict[str, Any]]
-_PIECE = 4 << 20
-"""Bytes that are hashed and written at once: they stay in the processor's cache."""
-_SEND = 256 << 20
-"""Bytes after which the disk is told to begin."""
 
 
 class _HashingStream:
-    """A binary file that knows the SHA-256 and the length of what went through it.
+    """A binary file that knows the SHA-256 and the length of what went through it."""
 
-    A large piece is hashed in ``threads`` while it is written, and what was written is sent to the disk while
-    the next is hashed, so that the final sync finds little to do.
-    """
-
-    def __init__(self, file: IO[bytes], threads: ThreadPoolExecutor):
+    def __init__(self, file: IO[bytes]):
         self._file = file
-        self._threads = threads
         self._sha256 = hashlib.sha256()
         self._bytes = 0
-        self._sent = 0
-        self._sending: Pending[None] | None = None
         self.failure: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        view = memoryview(data).cast("B")
-        self._bytes += view.nbytes
+        self._sha256.update(data)
+        self._bytes += memoryview(data).nbytes
         try:
-            for start in range(0, view.nbytes, _PIECE):
-                piece = view[start : start + _PIECE]
-                if piece.nbytes < _PIECE // 4:
-                    self._sha256.update(piece)
-                    self._file.write(piece)
-                else:
-                    hashed = self._threads.submit(self._sha256.update, piece)
-                    try:
-                        self._file.write(piece)
-                    finally:  # the memory is the caller's again after this call
-                        hashed.result()
-            self._send()
+            return self._file.write(data)
         except OSError as error:
             self.failure = error
             raise
-        return view.nbytes
-
-    def _send(self) -> None:
-        """Have the disk begin; an error shows in the final sync."""
-        if self._bytes - self._sent >= _SEND and (self._sending is None or self._sending.done()):
-            self._file.flush()
-            self._sent = self._bytes
-            self._sending = self._threads.submit(os.fdatasync, self._file.fileno())
 
     def tell(self) -> int:
         return self._bytes
@@ -107,14 +75,11 @@ class _HashingFileSystem(FileSystem):
             if mode != "wb":
                 yield file
                 return
-            with ThreadPoolExecutor(2, "hash") as threads:
-                stream = _HashingStream(file, threads)
-                try:
-                    yield stream
-                except (
-                    RuntimeError
-                ) as error:  # torch's zip writer speaks of positions in place of a full disk
-                    raise stream.failure or error from error
+            stream = _HashingStream(file)
+            try:
+                yield stream
+            except RuntimeError as error:  # torch's zip writer speaks of positions in place of a full disk
+                raise stream.failure or error from error
         self.written[Path(path).name] = stream.entry()
 
 
