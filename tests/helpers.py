@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -32,10 +33,11 @@ def _rank_main(connection: Any, fn: Callable[..., Any], rank: int, size: int, po
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo")
-        connection.send((True, fn(*args)))
+        # By value: torch would hand tensors over as files that this process keeps open, and it ends.
+        connection.send_bytes(pickle.dumps((True, fn(*args))))
         dist.destroy_process_group()
     except BaseException:
-        connection.send((False, traceback.format_exc()))
+        connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         connection.close()
 
@@ -67,7 +69,7 @@ def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             for pipe in ready:
                 rank = pipes.index(pipe)
                 try:
-                    succeeded, value = pipe.recv()
+                    succeeded, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     succeeded, value = False, "the process died without a word"
                 if not succeeded:

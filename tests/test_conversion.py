@@ -113,7 +113,7 @@ def _meta_tensors() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(("parts", "embedding_dim"), [(1, 0), (2, 1), (8, 0), (16, 0)])
+@pytest.mark.parametrize(("parts", "embedding_dim"), [(1, 0), (2, 1), (4, 1), (8, 0), (16, 0)])
 def test_meta_parts_become_one(parts: int, embedding_dim: int, tmp_path: Path) -> None:
     tensors = _meta_tensors()
     save_meta(tensors, _PARAMS, tmp_path / "meta", parts=parts, embedding_dim=embedding_dim)

@@ -51,7 +51,7 @@ def _run(folder: Path, epochs: int) -> dict[str, Any]:
     return {
         "said": said.getvalue(),
         "samples": trainer.loader.epoch_samples,
-        "steps": trainer.step,
+        "steps": trainer.progress.step,
         "rows": rows,
         "rates": {record["step"]: record["lr"] for record in trainer.history},
         "losses": {record["step"]: record["loss"] for record in trainer.history},

@@ -19,6 +19,7 @@ from torch import Tensor
 from tests.helpers import run_world
 from tests.models.small_llama import build, small
 from toolkit import evaluation
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import DataError
 from toolkit.evaluation import Evaluator, Row, documents, rolling_windows, text_loss
 from toolkit.inference import load_model, needed_tokenizer
@@ -143,13 +144,28 @@ def test_recorded_losses(name: str) -> None:
     short = text_loss(evaluator, tokenizer, [reference["story"]], length=16)
     overlapping = text_loss(evaluator, tokenizer, [reference["story"]], length=16, stride=4)
     assert loss.mean < overlapping.mean < short.mean
-    if name == "stories260K":
-        stories = (ASSETS / "text" / "tinystories_2M.txt").read_text().split("<|endoftext|>")
-        stories = [story.strip() for story in stories if len(story.strip()) > 100][:60]
-        ids = [tokenizer.encode(story, bos=True)[:length] for story in stories]
-        recorded = reference["tinystories_first60_doc_aligned"]
-        found = evaluator.loss_of_rows([Row(row[:1], row[1:]) for row in ids])
-        assert (found.tokens, found.mean) == (recorded["tokens"], pytest.approx(recorded["loss"], abs=2e-6))
+    recorded = reference["tinystories_first60_doc_aligned"]
+    rows = [Row(ids[:1], ids[1:length]) for ids in _stories(tokenizer, 60)]
+    found = evaluator.loss_of_rows(rows)
+    assert (found.tokens, found.mean) == (recorded["tokens"], pytest.approx(recorded["loss"], abs=2e-6))
+
+
+@needs_assets
+@pytest.mark.parametrize("name", ["stories260K", pytest.param("stories15M", marks=pytest.mark.exhaustive)])
+def test_recorded_loss_of_three_hundred_stories_in_windows(name: str) -> None:
+    recorded = json.loads((ASSETS / name / "reference_fp32.json").read_bytes())["tinystories_stream_loss"]
+    model = load_model(ASSETS / name / "hf", device=torch.device("cpu"), dtype=torch.float32)
+    length = model.args.max_seq_len
+    joined = [token for ids in _stories(needed_tokenizer(model), 300) for token in ids]
+    windows = [joined[start : start + length + 1] for start in range(0, recorded["windows"] * length, length)]
+    found = Evaluator(model.model, batch_size=4).loss_of_rows([Row(ids[:1], ids[1:]) for ids in windows])
+    assert found.mean == pytest.approx(recorded["loss"], abs=2e-6)
+
+
+def _stories(tokenizer: Tokenizer, count: int) -> list[list[int]]:
+    stories = (ASSETS / "text" / "tinystories_2M.txt").read_text().split("<|endoftext|>")[:-1]
+    whole = [story.strip() for story in stories if len(story.strip()) > 100]
+    return [tokenizer.encode(story, bos=True) for story in whole[:count]]
 
 
 def _on_ranks(tp: int, rows: list[Row]) -> Any:

@@ -66,26 +66,34 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _through(base: str, layouts: list[str], tied: bool) -> dict[str, tuple[str, str]]:
-    """For each layout: the export of what it holds, and of what it has loaded from the converted export."""
+def _through(base: str, layouts: list[str], tied: bool) -> dict[str, dict[str, tuple[str, str]]]:
+    """For each layout and format: what it hands on, and what it does after it has loaded that."""
     found, folder = {}, Path(base)
     for layout in layouts:
         at = folder / layout.replace(" ", "_") / ("tied" if tied else "untied")
-        ranks = Ranks()
         execution, run = _model(at, layout, tied=tied, seed=1)
-        step = CheckpointManager(at).save(1, _tensors(execution), run)
-        export_hf(step, at / "hf", dtype=torch.float32, tokenizer_path=None, ranks=ranks, max_bytes=100_000)
-        if ranks.rank == 0:
-            convert(prepare("hf-to-dcp", at / "hf", at / "dcp"))
-        dist.barrier()
-        other, _ = _model(at, layout, tied=tied, seed=2)
-        CheckpointManager(at / "dcp").load(0, _tensors(other))
-        step = CheckpointManager(at).save(2, _tensors(other), run)
-        export_hf(
-            step, at / "again", dtype=torch.float32, tokenizer_path=None, ranks=ranks, max_bytes=100_000
-        )
-        found[layout] = (_digest(at / "hf"), _digest(at / "again"))
+        first = _handed_on(CheckpointManager(at).save(1, _tensors(execution), run), at / "first")
+        again = {}
+        for number, form in enumerate(first):
+            if Ranks().rank == 0:
+                convert(prepare(f"{form}-to-dcp", at / "first" / form, at / "dcp" / form))
+            dist.barrier()
+            other, _ = _model(at, layout, tied=tied, seed=2)
+            CheckpointManager(at / "dcp" / form).load(0, _tensors(other))
+            step = CheckpointManager(at).save(2 + number, _tensors(other), run)
+            again[form] = _handed_on(step, at / f"from {form}")[form]
+        found[layout] = {form: (first[form], again[form]) for form in first}
     return found
+
+
+def _handed_on(step: Path, folder: Path) -> dict[str, str]:
+    """Digests of a checkpoint's weights, as Hugging Face's files by all ranks and as Meta's by one."""
+    ranks = Ranks()
+    export_hf(step, folder / "hf", dtype=torch.float32, tokenizer_path=None, ranks=ranks, max_bytes=100_000)
+    if ranks.rank == 0:
+        convert(prepare("dcp-to-meta", step, folder / "meta"))
+    dist.barrier()
+    return {form: _digest(folder / form) for form in ("hf", "meta")}
 
 
 def _exports(folder: Path, layouts: list[str]) -> dict[str, str]:
@@ -94,15 +102,16 @@ def _exports(folder: Path, layouts: list[str]) -> dict[str, str]:
         for size in sorted({SIZES[layout] for layout in layouts}):
             mine = [layout for layout in layouts if SIZES[layout] == size]
             for of_rank in run_world(_through, size, str(folder), mine, tied, timeout=170):
-                for layout, (first, again) in of_rank.items():
-                    assert first == again, f"{layout} exports other weights than those that it has loaded"
-                    found[f"{layout} {tied}"] = first
+                for layout, forms in of_rank.items():
+                    for form, (first, again) in forms.items():
+                        assert first == again, f"{layout} hands on other weights than those it has loaded"
+                        found[f"{layout} {form} {tied}"] = first
     return found
 
 
 def _check_alike(found: dict[str, str]) -> None:
-    for tied in (False, True):
-        digests = {layout: digest for layout, digest in found.items() if layout.endswith(str(tied))}
+    for kind in ("hf False", "hf True", "meta False", "meta True"):
+        digests = {layout: digest for layout, digest in found.items() if layout.endswith(kind)}
         assert len(set(digests.values())) == 1, digests
 
 
@@ -121,7 +130,7 @@ def test_a_pipeline_with_tensor_parallelism_hands_on_what_one_rank_does(
 def test_what_is_handed_on_is_the_model_in_files_with_an_index(exported: tuple[Path, dict[str, str]]) -> None:
     from transformers import AutoModelForCausalLM
 
-    folder = exported[0] / "pp2_tp2" / "untied" / "hf"
+    folder = exported[0] / "pp2_tp2" / "untied" / "first" / "hf"
     assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
     assert (folder / "model.safetensors.index.json").exists()
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

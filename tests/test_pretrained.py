@@ -79,6 +79,13 @@ def _runs(folder: str) -> dict[str, Any]:
         for name, parameter in trainer.execution.named_parameters()
         if not torch.equal(_whole(parameter), exported.read(name))
     ]
+    often = {"interval": 1, "hf_export_interval": 2, "export_dtype": "bfloat16"}
+    trainer = small_trainer(_config(Path(folder, "often"), checkpoint=often, steps=5))
+    trainer.run()
+    found["exports"] = {
+        step.name: {str(stored.dtype) for stored in SafetensorsFolder(step).tensors.values()}
+        for step in Path(folder, "often/hf").iterdir()
+    }
     return found
 
 
@@ -107,5 +114,6 @@ def test_the_loss_starts_where_transformers_says_on_every_layout(tmp_path: Path)
         assert first[name] == pytest.approx(first["fsdp"], abs=1e-4), name
     assert first["again"].keys() == {4}  # from the run's own checkpoint, not from the start
     assert first["not exported"] == second["not exported"] == []
+    assert first["exports"] == {"step-2": {"torch.bfloat16"}, "step-4": {"torch.bfloat16"}}
     # two small steps later, on the batch of the first of them
     assert expected - 0.1 < _loss_of_transformers(tmp_path / "export/hf/step-2", first["batches"]) < expected

@@ -36,7 +36,7 @@ def _run(config: Config) -> dict[str, Any]:
     return {
         "code": code,
         "losses": {record["step"]: record["loss"] for record in trainer.history if "loss" in record},
-        "tokens": trainer.tokens,
+        "tokens": trainer.progress.tokens,
         "weights": weights_digest(trainer.execution.models[0]),
     }
 
@@ -77,7 +77,7 @@ def _stop(folder: str) -> dict[str, Any]:
 
     trainer.train_step = signalled  # type: ignore[assignment]
     code = trainer.run()
-    return {"code": code, "step": trainer.step, "latest": trainer.checkpoints.latest()}
+    return {"code": code, "step": trainer.progress.step, "latest": trainer.saves.manager.latest()}
 
 
 def _break(folder: str) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _start_from_weights(folder: str) -> dict[str, Any]:
     trainer = small_trainer(
         small_config(Path(folder, "child"), checkpoint={"enable": True, "initial_load_path": path})
     )
-    return {"step": trainer.step, "weights": weights_digest(trainer.execution.models[0])}
+    return {"step": trainer.progress.step, "weights": weights_digest(trainer.execution.models[0])}
 
 
 def _two_runs_in_one_folder(folder: str) -> str:
@@ -143,7 +143,7 @@ def _from_seed(folder: str) -> tuple[int, list[int], dict[str, Any]]:
 
 def _out_of_time(folder: str) -> dict[str, Any]:
     trainer = small_trainer(_config(Path(folder, "late"), job={"time_limit": 1e-6}))
-    return {"code": trainer.run(), "step": trainer.step, "latest": trainer.checkpoints.latest()}
+    return {"code": trainer.run(), "step": trainer.progress.step, "latest": trainer.saves.manager.latest()}
 
 
 def _stopped_while_compiling(folder: str) -> tuple[int, list[int], int]:

@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks that save or load together; a process without a process group is alone."""
+    """The ranks that save or load together; a process without a process group is ``alone``, others may be."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None):
-        self.distributed = dist.is_initialized()
+    def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False):
+        self.distributed = dist.is_initialized() and not alone
         self.group = group if self.distributed else None
         self.rank = dist.get_rank(group) if self.distributed else 0
         self.size = dist.get_world_size(group) if self.distributed else 1

@@ -111,25 +111,25 @@ def prepare(
 def convert(
     conversion: Conversion, *, verify: bool = False, progress: Callable[[int], None] | None = None
 ) -> None:
-    """Write it. ``verify`` reads everything back before it gets its name.
+    """Write it, in this process alone. ``verify`` reads everything back before it gets its name.
 
     Raises:
         DataError, CheckpointError: a damaged source, or what ``verify`` has found, of which nothing is left;
             or a disk that is full, from where the same again goes on.
     """
     source, out, beside = conversion.source, conversion.out, conversion.beside
-    check = partial(compare, source) if verify else None
+    check, ranks = partial(compare, source) if verify else None, Ranks(alone=True)
     if conversion.to == "dcp":
         _write_checkpoint(conversion, verify=verify, progress=progress)
     elif conversion.to == "hf":
         tokens = beside.tokens
         write_hf(
-            source, out, tokens=tokens, others=beside.files, max_bytes=conversion.max_bytes, ranks=Ranks(),
+            source, out, tokens=tokens, others=beside.files, max_bytes=conversion.max_bytes, ranks=ranks,
             progress=progress, check=check,
         )  # fmt: skip
     else:
         others = {name: content for name, content in beside.files.items() if name == "tokenizer.model"}
-        write_meta(source, out, others=others, ranks=Ranks(), progress=progress, check=check)
+        write_meta(source, out, others=others, ranks=ranks, progress=progress, check=check)
 
 
 def mapping(conversion: Conversion) -> Iterator[str]:

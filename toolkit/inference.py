@@ -7,8 +7,6 @@ and features among ``tp`` of them, whose hidden states are whole (:func:`apply_t
 
 from __future__ import annotations
 
-import argparse
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from toolkit.collective import Ranks
 from toolkit.companions import tokenizer_of
 from toolkit.config.values import dotted
 from toolkit.data.tokenizer import Tokenizer, load_tokenizer
-from toolkit.distributed import process_group
 from toolkit.errors import ConfigError, DataError, Problem
 from toolkit.generation.generator import Generator, reduce_overhead
 from toolkit.generation.packed import can_pack, pack
@@ -27,7 +24,6 @@ from toolkit.models.llama.model import Llama
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.models.llama.sharding import fsdp_units, tensor_plan
 from toolkit.parallel.mesh import Mesh, build_mesh
-from toolkit.precision import native_dtype
 from toolkit.sources import CheckpointWeights, open_source
 from toolkit.weights.load import load_weights, open_alike
 from toolkit.weights.source import Source
@@ -162,45 +158,3 @@ def needed_tokenizer(loaded: Loaded) -> Tokenizer:
             f"{loaded.args.vocab_size:,}: name the one it was trained with, with --tokenizer"
         )
     return tokenizer
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """What programs that use a model ask for, to be given to :func:`load_as_asked`."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a Hugging Face folder, a Meta folder, or a run's folder or step-N of this toolkit",
-    )
-    parser.add_argument("--tokenizer", metavar="PATH", help="its folder or file (default: the model's)")
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "bfloat16", "float32"),
-        default="auto",
-        help="of the weights and all computation; auto: bfloat16 where the device multiplies it natively",
-    )
-    parser.add_argument(
-        "--tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="under torchrun: N ranks split each matrix, and FSDP shards over the rest",
-    )
-
-
-def load_as_asked(arguments: argparse.Namespace) -> Loaded:
-    """The model of :func:`add_model_arguments`, on this process's device; over all ranks of torchrun, whose
-    group is formed here.
-
-    Raises:
-        ConfigError, DataError, CheckpointError: as :func:`load_model`.
-    """
-    device = process_group.local_device()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        process_group.start(device, timeout_seconds=_PATIENCE)
-    dtype = native_dtype(device) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-    given = arguments.tokenizer
-    return load_model(arguments.model, device=device, dtype=dtype, tp=arguments.tp, tokenizer_path=given)
-
-
-_PATIENCE = 3600
-"""Seconds that ranks wait for one another: rank 0 for its user, and the others for it."""

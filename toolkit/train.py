@@ -52,7 +52,7 @@ def _train(config: Config, faults: FaultReporter | None) -> int:
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(out_of_memory_advice(device, 0, error)) from error
     if faults:
-        faults.step = lambda: trainer.step
+        faults.step = lambda: trainer.progress.step
     code = trainer.run()
     # Only here: after an error, leaving the group would wait for peers that wait for us.
     process_group.stop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import islice
@@ -16,18 +15,12 @@ import torch.distributed as dist
 
 from toolkit import __version__
 from toolkit.build import (
-    EXPORT_DTYPES,
     build_model,
     compiles,
     compute_dtype,
-    load_hugging_face,
     model_optimizer,
     sharding,
 )
-from toolkit.checkpoint.background import Background
-from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.checkpoint.manifest import committed_steps, step_folder
-from toolkit.collective import Ranks
 from toolkit.config import Config
 from toolkit.config.layout import batch_shape, degrees
 from toolkit.corpora import Data
@@ -40,9 +33,7 @@ from toolkit.errors import (
     EXIT_ERROR,
     EXIT_FINISHED,
     EXIT_REQUEUE,
-    CheckpointError,
     ConfigError,
-    DataError,
     OutOfMemory,
     Problem,
     TrainingError,
@@ -53,12 +44,12 @@ from toolkit.metrics.phases import Phases
 from toolkit.metrics.speed import SpeedMeter
 from toolkit.metrics.summary import summary
 from toolkit.observers import observers
-from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.optim.schedule import learning_rate
 from toolkit.parallel.mesh import build_mesh
 from toolkit.reporting import open_log, open_speed_meter, told_at_start
 from toolkit.run_folder import claim
-from toolkit.shape import model_args, weights_folder
+from toolkit.saves import Progress, Saves, pretrained_folder
+from toolkit.shape import model_args
 from toolkit.step import StepResult, TrainStep
 from toolkit.validate import validate
 
@@ -74,10 +65,7 @@ class Trainer:
         self.data = data
         self.device = device
         self.seed = config.debug.seed or 0
-        self.step = 0
-        self.tokens = 0
-        self.best_validation: float | None = None
-        self.run_id = uuid.uuid4().hex  # rank 0's is saved
+        self.progress = Progress()
         self._deadline = Deadline(config.job.time_limit, os.environ)
         self._lock: IO[str] | None = None
         self.folder = Path(config.job.dump_folder).expanduser()
@@ -94,10 +82,18 @@ class Trainer:
         self.total_steps = config.training.steps
         if config.training.epochs:
             self.total_steps = -(-config.training.epochs * self.loader.epoch_samples // self.batch.total)
-        self.checkpoints = self._checkpoint_manager()
+        self.saves = Saves(
+            config,
+            execution=self.execution,
+            optimizer=self.optimizer,
+            position=self.loader,
+            progress=self.progress,
+            about=self._about(),
+            group=self.patient_group,
+        )
         if config.checkpoint.enable:
             with phases("checkpoint"):
-                self._restore()
+                self.saves.restore()
 
     # Building
 
@@ -149,7 +145,7 @@ class Trainer:
         self.param_dtype = compute_dtype(config, self.device)
         how = sharding(config, param_dtype=self.param_dtype)
         # Weights that the run does not begin with are not drawn: that takes longer than reading others.
-        seed = self.seed if self._pretrained() is None else None
+        seed = self.seed if pretrained_folder(config) is None else None
         self.execution = build_model(config, self.args, self.mesh, self.device, how=how, seed=seed)
         parameters = [*self.execution.named_parameters(), *self.execution.copies()]
         self.optimizer = model_optimizer(config, parameters)
@@ -165,165 +161,14 @@ class Trainer:
 
         return CompileClock().take
 
-    # Checkpoints
-
-    def _checkpoint_manager(self) -> CheckpointManager:
-        options = self.config.checkpoint
-        background = None
-        if options.async_mode != "disabled":
-            background = Background(pinned=options.async_mode == "async_with_pinned_mem")
-        return CheckpointManager(
-            self.folder / options.folder,
-            keep_latest_k=options.keep_latest_k,
-            keep_every_n=options.keep_every_n,
-            background=background,
-            group=self.patient_group,
-        )
-
-    def _tensors(self, *, model_only: bool, copies: bool = False) -> dict[str, torch.Tensor]:
-        """Of this rank, or those of its ``copies``, which no checkpoint holds."""
-        named = list(self.execution.copies() if copies else self.execution.named_parameters())
-        tensors: dict[str, torch.Tensor] = {f"model.{name}": tensor for name, tensor in named}
-        return tensors if model_only else tensors | optimizer_tensors(named, self.optimizer)
-
-    def _restore(self) -> None:
-        """Go on from the run's own checkpoint, else start from the weights or checkpoint that are named."""
-        options = self.config.checkpoint
-        if not options.load_only:
-            self.checkpoints.remove_leftovers(exports=self._exports)
-        step = self.checkpoints.latest() if options.load_step == -1 else options.load_step
-        if step is not None:
-            self._resume(step)
-        elif folder := self._pretrained():
-            broadcast = options.initial_load_broadcast
-            load_hugging_face(self.execution, folder, broadcast=broadcast, group=self.patient_group)
-        elif options.initial_load_path and not options.initial_load_in_hf:
-            source = Path(options.initial_load_path).expanduser()
-            if options.initial_load_model_only:
-                self._load(source, model_only=True)
-            else:
-                self._resume(source)
-
-    def _pretrained(self) -> Path | None:
-        """The Hugging Face folder with the weights of a new run, if it takes some."""
-        return None if "model" in self._excluded() else weights_folder(self.config)
-
-    def _load(self, where: int | Path, *, model_only: bool) -> dict[str, Any]:
-        tensors = self._tensors(model_only=model_only)
-        manifest = self.checkpoints.load(where, tensors, exclude=self._excluded())
-        self.execution.refresh_copies(tensors, self._tensors(model_only=model_only, copies=True))
-        return manifest
-
-    def _excluded(self) -> list[str]:
-        prefixes = {"model": "model", "optimizer": "optim"}
-        return [prefixes[part] for part in self.config.checkpoint.exclude_from_loading if part in prefixes]
-
-    def _resume(self, where: int | Path) -> None:
-        excluded = self.config.checkpoint.exclude_from_loading
-        manifest = self._load(where, model_only=False)
-        run = manifest["run"]
-        if "train_state" not in excluded:
-            self.step = manifest["step"]
-            self.tokens = run["tokens"]
-            self.best_validation = run["best_validation"]
-            self.run_id = run.get("id", self.run_id)
-        if "dataloader" not in excluded:
-            self.loader.load_state_dict(run["loader"])
-
-    def _save(self, *, model_only: bool = False, final: bool = False) -> None:
-        """Save, or tell why not and leave it to the next save, if there is one.
-
-        Raises:
-            CheckpointError: the ``final`` save failed.
-        """
-        self._end_save(wait=True)
-        tensors = self._tensors(model_only=model_only)
-        if model_only:
-            tensors = {name: tensor.detach().to(self._export_dtype()) for name, tensor in tensors.items()}
-        try:
-            self.checkpoints.save(self.step, tensors, self._about(model_only))
-            if final:
-                self.checkpoints.end_save(wait=True)
-        except CheckpointError as error:
-            if final:
-                raise
-            self._not_saved(error)
-
-    def _end_save(self, *, wait: bool) -> None:
-        """Hear how a save in the background went."""
-        try:
-            self.checkpoints.end_save(wait=wait)
-        except CheckpointError as error:
-            self._not_saved(error)
-
-    def _not_saved(self, error: CheckpointError) -> None:
-        self.log.say(f"NOT SAVED: {error}\n  Training goes on, and the next save tries again.")
-
-    def _export_due(self, last: bool) -> bool:
-        options = self.config.checkpoint
-        every = options.hf_export_interval
-        return (last and options.last_save_in_hf) or (every is not None and self.step % every == 0)
-
-    def _export(self, *, final: bool) -> None:
-        """Hand the checkpoint of this step on as a Hugging Face folder, or tell why not.
-
-        Raises:
-            CheckpointError, DataError: the ``final`` one failed.
-        """
-        from toolkit.export import export_hf
-
-        self._end_save(wait=True)
-        model, out = self.config.model, self._exported()
-        try:
-            export_hf(
-                step_folder(self.checkpoints.folder, self.step),
-                out,
-                dtype=self._export_dtype(),
-                tokenizer_path=Path(model.tokenizer_path or model.hf_assets_path).expanduser(),
-                ranks=Ranks(self.patient_group),
-            )
-        except (CheckpointError, DataError) as error:
-            if final:
-                raise
-            self.log.say(f"NOT EXPORTED: {error}\n  Training goes on.")
-        else:
-            self.log.say(f"wrote the model of step {self.step} as a Hugging Face folder: {out}")
-
-    @property
-    def _exports(self) -> Path:
-        return self.folder / "hf"
-
-    def _exported(self) -> Path:
-        """The Hugging Face folder of this step."""
-        return self._exports / f"step-{self.step}"
-
-    def _export_missed(self) -> None:
-        """Make up for an export that a kill has cost after the save."""
-        last = self.step >= self.total_steps
-        if self.config.checkpoint.load_only or not self._export_due(last):
-            return
-        own = self.checkpoints.folder
-        if self.checkpoints.ranks.decide(
-            lambda: self.step in committed_steps(own) and not self._exported().is_dir()
-        ):
-            self._export(final=last)
-
-    def _export_dtype(self) -> torch.dtype:
-        return EXPORT_DTYPES[self.config.checkpoint.export_dtype]
-
-    def _about(self, model_only: bool) -> dict[str, Any]:
-        """What the manifest tells of the run."""
+    def _about(self) -> dict[str, Any]:
+        """What every manifest tells of the run."""
         return {
-            "id": self.run_id,
-            "model_only": model_only,
             "config": self.config.to_toml(origins=False),
             "model": asdict(self.args),
             "mesh": str(self.mesh),
             "data_parallel_degree": self.mesh.dp_size,
             "global_batch_size": self.batch.total,
-            "tokens": self.tokens,
-            "best_validation": self.best_validation,
-            "loader": self.loader.state_dict(),
             "versions": {
                 "toolkit": __version__,
                 "torch": torch.__version__,
@@ -339,19 +184,20 @@ class Trainer:
         try:
             if self.config.checkpoint.create_seed_checkpoint:
                 return self._saved_seed()
-            if self.step:
-                self._export_missed()
-            if self.step >= self.total_steps:
+            step = self.progress.step
+            if step:
+                self.saves.export_missed(last=step >= self.total_steps)
+            if step >= self.total_steps:
                 return self._already_finished()
             watched = observers(
-                self.config, self.folder, first_step=self.step + 1, device=self.device, say=self.log.say
+                self.config, self.folder, first_step=step + 1, device=self.device, say=self.log.say
             )
             with watched as after_step:
                 return self._loop(after_step)
         except torch.OutOfMemoryError as error:  # outside of what watches, which writes its snapshot first
             snapshots = self.folder / self.config.profiling.save_memory_snapshot_folder
             raise OutOfMemory(
-                out_of_memory_advice(self.device, self.step, error, snapshots=snapshots)
+                out_of_memory_advice(self.device, self.progress.step, error, snapshots=snapshots)
             ) from error
         finally:
             self.log.close()
@@ -363,27 +209,28 @@ class Trainer:
         garbage = GarbageCollection(training.gc_freq, debug=training.gc_debug)
         batches = iter(self.loader)
         speed = open_speed_meter(self.config, self.args, self.device, self.param_dtype)
-        first = self.step + 1
-        while self.step < self.total_steps:
-            self.step += 1
-            seed_step(self.seed, self.step, self.mesh.dp_rank)
+        progress, saves = self.progress, self.saves
+        first = progress.step + 1
+        while progress.step < self.total_steps:
+            progress.step += 1
+            step, last = progress.step, progress.step == self.total_steps
+            seed_step(self.seed, step, self.mesh.dp_rank)
             with speed.waiting():
                 micro_batches = list(islice(batches, self.batch.accumulation))
             try:
                 result = self.train_step(micro_batches, learning_rate=self._rate(), stop=request.asked)
             except TrainingError as error:
-                self._end_save(wait=True)  # what all ranks fail of together must not cost a save as well
-                raise TrainingError(f"step {self.step}: {error}") from None
+                saves.end_save(wait=True)  # what all ranks fail of together must not cost a save as well
+                raise TrainingError(f"step {step}: {error}") from None
             if after_step:
                 with speed.apart("profiler"):
-                    after_step(self.step)
-            self.tokens += result.tokens
+                    after_step(step)
+            progress.tokens += result.tokens
             speed.step(result.tokens)
             speed.add_apart("compile", self.compile_clock())
-            last = self.step == self.total_steps
-            if self.step == first or last or self.step % self.config.metrics.log_freq == 0:
+            if step == first or last or step % self.config.metrics.log_freq == 0:
                 self._log_step(result, speed)
-            if self.step == first:
+            if step == first:
                 process_group.set_timeout(
                     self.config.comm.train_timeout_seconds, except_for=self.patient_group
                 )
@@ -391,25 +238,25 @@ class Trainer:
             stop = result.stop
             if self._validation_due(last) and not stop:
                 stop = self._validate(speed, request)
-            self._end_save(wait=False)
-            if self._save_due(last, stop):
+            saves.end_save(wait=False)
+            if saves.due(last=last, stop=stop):
                 with speed.apart("checkpoint"):
                     model_only = last and self.config.checkpoint.last_save_model_only
-                    self._save(model_only=model_only, final=last or stop)
-                    if self._export_due(last) and (last or not stop):
-                        self._export(final=last)
-            self.log.advance(self.step)
-            garbage.after_step(self.step)
+                    saves.save(model_only=model_only, final=last or stop)
+                    if saves.export_due(last=last) and (last or not stop):
+                        saves.export(final=last)
+            self.log.advance(step)
+            garbage.after_step(step)
             self._deadline.lap()
             if stop:
                 break
         request.release()
-        return self._finished() if self.step == self.total_steps else self._stopped(request)
+        return self._finished() if progress.step == self.total_steps else self._stopped(request)
 
     def _rate(self) -> float:
         options = self.config.lr_scheduler
         return learning_rate(
-            self.step - 1,
+            self.progress.step - 1,
             lr=self.config.optimizer.lr,
             total_steps=options.total_steps or self.total_steps,
             warmup_steps=options.warmup_steps,
@@ -422,7 +269,9 @@ class Trainer:
         )
 
     def _validation_due(self, last: bool) -> bool:
-        return self.validation_loader is not None and (last or self.step % self.config.validation.freq == 0)
+        return self.validation_loader is not None and (
+            last or self.progress.step % self.config.validation.freq == 0
+        )
 
     def _validate(self, speed: SpeedMeter, request: StopRequest) -> bool:
         """Whether it was cut short, since a rank was asked to stop."""
@@ -439,84 +288,80 @@ class Trainer:
         self.compile_clock()  # what validation compiles is in its own seconds already
         if loss is None:
             return True
-        if self.best_validation is None or loss < self.best_validation:
-            self.best_validation = loss
+        best = self.progress.best_validation
+        if best is None or loss < best:
+            self.progress.best_validation = loss
         self._record({"validation_loss": loss})
         return False
-
-    def _save_due(self, last: bool, stop: bool) -> bool:
-        options = self.config.checkpoint
-        if not options.enable or options.load_only:
-            return False
-        first = self.step == 1 and options.enable_first_step_checkpoint
-        return last or stop or first or self.step % options.interval == 0
 
     # Reporting
 
     def _start_log(self) -> None:
         self.history: list[dict[str, Any]] = []
-        self.log = open_log(self.config, self.folder, total_steps=self.total_steps, resume_step=self.step)
-        self.checkpoints.say = self.log.say
+        progress = self.progress
+        self.log = open_log(self.config, self.folder, total_steps=self.total_steps, resume_step=progress.step)
+        self.saves.say = self.log.say
         samples = self.total_steps * self.batch.total
         for said in told_at_start(self.config, self.loader, total_steps=self.total_steps, samples=samples):
             self.log.say(said)
-        if self.step:
-            self.log.say(f"resumed after step {self.step}, {self.tokens:,} tokens")
+        if progress.step:
+            self.log.say(f"resumed after step {progress.step}, {progress.tokens:,} tokens")
 
     def _log_step(self, result: StepResult, speed: SpeedMeter) -> None:
         values = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": self._rate(),
-            "tokens": self.tokens,
+            "tokens": self.progress.tokens,
         }
         self._record(values | speed.read() | memory(self.device))
 
     def _record(self, values: dict[str, Any]) -> None:
-        self.history.append({"step": self.step, **values})
-        self.log.log(self.step, values)
+        self.history.append({"step": self.progress.step, **values})
+        self.log.log(self.progress.step, values)
 
     # Endings
 
     def _finished(self) -> int:
-        self.log.advance(self.step)
-        saved = self._save_due(last=True, stop=False)
+        step = self.progress.step
+        self.log.advance(step)
+        saved = self.saves.due(last=True, stop=False)
         text = summary(
             self.history,
-            steps=self.step,
+            steps=step,
             tensorboard=self.folder / self.config.metrics.save_tb_folder
             if self.config.metrics.enable_tensorboard
             else None,
-            checkpoint=step_folder(self.checkpoints.folder, self.step) if saved else None,
+            checkpoint=self.saves.newest if saved else None,
         )
         self.log.say(text)
         if saved and not self.config.checkpoint.last_save_model_only:
             epochs = self.config.training.epochs
-            longer = f"--training.epochs {2 * epochs}" if epochs else f"--training.steps {2 * self.step}"
+            longer = f"--training.epochs {2 * epochs}" if epochs else f"--training.steps {2 * step}"
             self.log.say(
                 f"to go on: the same command with {longer}; to start anew: another --job.dump_folder"
             )
         return EXIT_FINISHED
 
     def _saved_seed(self) -> int:
-        self._save(final=True)
-        self.log.say(f"saved the initial weights as {step_folder(self.checkpoints.folder, self.step)}")
+        self.saves.save(final=True)
+        self.log.say(f"saved the initial weights as {self.saves.newest}")
         return EXIT_FINISHED
 
     def _already_finished(self) -> int:
         self.log.say(
-            f"nothing to do: the checkpoint of step {self.step} in {self.checkpoints.folder} is at or past "
-            f"the {self.total_steps} steps of this run; raise --training.steps (or epochs) to go on, or name "
-            "another --job.dump_folder to start anew"
+            f"nothing to do: the checkpoint of step {self.progress.step} in {self.saves.newest.parent} is "
+            f"at or past the {self.total_steps} steps of this run; raise --training.steps (or epochs) to "
+            "go on, or name another --job.dump_folder to start anew"
         )
         return EXIT_FINISHED
 
     def _stopped(self, request: StopRequest) -> int:
-        what = request.reason
-        if not self._save_due(last=False, stop=True):
+        step, what = self.progress.step, request.reason
+        if not self.saves.due(last=False, stop=True):
             self.log.say(
-                f"stopped after step {self.step} by {what}; nothing saved: the config saves no checkpoints"
+                f"stopped after step {step} by {what}; nothing saved: the config saves no checkpoints"
             )
             return EXIT_ERROR
-        self.log.say(f"saved step {self.step} and stopped by {what}; the same command goes on from there")
+        self.log.say(f"saved step {step} and stopped by {what}; the same command goes on from there")
         return EXIT_REQUEUE

@@ -24,6 +24,12 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from toolkit.arguments import (
+    add_model_arguments,
+    add_sampling_arguments,
+    load_as_asked,
+    sampling_as_asked,
+)
 from toolkit.data.chat import ChatFormat, Message, chat_format
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import process_group
@@ -31,7 +37,7 @@ from toolkit.errors import EXIT_FINISHED, DataError, ToolkitError, report
 from toolkit.generation.generator import Generator
 from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
-from toolkit.inference import add_model_arguments, load_as_asked, needed_tokenizer
+from toolkit.inference import needed_tokenizer
 
 HELP = "/reset forgets the dialog, /quit ends"
 
@@ -131,21 +137,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--system", metavar="TEXT", help="the system prompt")
     add("--format", metavar="NAME", help="llama2, llama3 or the file of a jinja template")
-    add("--max-new-tokens", type=_count, default=512, metavar="N", help="of an answer (default: 512)")
-    add("--temperature", type=float, default=0.6, metavar="T", help="0: the likeliest token (default: 0.6)")
-    add("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens")
-    add("--top-p", type=float, default=0.9, metavar="P", help="among the likeliest of P together (0.9)")
-    add("--min-p", type=float, default=0.0, metavar="P", help="among those of P times the likeliest's")
-    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: repeat less")
-    add("--seed", type=int, default=0)
+    add_sampling_arguments(parser, max_new_tokens=512, temperature=0.6, top_p=0.9)
     add("--debug", action="store_true", help="show tracebacks")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
-    return int(text)
 
 
 class Terminal:
@@ -204,8 +198,7 @@ def talk(dialog: Dialog, terminal: Terminal) -> None:
 
 
 def _run(asked: argparse.Namespace) -> None:
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    sampling = Sampling(**{name: getattr(asked, name) for name in names})
+    sampling = sampling_as_asked(asked)
     loaded = load_as_asked(asked)
     tokenizer = needed_tokenizer(loaded)
     form = chat_format(tokenizer, asked.format)

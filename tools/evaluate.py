@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import preflight
+from toolkit.arguments import add_model_arguments, count, load_as_asked
 from toolkit.config import Config, load_config
 from toolkit.config.corpora import corpora
 from toolkit.corpora import Data, run_tokenizer
@@ -35,7 +36,7 @@ from toolkit.data.sources import open_source
 from toolkit.distributed import process_group
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
 from toolkit.evaluation import Evaluator, Loss, documents, text_loss
-from toolkit.inference import Loaded, add_model_arguments, load_as_asked, needed_tokenizer
+from toolkit.inference import Loaded, needed_tokenizer
 from toolkit.loaders import validation_loader
 
 _WINDOW = 4096
@@ -60,23 +61,17 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--text", metavar="PATH", help=".txt, .jsonl, … files, a folder or a glob, as training.dataset_path")
     add("--text-column", default="text", metavar="NAME", help="column of the text (default: text)")
-    add("--seq-len", type=_count, metavar="N", help=f"tokens of a window (default: {_SEQ_LEN})")
-    add("--stride", type=_count, metavar="N", help="tokens that a window predicts (default: all)")
+    add("--seq-len", type=count, metavar="N", help=f"tokens of a window (default: {_SEQ_LEN})")
+    add("--stride", type=count, metavar="N", help="tokens that a window predicts (default: all)")
     add("--config", metavar="FILE", help="the config whose validation set is evaluated; its flags may follow")
     add("--tasks", metavar="NAMES", help="tasks of lm-eval, with commas between")
     add("--task-folder", metavar="PATH", help="folder of YAML files with further tasks")
     add("--few-shot", type=int, metavar="N", help="examples in each prompt (default: the task's)")
-    add("--limit", type=_count, metavar="N", help="only so many examples of each task")
-    add("--batch-size", type=_count, default=8, metavar="N", help="rows at a time (default: 8)")
+    add("--limit", type=count, metavar="N", help="only so many examples of each task")
+    add("--batch-size", type=count, default=8, metavar="N", help="rows at a time (default: 8)")
     add("--output", type=Path, metavar="FILE", help="write the results as JSON")
     add("--debug", action="store_true", help="show tracebacks")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
-    return int(text)
 
 
 def of_text(loaded: Loaded, evaluator: Evaluator, asked: argparse.Namespace, length: int) -> Loss:

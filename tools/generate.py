@@ -26,13 +26,19 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from toolkit.arguments import (
+    add_model_arguments,
+    add_sampling_arguments,
+    count,
+    load_as_asked,
+    sampling_as_asked,
+)
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import process_group
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
 from toolkit.generation.generator import Generator
-from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
-from toolkit.inference import add_model_arguments, load_as_asked, needed_tokenizer
+from toolkit.inference import needed_tokenizer
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,13 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--prompt", action="append", metavar="TEXT", help="may be given several times")
     add("--prompt-file", type=Path, metavar="FILE", help="prompts, one a line; - is standard input")
-    add("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
-    add("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token (default: 0.8)")
-    add("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens")
-    add("--top-p", type=float, default=1.0, metavar="P", help="among the likeliest that together have P")
-    add("--min-p", type=float, default=0.0, metavar="P", help="among those of P times the likeliest's")
-    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: repeat less")
-    add("--seed", type=int, default=0)
+    add_sampling_arguments(parser, max_new_tokens=200, temperature=0.8, top_p=1.0)
     add(
         "--stop-token",
         action="append",
@@ -61,25 +61,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="a special token, or an id, at which text ends, beside the tokenizer's own; repeatable",
     )
-    add("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default: 8)")
+    add("--batch-size", type=count, default=8, metavar="N", help="prompts at a time (default: 8)")
     add("--compile", action="store_true", help="the step of a token: for long texts on CUDA; one process")
     add("--json", action="store_true", help="a line for each prompt: prompt, text, tokens")
     add("--debug", action="store_true", help="show tracebacks")
     return parser
-
-
-def _sampling(arguments: argparse.Namespace) -> Sampling:
-    """What the flags say of how a token is chosen.
-
-    Raises:
-        ConfigError: values out of range, these and those of other flags.
-    """
-    for name in ("max_new_tokens", "batch_size"):
-        if (value := getattr(arguments, name)) < 1:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(Problem("it must be at least 1", f"give {flag} such a number", flag, value))
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    return Sampling(**{name: getattr(arguments, name) for name in names})
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:
@@ -167,7 +153,7 @@ class _Printer:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    sampling = _sampling(arguments)
+    sampling = sampling_as_asked(arguments)
     loaded = load_as_asked(arguments)
     tokenizer = needed_tokenizer(loaded)
     prompts = _prompts_of_rank_0(arguments)
@@ -175,7 +161,7 @@ def _run(arguments: argparse.Namespace) -> None:
     encoded = [tokenizer.encode(prompt, bos=tokenizer.bos_id is not None) for prompt in prompts]
     printer = _Printer(tokenizer, prompts, as_json=arguments.json)
     generator: Generator = loaded.generator(compiled=arguments.compile)
-    start, count = time.monotonic(), 0
+    start, made = time.monotonic(), 0
     for first in range(0, len(prompts), arguments.batch_size):
         rows = encoded[first : first + arguments.batch_size]
         generated: list[list[int]] = [[] for _ in rows]
@@ -197,10 +183,10 @@ def _run(arguments: argparse.Namespace) -> None:
         if printer.streams:
             printer.say(stream.rest() + "\n")
         printer.batch(first, rows, generated)
-        count += sum(map(len, generated))
+        made += sum(map(len, generated))
     seconds = time.monotonic() - start
     if printer.shown:
-        print(f"{count:,} tokens in {seconds:.1f} s, {count / seconds:,.1f} a second", file=sys.stderr)
+        print(f"{made:,} tokens in {seconds:.1f} s, {made / seconds:,.1f} a second", file=sys.stderr)
 
 
 def main(argv: Sequence[str]) -> int:

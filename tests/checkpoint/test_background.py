@@ -158,19 +158,19 @@ def _failing_run(folder: str) -> dict[str, Any]:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 return write(stream, data)
 
-            save = trainer.checkpoints.save
+            save = trainer.saves.manager.save
 
             def noting(step: int, *rest: Any, trainer: Any = trainer, save: Any = save) -> Any:
                 trainer.saving = step
                 return save(step, *rest)
 
             storage._HashingStream.write = filling  # type: ignore[method-assign]
-            trainer.checkpoints.save = noting  # type: ignore[method-assign]
+            trainer.saves.manager.save = noting  # type: ignore[method-assign]
             start_log = trainer._start_log
 
             def listening(trainer: Any = trainer, start_log: Any = start_log, said: Any = said) -> None:
                 start_log()
-                trainer.log.say = said.append
+                trainer.saves.say = said.append
 
             trainer._start_log = listening  # type: ignore[method-assign]
             try:
@@ -180,7 +180,12 @@ def _failing_run(folder: str) -> dict[str, Any]:
             finally:
                 storage._HashingStream.write = write  # type: ignore[method-assign]
             steps = committed_steps(Path(folder, f"{mode} {name}", "checkpoint"))
-            outcomes[f"{mode} {name}"] = (code, trainer.step, steps, [x for x in said if "NOT SAVED" in x])
+            outcomes[f"{mode} {name}"] = (
+                code,
+                trainer.progress.step,
+                steps,
+                [x for x in said if "NOT SAVED" in x],
+            )
     return outcomes
 
 
@@ -210,23 +215,23 @@ def _stopped_in_a_save(folder: str) -> tuple[int, list[int], list[int]]:
         folder, training={"steps": 50}, checkpoint={"enable": True, "interval": 3, "async_mode": "async"}
     )
     trainer = small_trainer(config)
-    commit, end, waited_for = manager_module.commit_folder, trainer.checkpoints.end_save, threading.Event()
+    commit, end, waited_for = manager_module.commit_folder, trainer.saves.manager.end_save, threading.Event()
     committed: list[int] = []
 
     def slow_commit(*arguments: Any) -> None:
         waited_for.wait(60)
         commit(*arguments)
-        committed.append(trainer.step)
+        committed.append(trainer.progress.step)
 
     def end_save(*, wait: bool) -> None:
-        if wait and trainer.step > 3:
+        if wait and trainer.progress.step > 3:
             waited_for.set()
-        elif not wait and trainer.step == 4 and dist.get_rank() == 1:
+        elif not wait and trainer.progress.step == 4 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         end(wait=wait)
 
     manager_module.commit_folder = slow_commit
-    trainer.checkpoints.end_save = end_save  # type: ignore[method-assign]
+    trainer.saves.manager.end_save = end_save  # type: ignore[method-assign]
     code = trainer.run()
     return code, committed_steps(Path(folder, "checkpoint")), committed
 

@@ -107,13 +107,13 @@ def _whole_run(folder: Path, mesh: str, tied: bool) -> dict[str, Any]:
     """All steps, with what was saved after the second."""
     trainer = _trainer(folder, mesh, tied)
     saved: dict[int, Digests] = {}
-    save = trainer.checkpoints.save
+    save = trainer.saves.manager.save
 
     def watched(step: int, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> Path:
         saved[step] = _digests(tensors)
         return save(step, tensors, run)
 
-    trainer.checkpoints.save = watched  # type: ignore[method-assign]
+    trainer.saves.manager.save = watched  # type: ignore[method-assign]
     return _finish(trainer) | {"saved": saved[SAVED]}
 
 

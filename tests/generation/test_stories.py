@@ -93,7 +93,6 @@ def test_program_takes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ("flags", "code", "told"),
     [
         (["--prompt", "x", "--top-p", "3"], 2, "top_p = 3.0"),
-        (["--prompt", "x", "--batch-size", "0"], 2, "--batch-size = 0"),
         (["--prompt", "x", "--stop-token", "<none>"], 2, "--stop-token = '<none>'"),
         (["--prompt", "x", "--tokenizer", str(ASSETS / "tokenizers/llama2")], 3, "32,000 entries"),
         (["--prompt-file", "/nowhere.txt"], 3, "/nowhere.txt"),
@@ -103,6 +102,13 @@ def test_program_takes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_program_refuses(flags: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     found, out, err = _main(capsys, STORIES / "hf", *flags)
     assert (found, out) == (code, "") and told in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("flag", ["--batch-size", "--max-new-tokens"])
+def test_program_counts_from_one(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _main(capsys, STORIES / "hf", "--prompt", "x", flag, "0")
+    assert ended.value.code == 2 and f"{flag}: must be a whole number" in capsys.readouterr().err
 
 
 def test_weights_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

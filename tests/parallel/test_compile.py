@@ -133,7 +133,7 @@ def _train(folder: str) -> dict[str, Any]:
         steps = [record for record in trainer.history if "loss" in record]
         runs[name] = {
             "weights": weights,
-            "names": sorted(trainer._tensors(model_only=False)),
+            "names": sorted(trainer.saves.tensors(model_only=False)),
             "losses": [record["loss"] for record in steps],
             "norms": [record["grad_norm"] for record in steps],
             "validations": len(trainer.history) - len(steps),

@@ -82,7 +82,8 @@ def _copy_follows(folder: Path, name: str, **parallelism: Any) -> dict[str, Any]
     for _, parameter in execution.named_parameters():
         assert isinstance(parameter, DTensor)
         parameter._local_tensor.data.add_(1.0)
-    tensors, copies = trainer._tensors(model_only=False), trainer._tensors(model_only=False, copies=True)
+    tensors = trainer.saves.tensors(model_only=False)
+    copies = trainer.saves.tensors(model_only=False, copies=True)
     execution.refresh_copies(tensors, copies)
     seen.append(parts())
     return {"seen": seen, "copies": sorted(copies), "saved": sorted(tensors)}

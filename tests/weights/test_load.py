@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,11 @@ from tests.weights.stories import (
     reference,
     run,
 )
+from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.collective import Ranks
+from toolkit.conversion import convert, prepare
 from toolkit.errors import DataError
+from toolkit.export import export_hf
 from toolkit.weights.load import load_weights, open_alike
 from toolkit.weights.safetensors_folder import SafetensorsFolder
 
@@ -63,11 +69,39 @@ def differing(source: Any, execution: Any) -> list[str]:
     return wrong
 
 
-def compare(form: str, layout: dict[str, Any], *, thorough: bool) -> dict[str, Any]:
-    """On this rank: how far logits are from those recorded; if ``thorough`` also the mean loss of many
-    stories, and the tensors that differ from the files."""
+def changed_on_the_way(form: str, source: Any, execution: Any, folder: Path) -> list[str]:
+    """Tensors that are not bit for bit those that were published, after a checkpoint of this model has become
+    files of Hugging Face, written by all ranks, and of Meta."""
+    model = form.partition("/")[0]
+    tensors = {f"model.{name}": tensor for name, tensor in execution.named_parameters()}
+    step = CheckpointManager(folder).save(1, tensors, {"model": asdict(source.args)})
+    export_hf(step, folder / "hf", dtype=torch.float32, tokenizer_path=None, ranks=Ranks())
+    if dist.get_rank():
+        return []
+    convert(prepare("dcp-to-meta", step, folder / "meta"))
+    files = {"hf": "model.safetensors", "meta": "consolidated.00.pth"}
+    wrong = []
+    for kind, file in files.items():
+        if (ASSETS / model / kind).exists():
+            read = load_file if kind == "hf" else partial(torch.load, weights_only=True)
+            there, here = read(ASSETS / model / kind / file), read(folder / kind / file)
+            wrong += [f"{kind} {name}" for name in there.keys() ^ here.keys()]
+            wrong += [
+                f"{kind} {name}" for name in there.keys() & here.keys() if not same(there[name], here[name])
+            ]
+    return wrong
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left, right)
+
+
+def compare(form: str, layout: dict[str, Any], folder: Path, *, thorough: bool) -> dict[str, Any]:
+    """On this rank: tensors that change on a way out of this layout, and how far logits are from those
+    recorded; if ``thorough`` also the mean loss of many stories, and tensors that are not the files'."""
     source, execution = fill(form, layout)
     result: dict[str, Any] = {"differ": differing(source, execution) if thorough else []}
+    result["changed"] = changed_on_the_way(form, source, execution, folder)
     ids, logits = reference(form)
     even = ids.shape[1] // 2 * 2  # tensor parallelism splits sequences by two
     out = run(execution, ids[:, :even])
@@ -82,9 +116,9 @@ def compare(form: str, layout: dict[str, Any], *, thorough: bool) -> dict[str, A
     return result
 
 
-def on_every_layout() -> dict[str, dict[str, Any]]:
+def on_every_layout(base: str) -> dict[str, dict[str, Any]]:
     return {
-        f"{form} {name}": compare(form, layout, thorough=form == "stories260K/hf")
+        f"{form} {name}": compare(form, layout, Path(base, form, name), thorough=form == "stories260K/hf")
         for form in FORMS
         for name, layout in LAYOUTS[dist.get_world_size()].items()
     }
@@ -92,10 +126,14 @@ def on_every_layout() -> dict[str, dict[str, Any]]:
 
 @needs_assets
 @pytest.mark.parametrize("size", LAYOUTS)
-def test_trained_models_compute_on_every_layout_what_others_computed_with_them(size: int) -> None:
-    ranks = run_world(on_every_layout, size)
+def test_trained_models_compute_on_every_layout_what_others_computed_with_them(
+    size: int, tmp_path: Path
+) -> None:
+    """And leave it as they have come."""
+    ranks = run_world(on_every_layout, size, str(tmp_path))
     for case in ranks[0]:
         assert all(rank[case]["differ"] == [] for rank in ranks), case
+        assert ranks[0][case]["changed"] == [], case
         for what in ("logits", "loss"):
             found = [rank[case][what] for rank in ranks if what in rank[case]]
             assert bool(found) == (what == "logits" or case.startswith("stories260K/hf")), case

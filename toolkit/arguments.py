@@ -1,0 +1,101 @@
+"""Arguments that several programs of ``tools/`` have in common, and what they ask for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+
+from toolkit.distributed import process_group
+from toolkit.generation.sampling import Sampling
+from toolkit.inference import Loaded, load_model
+from toolkit.precision import native_dtype
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What programs that use a model ask for, to be given to :func:`load_as_asked`."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a Hugging Face folder, a Meta folder, or a run's folder or step-N of this toolkit",
+    )
+    parser.add_argument("--tokenizer", metavar="PATH", help="its folder or file (default: the model's)")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="of the weights and all computation; auto: bfloat16 where the device multiplies it natively",
+    )
+    parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="under torchrun: N ranks split each matrix, and FSDP shards over the rest",
+    )
+
+
+def load_as_asked(arguments: argparse.Namespace) -> Loaded:
+    """The model of :func:`add_model_arguments`, on this process's device; over all ranks of torchrun, whose
+    group is formed here.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: as :func:`load_model`.
+    """
+    device = process_group.local_device()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        process_group.start(device, timeout_seconds=_PATIENCE)
+    dtype = native_dtype(device) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+    given = arguments.tokenizer
+    return load_model(arguments.model, device=device, dtype=dtype, tp=arguments.tp, tokenizer_path=given)
+
+
+def add_sampling_arguments(
+    parser: argparse.ArgumentParser, *, max_new_tokens: int, temperature: float, top_p: float
+) -> None:
+    """How text is drawn, with these defaults; to be given to :func:`sampling_as_asked`."""
+    add = parser.add_argument
+    add(
+        "--max-new-tokens", type=count, default=max_new_tokens, metavar="N", help=f"default: {max_new_tokens}"
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=temperature,
+        metavar="T",
+        help=f"0: the likeliest token (default: {temperature})",
+    )
+    add("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens")
+    add(
+        "--top-p",
+        type=float,
+        default=top_p,
+        metavar="P",
+        help=f"among the likeliest that together have P (default: {top_p})",
+    )
+    add("--min-p", type=float, default=0.0, metavar="P", help="among those of P times the likeliest's")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: repeat less")
+    add("--seed", type=int, default=0)
+
+
+def sampling_as_asked(arguments: argparse.Namespace) -> Sampling:
+    """The sampling of :func:`add_sampling_arguments`.
+
+    Raises:
+        ConfigError: values out of range.
+    """
+    return Sampling(**{name: getattr(arguments, name) for name in _SAMPLING})
+
+
+def count(text: str) -> int:
+    """The type of an argument that is a number of things."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+_PATIENCE = 3600
+"""Seconds that ranks wait for one another: rank 0 for its user, and the others for it."""

@@ -1,0 +1,245 @@
+"""What a run begins with and leaves behind: its checkpoints, and the folders that it hands on."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from toolkit.build import EXPORT_DTYPES, load_hugging_face
+from toolkit.checkpoint.background import Background
+from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.checkpoint.manifest import committed_steps, step_folder
+from toolkit.config import Config
+from toolkit.errors import CheckpointError, DataError
+from toolkit.optim.optimizer import optimizer_tensors
+from toolkit.parallel.execution import Execution
+from toolkit.shape import weights_folder
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    tokens: int = 0
+    best_validation: float | None = None
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # rank 0's is saved
+
+
+class Position(Protocol):
+    """What knows where in the data a run is."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Saves:
+    """Saves, restores and hands on a model, its optimizer, ``progress`` and the position in the data.
+
+    Collective, but for what tells what is due. ``about`` (JSON types) is in every manifest. ``say`` may be
+    replaced; it prints until then.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        execution: Execution,
+        optimizer: Optimizer,
+        position: Position,
+        progress: Progress,
+        about: Mapping[str, Any],
+        group: dist.ProcessGroup,
+    ):
+        self._config = config
+        self._options = options = config.checkpoint
+        self._execution = execution
+        self._optimizer = optimizer
+        self._position = position
+        self._progress = progress
+        self._about = about
+        self._group = group
+        run_folder = Path(config.job.dump_folder).expanduser()
+        self._exports = run_folder / "hf"
+        self.say: Callable[[str], None] = print
+        background = None
+        if options.async_mode != "disabled":
+            background = Background(pinned=options.async_mode == "async_with_pinned_mem")
+        self.manager = CheckpointManager(
+            run_folder / options.folder,
+            keep_latest_k=options.keep_latest_k,
+            keep_every_n=options.keep_every_n,
+            background=background,
+            group=group,
+            say=lambda text: self.say(text),
+        )
+
+    @property
+    def newest(self) -> Path:
+        """The folder of a checkpoint of the step that the run is at."""
+        return step_folder(self.manager.folder, self._progress.step)
+
+    def tensors(self, *, model_only: bool, copies: bool = False) -> dict[str, Tensor]:
+        """Of this rank, or those of its ``copies``, which no checkpoint holds."""
+        named = list(self._execution.copies() if copies else self._execution.named_parameters())
+        tensors: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in named}
+        return tensors if model_only else tensors | optimizer_tensors(named, self._optimizer)
+
+    # Beginning
+
+    def restore(self) -> None:
+        """Go on from the run's own checkpoint, else start from the weights or checkpoint that are named."""
+        options = self._options
+        if not options.load_only:
+            self.manager.remove_leftovers(exports=self._exports)
+        step = self.manager.latest() if options.load_step == -1 else options.load_step
+        if step is not None:
+            self._resume(step)
+        elif folder := pretrained_folder(self._config):
+            broadcast = options.initial_load_broadcast
+            load_hugging_face(self._execution, folder, broadcast=broadcast, group=self._group)
+        elif options.initial_load_path and not options.initial_load_in_hf:
+            source = Path(options.initial_load_path).expanduser()
+            if options.initial_load_model_only:
+                self._load(source, model_only=True)
+            else:
+                self._resume(source)
+
+    def _load(self, where: int | Path, *, model_only: bool) -> dict[str, Any]:
+        tensors = self.tensors(model_only=model_only)
+        manifest = self.manager.load(where, tensors, exclude=_excluded(self._config))
+        self._execution.refresh_copies(tensors, self.tensors(model_only=model_only, copies=True))
+        return manifest
+
+    def _resume(self, where: int | Path) -> None:
+        excluded, progress = self._options.exclude_from_loading, self._progress
+        manifest = self._load(where, model_only=False)
+        run = manifest["run"]
+        if "train_state" not in excluded:
+            progress.step = manifest["step"]
+            progress.tokens = run["tokens"]
+            progress.best_validation = run["best_validation"]
+            progress.run_id = run.get("id", progress.run_id)
+        if "dataloader" not in excluded:
+            self._position.load_state_dict(run["loader"])
+
+    # Saving
+
+    def due(self, *, last: bool, stop: bool) -> bool:
+        options, step = self._options, self._progress.step
+        if not options.enable or options.load_only:
+            return False
+        first = step == 1 and options.enable_first_step_checkpoint
+        return last or stop or first or step % options.interval == 0
+
+    def save(self, *, model_only: bool = False, final: bool = False) -> None:
+        """Save, or tell why not and leave it to the next save, if there is one.
+
+        Raises:
+            CheckpointError: the ``final`` save failed.
+        """
+        self.end_save(wait=True)
+        tensors = self.tensors(model_only=model_only)
+        if model_only:
+            tensors = {name: tensor.detach().to(self._export_dtype) for name, tensor in tensors.items()}
+        progress = self._progress
+        run = {
+            **self._about,
+            "id": progress.run_id,
+            "model_only": model_only,
+            "tokens": progress.tokens,
+            "best_validation": progress.best_validation,
+            "loader": self._position.state_dict(),
+        }
+        try:
+            self.manager.save(progress.step, tensors, run)
+            if final:
+                self.manager.end_save(wait=True)
+        except CheckpointError as error:
+            if final:
+                raise
+            self._not_saved(error)
+
+    def end_save(self, *, wait: bool) -> None:
+        """Hear how a save in the background went."""
+        try:
+            self.manager.end_save(wait=wait)
+        except CheckpointError as error:
+            self._not_saved(error)
+
+    def _not_saved(self, error: CheckpointError) -> None:
+        self.say(f"NOT SAVED: {error}\n  Training goes on, and the next save tries again.")
+
+    # Handing on
+
+    def export_due(self, *, last: bool) -> bool:
+        every = self._options.hf_export_interval
+        return (last and self._options.last_save_in_hf) or (
+            every is not None and self._progress.step % every == 0
+        )
+
+    def export(self, *, final: bool) -> None:
+        """Hand the checkpoint of this step on as a Hugging Face folder, or tell why not.
+
+        Raises:
+            CheckpointError, DataError: the ``final`` one failed.
+        """
+        from toolkit.export import export_hf
+
+        self.end_save(wait=True)
+        model = self._config.model
+        try:
+            export_hf(
+                self.newest,
+                self._exported,
+                dtype=self._export_dtype,
+                tokenizer_path=Path(model.tokenizer_path or model.hf_assets_path).expanduser(),
+                ranks=self.manager.ranks,
+            )
+        except (CheckpointError, DataError) as error:
+            if final:
+                raise
+            self.say(f"NOT EXPORTED: {error}\n  Training goes on.")
+        else:
+            step = self._progress.step
+            self.say(f"wrote the model of step {step} as a Hugging Face folder: {self._exported}")
+
+    def export_missed(self, *, last: bool) -> None:
+        """Make up for an export that a kill has cost after the save."""
+        if self._options.load_only or not self.export_due(last=last):
+            return
+        if self.manager.ranks.decide(
+            lambda: (
+                self._progress.step in committed_steps(self.manager.folder) and not self._exported.is_dir()
+            )
+        ):
+            self.export(final=last)
+
+    @property
+    def _exported(self) -> Path:
+        """The Hugging Face folder of this step."""
+        return self._exports / f"step-{self._progress.step}"
+
+    @property
+    def _export_dtype(self) -> torch.dtype:
+        return EXPORT_DTYPES[self._options.export_dtype]
+
+
+def pretrained_folder(config: Config) -> Path | None:
+    """The Hugging Face folder with the weights of a new run, if it takes some."""
+    return None if "model" in _excluded(config) else weights_folder(config)
+
+
+def _excluded(config: Config) -> list[str]:
+    """First words of the names of tensors that are not loaded."""
+    prefixes = {"model": "model", "optimizer": "optim"}
+    return [prefixes[part] for part in config.checkpoint.exclude_from_loading if part in prefixes]
