@@ -69,7 +69,7 @@ def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             for pipe in ready:
                 rank = pipes.index(pipe)
                 try:
-                    succeeded, value = pickle.loads(pipe.recv_bytes())
+                    succeeded, value = pickle.loads(pipe.recv_bytes())  # noqa: S301 (our own bytes)
                 except EOFError:
                     succeeded, value = False, "the process died without a word"
                 if not succeeded:

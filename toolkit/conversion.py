@@ -40,6 +40,7 @@ from toolkit.wording import either, first_few
 FORMATS: Mapping[str, type] = {"hf": SafetensorsFolder, "meta": MetaFolder, "dcp": CheckpointWeights}
 _STEP = re.compile(r"step-(\d+)")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+TOKENIZER_MODEL = "tokenizer.model"
 _SHOWN = 8
 
 
@@ -56,6 +57,14 @@ class Conversion:
     out: Path
     beside: Companions
     max_bytes: int = MAX_BYTES
+
+    @property
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        """Those of ``beside`` that have a place in the format: Meta's programs read tokenizer.model alone."""
+        files = self.beside.files
+        if self.to == "meta":
+            return {name: content for name, content in files.items() if name == TOKENIZER_MODEL}
+        return files
 
     @property
     def bytes(self) -> int:
@@ -117,18 +126,16 @@ def convert(
         DataError, CheckpointError: a damaged source, or what ``verify`` has found, of which nothing is left;
             or a disk that is full, from where the same again goes on.
     """
-    source, out, beside = conversion.source, conversion.out, conversion.beside
+    source, out, others = conversion.source, conversion.out, conversion.tokenizer_files
     check, ranks = partial(compare, source) if verify else None, Ranks(alone=True)
     if conversion.to == "dcp":
         _write_checkpoint(conversion, verify=verify, progress=progress)
     elif conversion.to == "hf":
-        tokens = beside.tokens
         write_hf(
-            source, out, tokens=tokens, others=beside.files, max_bytes=conversion.max_bytes, ranks=ranks,
-            progress=progress, check=check,
+            source, out, tokens=conversion.beside.tokens, others=others, max_bytes=conversion.max_bytes,
+            ranks=ranks, progress=progress, check=check,
         )  # fmt: skip
     else:
-        others = {name: content for name, content in beside.files.items() if name == "tokenizer.model"}
         write_meta(source, out, others=others, ranks=ranks, progress=progress, check=check)
 
 

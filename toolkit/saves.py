@@ -43,15 +43,16 @@ class Position(Protocol):
 
 
 class Saves:
-    """Saves, restores and hands on a model, its optimizer, ``progress`` and the position in the data.
+    """Saves, restores and hands on a model, its optimizer, ``progress`` and the ``position`` in the data.
 
-    Collective, but for what tells what is due. ``about`` (JSON types) is in every manifest. ``say`` may be
-    replaced; it prints until then.
+    All ranks call every method, save those that tell what is due. ``about`` (JSON types) goes into every
+    manifest. ``say`` takes a line for the user, and prints it until it is replaced.
     """
 
     def __init__(
         self,
         config: Config,
+        run_folder: Path,
         *,
         execution: Execution,
         optimizer: Optimizer,
@@ -68,7 +69,6 @@ class Saves:
         self._progress = progress
         self._about = about
         self._group = group
-        run_folder = Path(config.job.dump_folder).expanduser()
         self._exports = run_folder / "hf"
         self.say: Callable[[str], None] = print
         background = None

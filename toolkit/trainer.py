@@ -84,6 +84,7 @@ class Trainer:
             self.total_steps = -(-config.training.epochs * self.loader.epoch_samples // self.batch.total)
         self.saves = Saves(
             config,
+            self.folder,
             execution=self.execution,
             optimizer=self.optimizer,
             position=self.loader,
