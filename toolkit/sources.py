@@ -12,17 +12,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit.checkpoint.manifest import MANIFEST, committed_steps, step_folder
-from toolkit.checkpoint.reading import open_checkpoint, pieces
+from toolkit.checkpoint.reading import open_checkpoint, pieces, read_pieces
 from toolkit.checkpoint.storage import tensors_of
 from toolkit.collective import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.llama.presets import LlamaArgs, RopeScaling
-from toolkit.regions import new_output, read_region, whole
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors_folder import SafetensorsFolder
 from toolkit.weights.source import Region, Source, Stored
@@ -59,25 +57,8 @@ class CheckpointWeights:
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
         """See :meth:`toolkit.weights.source.Source.read`."""
-        shape, dtype = self.tensors[name].shape, self.tensors[name].dtype
-        region = whole(shape) if region is None else region
-        out = new_output(shape, dtype, region, out)
-        for piece in self._pieces(name):
-            bounds = [
-                (max(cut.start, start), min(cut.stop, start + size))
-                for cut, start, size in zip(region, piece.offsets, piece.place.shape, strict=True)
-            ]
-            if any(start >= stop for start, stop in bounds):
-                continue
-            inside = [slice(a - o, b - o) for (a, b), o in zip(bounds, piece.offsets, strict=True)]
-            target = out[
-                tuple(slice(a - c.start, b - c.start) for (a, b), c in zip(bounds, region, strict=True))
-            ]
-            part = target if target.is_contiguous() else torch.empty(target.shape, dtype=dtype)
-            read_region(piece.place, inside, part)
-            if part is not target:
-                target.copy_(part)
-        return out
+        stored = self.tensors[name]
+        return read_pieces(self._pieces(name), stored.shape, stored.dtype, region, out)
 
 
 def _args(folder: Path, shape: Any) -> LlamaArgs:

@@ -117,7 +117,7 @@ def diff(left: Path, right: Path) -> Iterator[str]:
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             yield f"{key}: {before.get(key)!r}, {after.get(key)!r}"
-    from toolkit.checkpoint.loading import read_tensor
+    from toolkit.checkpoint.reading import read_tensor
     from toolkit.checkpoint.storage import read_metadata, tensors_of
 
     for step, problems in verify([left, right]):

@@ -21,8 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from toolkit.checkpoint.loading import read_tensor
 from toolkit.checkpoint.manifest import check_files, committed_steps, read_manifest, step_folder
+from toolkit.checkpoint.reading import read_tensor
 from toolkit.checkpoint.retention import leftovers
 from toolkit.checkpoint.storage import read_metadata, tensors_of
 

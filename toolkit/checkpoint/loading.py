@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -70,20 +69,6 @@ def load_tensors(
     if failure:
         causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in sorted(failure.failures.items()))
         raise CheckpointError(f"{folder} could not be read: {causes}") from failure
-
-
-def read_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
-    """One tensor of a checkpoint, whole, by an index that was vetted; in a process without a group."""
-    entry = tensors_of(metadata)[name]
-    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with Ranks().quiet():
-        dcp.load(
-            {name: tensor},
-            storage_reader=VerifiedReader(folder, metadata),
-            planner=DefaultLoadPlanner(flatten_state_dict=False),
-            no_dist=True,
-        )
-    return tensor
 
 
 def excluded(name: str, exclude: Sequence[str]) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from toolkit.checkpoint.loading import share
@@ -16,7 +18,7 @@ from toolkit.checkpoint.storage import METADATA, read_metadata, tensor_place, te
 from toolkit.collective import Ranks
 from toolkit.errors import CheckpointError
 from toolkit.hardware import cores
-from toolkit.regions import Place
+from toolkit.regions import Place, Region, new_output, read_region, whole
 from toolkit.wording import first_few
 
 
@@ -69,3 +71,39 @@ def pieces(folder: Path, metadata: Metadata, name: str) -> list[Piece]:
             )
         found.append(Piece(place, tuple(chunk.offsets)))
     return found
+
+
+def read_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
+    """The tensor ``name``, whole, by a vetted index."""
+    entry = tensors_of(metadata)[name]
+    return read_pieces(pieces(folder, metadata, name), tuple(entry.size), entry.properties.dtype)
+
+
+def read_pieces(
+    parts: Sequence[Piece],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    region: Region | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A tensor, or a ``region`` of it, joined from its ``parts``; in ``out``, contiguous, if it is given.
+
+    Raises:
+        DataError: a file cannot be read or ends too early.
+    """
+    region = whole(shape) if region is None else region
+    out = new_output(shape, dtype, region, out)
+    for piece in parts:
+        bounds = [
+            (max(cut.start, start), min(cut.stop, start + size))
+            for cut, start, size in zip(region, piece.offsets, piece.place.shape, strict=True)
+        ]
+        if any(start >= stop for start, stop in bounds):
+            continue
+        inside = [slice(a - o, b - o) for (a, b), o in zip(bounds, piece.offsets, strict=True)]
+        target = out[tuple(slice(a - c.start, b - c.start) for (a, b), c in zip(bounds, region, strict=True))]
+        part = target if target.is_contiguous() else torch.empty(target.shape, dtype=dtype)
+        read_region(piece.place, inside, part)
+        if part is not target:
+            target.copy_(part)
+    return out
