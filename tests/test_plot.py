@@ -92,4 +92,4 @@ def test_without_matplotlib(
 
     monkeypatch.setattr(builtins, "__import__", missing)
     assert plot.main([str(write_run(tmp_path / "a", 3))]) == 2
-    assert 'pip install "llama-toolkit[plot]"' in capsys.readouterr().err
+    assert "'.[plot]'" in capsys.readouterr().err

@@ -30,6 +30,11 @@ def either(items: Iterable[object]) -> str:
     return f"{', '.join(rest)} or {last}" if rest else last
 
 
+def install(extra: str) -> str:
+    """The command for the packages of an extra of pyproject.toml."""
+    return f".venv/bin/python -m pip install -c constraints.txt -e '.[{extra}]', in the toolkit's folder"
+
+
 def first_few(items: Sequence[str], limit: int) -> str:
     """``items`` with commas between; beyond ``limit`` only how many more there are."""
     rest = f" and {len(items) - limit} more" if len(items) > limit else ""

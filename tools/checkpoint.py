@@ -178,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list").add_argument("folder", type=Path)
     shown = actions.add_parser("inspect")
@@ -240,7 +241,7 @@ def main(argv: Sequence[str]) -> int:
             count += 1
             print(line, flush=True)
     except ToolkitError as error:
-        return report(error, show=True)
+        return report(error, show=True, debug=asked.debug)
     return EXIT_ERROR if asked.action == "diff" and count else EXIT_FINISHED
 
 

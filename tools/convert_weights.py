@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     verified = ", each tensor compared" if asked.verify else ""
     print(f"{conversion.out}: {len(conversion.source.tensors)} tensors, {conversion.bytes:,} bytes{verified}")
     if conversion.to == "meta" and TOKENIZER_MODEL not in conversion.tokenizer_files:
-        print(f"Meta's programs need a {TOKENIZER_MODEL} beside it, and there is none: --tokenizer names one")
+        print(f"Meta's programs need a {TOKENIZER_MODEL} beside it, and there is none: put one there")
     if conversion.to == "dcp":
         print(f"to train from it: --checkpoint.initial_load_path {conversion.out}")
     return EXIT_FINISHED

@@ -7,7 +7,7 @@
 
 MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a run's folder for its newest.
 Several kinds may be asked for at once; --output keeps the results as JSON. Tasks need the extra eval:
-pip install 'llama-toolkit[eval]'.
+.venv/bin/python -m pip install -c constraints.txt -e '.[eval]'.
 
 A text begins with BOS and each of its tokens is predicted once, in windows of --seq-len tokens that overlap
 where --stride is smaller. The validation set is cut, masked and averaged as in training. Exit codes: 0 done,
@@ -38,6 +38,7 @@ from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, Toolk
 from toolkit.evaluation import Evaluator, Loss, documents, text_loss
 from toolkit.inference import Loaded, needed_tokenizer
 from toolkit.loaders import validation_loader
+from toolkit.wording import install
 
 _WINDOW = 4096
 """The most tokens of a window unless more are asked for: a context may be of 131,072."""
@@ -159,7 +160,7 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
         parser.error(f"unrecognized arguments: {' '.join(words)} (flags of a config need --config FILE)")
     if asked.tasks and importlib.util.find_spec("lm_eval") is None:
         rule = "tasks need the package lm-eval, which is not installed"
-        raise ConfigError(Problem(rule, "pip install 'llama-toolkit[eval]'", "--tasks", asked.tasks))
+        raise ConfigError(Problem(rule, install("eval"), "--tasks", asked.tasks))
     if asked.text:
         open_source("", asked.text, asked.text_column)
     if not asked.config:

@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
                 )
         print(f"wrote {asked.out}")
     except ToolkitError as error:
-        return report(error, show=True)
+        return report(error, show=True, debug=asked.debug)
     return EXIT_FINISHED
 
 
@@ -116,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="as debug.seed (default: 0)")
     parser.add_argument("--tokenizer", type=Path, help="folder or file of a tokenizer to put beside them")
     parser.add_argument("--max-bytes", type=int, default=MAX_BYTES, help="of a file (default: 5 GB)")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ConfigError, DataError, Problem, ToolkitError
+from toolkit.wording import install
 
 Record = dict[str, Any]
 Points = tuple[list[float], list[float]]
@@ -186,8 +187,8 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        fix = 'pip install "llama-toolkit[plot]"'
-        raise ConfigError(Problem("drawing needs matplotlib, which is not installed", fix)) from None
+        rule = "drawing needs matplotlib, which is not installed"
+        raise ConfigError(Problem(rule, install("plot"))) from None
     matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot as plt
 

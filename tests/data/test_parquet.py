@@ -223,7 +223,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     problem = check_source("x", str(path))
     assert problem is not None and problem.key == "dataset_path"
-    assert "pyarrow" in problem.rule and problem.fix == "pip install 'llama-toolkit[hf]'"
+    assert "pyarrow" in problem.rule and "'.[hf]'" in problem.fix
 
 
 def test_pyarrow_is_imported_for_parquet_alone(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_the_picture_of_the_budget_needs_matplotlib(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     [problem] = memory_budget_needs(Run(configure(flags), 1, CPU))
     assert problem.key == "activation_checkpoint.visualize_memory_budget_pareto"
-    assert "llama-toolkit[plot]" in problem.fix
+    assert "'.[plot]'" in problem.fix
 
 
 def test_what_acts_is_not_refused() -> None:

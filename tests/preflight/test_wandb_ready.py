@@ -18,7 +18,7 @@ def problems(monkeypatch: pytest.MonkeyPatch, *, installed: bool) -> str:
 
 
 def test_the_package_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 'pip install "llama-toolkit[wandb]"' in problems(monkeypatch, installed=False)
+    assert "pip install -c constraints.txt -e '.[wandb]'" in problems(monkeypatch, installed=False)
 
 
 def test_without_a_key_wandb_would_ask_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -62,10 +62,11 @@ def pieces(folder: Path, metadata: Metadata, name: str) -> list[Piece]:
         CheckpointError: a piece is damaged.
     """
     found = []
-    for chunk in tensors_of(metadata)[name].chunks:
+    tensor = tensors_of(metadata)[name]
+    for chunk in tensor.chunks:
         stored = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
         place = tensor_place(folder / stored.relative_path, stored)
-        if place.shape != tuple(chunk.sizes):
+        if place.shape != tuple(chunk.sizes) or place.dtype != tensor.properties.dtype:
             raise CheckpointError(
                 f"{name} in {place.file} is not the piece that the index tells of; {ADVICE}"
             )

@@ -25,6 +25,7 @@ from toolkit.data.columns import SourceError
 from toolkit.data.content import locked, remember, say, too_large
 from toolkit.data.sources import Source
 from toolkit.errors import DataError, Problem
+from toolkit.wording import install
 
 KNOWN = {"c4": ("allenai/c4", "en")}
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -103,7 +104,7 @@ def _download(source: HubSource, folder: Path, progress: bool, max_bytes: float)
         import datasets
     except ImportError as error:
         rule = f"fetching {_title(source)} needs the package datasets, which is not installed"
-        raise DataError(f"{rule}\n  fix:  pip install 'llama-toolkit[hf]'") from error
+        raise DataError(f"{rule}\n  fix:  {install('hf')}") from error
 
     # Versions before 4 would run a script that a dataset brings along, if the environment allowed it.
     datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False

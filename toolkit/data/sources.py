@@ -20,7 +20,7 @@ from toolkit.data import text_files
 from toolkit.data.columns import SourceError
 from toolkit.data.text_files import Piece, is_json
 from toolkit.errors import DataError, Problem
-from toolkit.wording import closest, did_you_mean
+from toolkit.wording import closest, did_you_mean, install
 
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
 EMBEDDED = {
@@ -155,7 +155,7 @@ def _hub_source(name: str, text_column: str, subset: str | None, split: str) -> 
 def _require(package: str, what: str, key: str, value: str | None) -> None:
     if importlib.util.find_spec(package) is None:
         rule = f"{what} needs the package {package}, which is not installed"
-        raise SourceError(Problem(rule, "pip install 'llama-toolkit[hf]'", key, value))
+        raise SourceError(Problem(rule, install("hf"), key, value))
 
 
 def _parquet():  # type: ignore[no-untyped-def]  # the module, which costs some tenths of a second to import

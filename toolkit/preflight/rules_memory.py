@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from toolkit.config.schema import fields_by_key
 from toolkit.errors import Problem
 from toolkit.preflight.facts import Run, rule
-from toolkit.wording import closest
+from toolkit.wording import closest, install
 
 _TABLE = "activation_checkpoint"
 _STRIDE = f"{_TABLE}.selective_ac_option"
@@ -89,7 +89,7 @@ def memory_budget_needs(run: Run) -> list[Problem]:
     picture = f"{_TABLE}.visualize_memory_budget_pareto"
     if run.config.value(picture) and find_spec("matplotlib") is None:
         rule = "the package matplotlib, which draws it, is not installed"
-        return [run.problem(picture, rule, 'pip install "llama-toolkit[plot]"')]
+        return [run.problem(picture, rule, install("plot"))]
     return []
 
 

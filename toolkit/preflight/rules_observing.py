@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from toolkit.errors import Problem
 from toolkit.preflight.facts import Run, rule
+from toolkit.wording import install
 
 
 @rule()
@@ -56,7 +57,7 @@ def wandb_ready(run: Run) -> list[Problem]:
     if not run.config.metrics.enable_wandb:
         return []
     if find_spec("wandb") is None:
-        return [run.problem(key, "the package wandb is not installed", 'pip install "llama-toolkit[wandb]"')]
+        return [run.problem(key, "the package wandb is not installed", install("wandb"))]
     if _may_send():
         return []
     return [
