@@ -84,8 +84,8 @@ class Saves:
         )
 
     @property
-    def newest(self) -> Path:
-        """The folder of a checkpoint of the step that the run is at."""
+    def step_folder(self) -> Path:
+        """Where the checkpoint of the step that the run is at is, or will be."""
         return step_folder(self.manager.folder, self._progress.step)
 
     def tensors(self, *, model_only: bool, copies: bool = False) -> dict[str, Tensor]:
@@ -199,7 +199,7 @@ class Saves:
         model = self._config.model
         try:
             export_hf(
-                self.newest,
+                self.step_folder,
                 self._exported,
                 dtype=self._export_dtype,
                 tokenizer_path=Path(model.tokenizer_path or model.hf_assets_path).expanduser(),

@@ -333,7 +333,7 @@ class Trainer:
             tensorboard=self.folder / self.config.metrics.save_tb_folder
             if self.config.metrics.enable_tensorboard
             else None,
-            checkpoint=self.saves.newest if saved else None,
+            checkpoint=self.saves.step_folder if saved else None,
         )
         self.log.say(text)
         if saved and not self.config.checkpoint.last_save_model_only:
@@ -346,13 +346,13 @@ class Trainer:
 
     def _saved_seed(self) -> int:
         self.saves.save(final=True)
-        self.log.say(f"saved the initial weights as {self.saves.newest}")
+        self.log.say(f"saved the initial weights as {self.saves.step_folder}")
         return EXIT_FINISHED
 
     def _already_finished(self) -> int:
         self.log.say(
-            f"nothing to do: the checkpoint of step {self.progress.step} in {self.saves.newest.parent} is "
-            f"at or past the {self.total_steps} steps of this run; raise --training.steps (or epochs) to "
+            f"nothing to do: the checkpoint of step {self.progress.step} in {self.saves.step_folder.parent} "
+            f"is at or past the {self.total_steps} steps of this run; raise --training.steps (or epochs) to "
             "go on, or name another --job.dump_folder to start anew"
         )
         return EXIT_FINISHED
