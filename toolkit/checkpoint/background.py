@@ -9,30 +9,42 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from threading import Thread
 
+import torch
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
 
 class Background:
     """One write at a time. ``pinned`` has a GPU copy into pages that stay in memory, which is faster."""
 
     def __init__(self, *, pinned: bool = False):
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=pinned,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=pinned,
-            )
-        )
+        self._pinned = pinned
+        self._copies: dict[str, Tensor] = {}
         self._thread: Thread | None = None
         self._failure: BaseException | None = None
 
+    @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as they are now, on the CPU, sharded as they are; valid until the next call."""
-        copies = self._stager.stage(dict(tensors))
-        assert isinstance(copies, dict)
-        return copies
+        parts = {name: _local(tensor) for name, tensor in tensors.items()}
+        self._copies = {name: self._like(name, part) for name, part in parts.items()}
+        for name, part in parts.items():
+            self._copies[name].copy_(part, non_blocking=self._pinned)
+        if self._pinned:
+            torch.accelerator.synchronize()
+        return {
+            name: DTensor(self._copies[name], tensor._spec, requires_grad=False)
+            if isinstance(tensor, DTensor)
+            else self._copies[name]
+            for name, tensor in tensors.items()
+        }
+
+    def _like(self, name: str, part: Tensor) -> Tensor:
+        """The last copy of this name, or a new one where it does not fit."""
+        copy = self._copies.get(name)
+        if copy is not None and (copy.shape, copy.dtype) == (part.shape, part.dtype):
+            return copy
+        return torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=self._pinned)
 
     def start(self, write: Callable[[], None]) -> None:
         """Call ``write`` in a thread of its own, which ends with the process."""
@@ -54,3 +66,7 @@ class Background:
         failure, self._thread, self._failure = self._failure, None, None
         if failure:
             raise failure
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
