@@ -132,7 +132,7 @@ class Pipeline(Execution):
     def backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         tokens, positions, documents, labels = self._inputs(batches)
         if self.schedule is None:
-            self.schedule = self._new_schedule(len(tokens) // self.micro_batch, tokens.shape[1])
+            self.schedule = self.new_schedule(len(tokens) // self.micro_batch, tokens.shape[1])
         self._scale = scale
         self._total.zero_()
         extra = {"positions": positions, "documents": documents, "labels": labels}
@@ -160,7 +160,7 @@ class Pipeline(Execution):
             positions = positions[:1].expand_as(tokens)
         return tokens, positions, joined("documents"), labels
 
-    def _new_schedule(self, count: int, length: int) -> Any:
+    def new_schedule(self, count: int, length: int) -> Any:
         """The schedule of ``count`` micro-batches of ``length`` tokens on this rank."""
         tokens = torch.empty(self.micro_batch, length, dtype=torch.int64, device="meta")
         hidden = self._hidden(self.micro_batch, length, "meta").requires_grad_()

@@ -51,12 +51,13 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
     print("\n".join(_describe_mesh(run)))
     if run.stages:
         print("\n".join(_describe_stages(run)))
+    from toolkit.build import DTYPES
     from toolkit.plan.ranks import holding
 
     assert run.mesh and run.model, "the preflight found nothing wrong with the config"
     alike = _distinct(run)
     for rank in shown_ranks(environ, run.world_size, ",".join(map(str, alike))):
-        found = holding(config, run.model, run.mesh, rank)
+        found = holding(config, run.model, run.mesh, rank, param_dtype=DTYPES[_compute_dtype(run)])
         print("\n".join(_describe_rank(run, found, alike.get(rank, []))), flush=True)
     if missing:
         raise missing

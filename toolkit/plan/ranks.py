@@ -1,4 +1,4 @@
-"""What single ranks of a run hold, found by building their part of the model without its numbers.
+"""What single ranks of a run hold and send, found by building their part of the model without its numbers.
 
 A process group that sends nothing stands in for the world, so that one process takes the place of any rank
 of any number. The model is built as for training, on the meta device, where a tensor has a shape and no
@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from toolkit.build import DTYPES, build_model, model_optimizer, sharding
+from toolkit.build import build_model, model_optimizer, sharding
 from toolkit.config import Config
-from toolkit.config.layout import Degrees
+from toolkit.config.layout import Degrees, batch_shape
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.names import clean_name
 from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.parallel.execution import Execution
 from toolkit.parallel.mesh import build_mesh
+from toolkit.plan.communication import Exchange, exchanges
 
 
 @dataclass(frozen=True)
@@ -49,33 +50,43 @@ class Unit:
 
 @dataclass(frozen=True)
 class Holding:
-    """What ``rank`` holds of the model and of the optimizer."""
+    """What ``rank`` holds of the model and of the optimizer, and its part in the exchanges of a step."""
 
     rank: int
     parts: list[Part]
     units: list[Unit]
     optimizer_bytes: int
+    exchanges: list[Exchange]
 
     @property
     def parameter_bytes(self) -> int:
         return sum(part.bytes for part in self.parts)
 
 
-def holding(config: Config, args: LlamaArgs, layout: Degrees, rank: int) -> Holding:
-    """What ``rank`` of a run that passed the preflight holds after its first step. Needs no process group,
-    and must not be called where there is one."""
+def holding(
+    config: Config, args: LlamaArgs, layout: Degrees, rank: int, *, param_dtype: torch.dtype
+) -> Holding:
+    """What ``rank`` of a run that passed the preflight holds after its first step, and sends in each; it
+    computes in ``param_dtype``. Needs no process group, and must not be called where there is one."""
     with _pretended(rank, layout.world_size):
         device = torch.device("cpu")
-        # The precision of the computation changes nothing of what is stored.
-        how = sharding(config, param_dtype=DTYPES[config.training.dtype])
+        how = sharding(config, param_dtype=param_dtype)
         mesh = build_mesh(device, **asdict(layout))
         execution = build_model(config, args, mesh, device, how=how, seed=0, storage=False)
         named = [*execution.named_parameters(), *execution.copies()]
+        training = config.training
+        batch = batch_shape(
+            global_batch_size=training.global_batch_size,
+            local_batch_size=training.local_batch_size,
+            dp=layout.dp,
+        )
+        assert batch, "the preflight found that the batch divides"
         return Holding(
             rank=rank,
             parts=[_part(name, parameter) for name, parameter in named],
             units=list(_units(execution)),
             optimizer_bytes=_optimizer_bytes(config, named),
+            exchanges=list(exchanges(execution, config, mesh, batch, how)),
         )
 
 
