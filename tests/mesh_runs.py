@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import logging
 import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,15 @@ from torch.distributed.tensor import DTensor
 
 from tests import meshes
 from tests.curves import differences, write_tokenizer
+from tests.traffic import Sent, Traffic, label
 from tests.training import small_config, small_trainer
+from toolkit.build import DTYPES
 from toolkit.config import Config
 from toolkit.config.stages import pipeline_stages
+from toolkit.hardware import detect
 from toolkit.parallel.execution import Execution
+from toolkit.plan.ranks import holding
+from toolkit.preflight.facts import Run
 
 STEPS = 5
 
@@ -114,7 +120,11 @@ def run(folder: str, layout: str) -> dict[str, Any]:
             taken["gradients"] = _whole(execution, lambda parameter: parameter.grad)
         return total
 
-    execution.backward = watched  # type: ignore[method-assign]
+    execution.backward = watched
+    sent: Sent = {}
+    taken["sent"] = sent
+    if "compiled" not in layout.split():  # torch runs no compiled code while operators are watched
+        trainer.train_step = _counted(trainer.train_step, sent)
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.run()
     steps = [record for record in trainer.history if "loss" in record]
@@ -124,6 +134,21 @@ def run(folder: str, layout: str) -> dict[str, Any]:
         "norms": [record["grad_norm"] for record in steps],
         "validation": [record["validation_loss"] for record in trainer.history if record not in steps],
     }
+
+
+def _counted(train_step: Callable[..., Any], sent: Sent) -> Callable[..., Any]:
+    """``train_step``, which adds what it sends to ``sent`` the second time that it is called."""
+    steps = itertools.count(1)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if next(steps) != 2:
+            return train_step(*args, **kwargs)
+        with Traffic() as traffic:
+            result = train_step(*args, **kwargs)
+        sent.update(traffic.bytes)
+        return result
+
+    return counted
 
 
 def _whole(execution: Execution, of: Callable[[Any], Any]) -> list[tuple[str, Tensor]]:
@@ -136,6 +161,24 @@ def _gathered(tensor: Tensor | None) -> Tensor:
         return torch.tensor(math.nan)
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().clone()
+
+
+# What is sent
+
+
+def planned(folder: str, layout: str) -> list[Sent]:
+    """What the planner says that each rank of a layout of tests/meshes.py sends in a step."""
+    config = configure(folder, layout)
+    run = Run(config, meshes.ranks(layout), detect())
+    assert run.mesh and run.model
+    dtype = DTYPES[config.training.mixed_precision_param]
+    ranks = []
+    for rank in range(run.world_size):
+        sent: Counter[str] = Counter()
+        for exchange in holding(config, run.model, run.mesh, rank, param_dtype=dtype).exchanges:
+            sent[label(exchange.operation, exchange.ranks)] += exchange.bytes
+        ranks.append(dict(sent))
+    return ranks
 
 
 # Comparing
@@ -156,7 +199,8 @@ def compare(folder: str, layout: str) -> Result:
     """Run the layout in a world of its ranks and compare it with its reference; every rank returns the same.
 
     Names whose initial weights differ in any bit, and those that no rank has; relative errors of gradients
-    and last weights by name, of losses and norms by step, and of the validation.
+    and last weights by name, of losses and norms by step, and of the validation; what each rank sends in a
+    step.
     """
     expected = torch.load(recording(folder, meshes.reference(layout)))
     found = run(folder, layout)
@@ -166,6 +210,7 @@ def compare(folder: str, layout: str) -> Result:
         "other": [name for name, tensor in found["initial"] if not torch.equal(tensor, initial[name])],
         "gradients": _errors(found["gradients"], gradients),
         "parameters": _errors(found["final"], final),
+        "sent": found["sent"],
     }
     mine |= {what: dict(enumerate(differences(found[what], expected[what]))) for what in SERIES}
     ranks: list[Any] = [None] * dist.get_world_size()
@@ -174,6 +219,7 @@ def compare(folder: str, layout: str) -> Result:
     return {
         "other": sorted({name for rank in ranks for name in rank["other"]}),
         "missing": sorted(initial.keys() ^ names),
+        "sent": [rank["sent"] for rank in ranks],
         **{what: _worst(rank[what] for rank in ranks) for what in ("gradients", "parameters")},
         **{what: list(_worst(rank[what] for rank in ranks).values()) for what in SERIES},
     }

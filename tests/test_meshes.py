@@ -25,6 +25,7 @@ from tests.mesh_runs import (
     configure,
     error,
     largest,
+    planned,
     problems,
     record,
     recording,
@@ -85,6 +86,18 @@ def test_layout_gives_the_gradients_of_one_process(results: dict[str, Result], l
 @pytest.mark.parametrize("layout", meshes.MORE)
 def test_every_layout_does(more_results: dict[str, Result], layout: str) -> None:
     assert problems(layout, more_results[layout]) == []
+
+
+@pytest.mark.parametrize("layout", meshes.FAST)
+def test_layout_sends_what_the_planner_says(folder: str, results: dict[str, Result], layout: str) -> None:
+    assert results[layout]["sent"] == planned(folder, layout)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("layout", [layout for layout in meshes.MORE if "compiled" not in layout.split()])
+def test_every_layout_does_that(folder: str, more_results: dict[str, Result], layout: str) -> None:
+    assert more_results[layout]["sent"] == planned(folder, layout)
 
 
 def test_the_reference_clips_and_what_is_trained_makes_a_difference(
