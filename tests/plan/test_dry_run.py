@@ -115,7 +115,7 @@ MESH = (
 
 def test_what_is_said(tmp_path: Path) -> None:
     folder = f"--job.dump_folder={tmp_path / 'run'}"
-    done = _dry(*DEBUG, *MESH, folder, NGPU="16", NNODES="2")
+    done = _dry(*DEBUG, *MESH, folder, "--training.mixed_precision_param=float32", NGPU="16", NNODES="2")
     assert (done.returncode, done.stderr) == (0, "")
     assert not (tmp_path / "run").exists()
     said = _lines(done.stdout)
@@ -137,6 +137,16 @@ def test_what_is_said(tmp_path: Path) -> None:
     bytes_held = [matrices // 8 * 4 + norm // 4 * 4 for matrices, norm in zip(cut, norms, strict=True)]
     sizes = [words[1:3] for words in said if words[:1] == ["parameters"]]
     assert sizes == [[f"{size / 1024:.2f}", "KiB"] for size in bytes_held]
+    # Of 8 micro-batches of 256 × 256 hidden states in fp32 a rank of tp hands half to each neighbour. A block
+    # gathers and scatters them four times, embedding and head once; norms' gradients are summed, and three
+    # numbers a token. Each unit is gathered once and its gradients reduced once, in parts of three quarters.
+    sent = {(words[2], *words[3:5]) for words in said if words[:2] == ["sent", "over"]}
+    whole = [matrices // 2 + norm for matrices, norm in zip(cut, norms, strict=True)]
+    shards = {("dp_shard", f"{2 * 4 * numbers * 3 / 4 / 2**20:.2f}", "MiB") for numbers in whole}
+    assert sent == {("pp", "1.00", "MiB"), ("pp", "2.00", "MiB"), *shards} | {
+        ("tp", f"{2 * times + kib / 1024:.2f}", "MiB") for times, kib in ((5, 2), (4, 2), (5, 3 + 24))
+    }
+    assert "a step: 5.00 MiB all-gather, 5.00 MiB reduce-scatter, 27.00 KiB all-reduce" in done.stdout
 
 
 @pytest.fixture

@@ -63,6 +63,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             'compile.enable = false, or set parallelism.pipeline_parallel_schedule to "Interleaved1F1B"',
         ),
         (
+            [PIPELINE, f"{SCHEDULE}=DualPipeV", f"{RESHARD}=never", "--activation_checkpoint.mode=full"],
+            2,
+            'activation_checkpoint.mode = "full": where DualPipeV computes the gradients of weights apart, '
+            "torch computes a checkpointed block again for each of its weights, ten times in all",
+        ),
+        (
             [PIPELINE, "--parallelism.fsdp_sync_each_batch=false"],
             2,
             "fsdp_sync_each_batch changes nothing: a pipeline",
@@ -90,7 +96,7 @@ def test_note(flags: list[str], world: int, note: str) -> None:
     "flags",
     [
         [PIPELINE],
-        [PIPELINE, f"{SCHEDULE}=ZBVZeroBubble", f"{BATCH}=4"],
+        [PIPELINE, f"{SCHEDULE}=ZBVZeroBubble", f"{BATCH}=4", "--activation_checkpoint.mode=none"],
         [f"--{TP}=2"],
         # Parameters are sharded over the ranks of cp as well.
         [f"--{CP}=2", PREFETCH],

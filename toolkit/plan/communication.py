@@ -178,16 +178,19 @@ def _gathers(record: Any, passes: Sequence[str], work: Work) -> tuple[int, int]:
 # Tensor, context and pipeline parallelism
 
 
-def _again(passes: Sequence[str]) -> int:
-    """How often what is checkpointed is computed again: in each half of a backward."""
-    return sum(step in ("B", "I", "W") for step in passes)
+def _again(model: Llama, passes: Sequence[str], *, weights: int) -> int:
+    """How often a part of ``model`` that is checkpointed is computed again. Where torch computes gradients of
+    weights apart from those of inputs, it does one weight after the other, except in the first stage."""
+    whole, inputs, apart = (passes.count(half) for half in ("B", "I", "W"))
+    return whole + (apart if model.tok_embeddings is not None else inputs + apart * weights)
 
 
-def _checkpointed(model: Llama) -> int:
-    """Blocks that are."""
+def _blocks_again(model: Llama, passes: Sequence[str]) -> int:
+    """How often blocks are computed again, added up."""
     return sum(
-        any(isinstance(module, CheckpointWrapper) for module in block.modules())
+        _again(model, passes, weights=len(list(block.parameters())))
         for block in model.layers.values()
+        if any(isinstance(module, CheckpointWrapper) for module in block.modules())
     )
 
 
@@ -195,7 +198,7 @@ def _tensor(model: Llama, passes: Sequence[str], work: Work, ranks: tuple[int, .
     config, batches, reductions = work.config, passes.count("F"), work.reductions(passes)
     ends = (model.tok_embeddings is not None) + (model.output is not None)
     # Attention and feed-forward: each gathers before it and scatters after it, and the other way in backward.
-    once, again = batches * (4 * len(model.layers) + ends), _again(passes) * 2 * _checkpointed(model)
+    once, again = batches * (4 * len(model.layers) + ends), 2 * _blocks_again(model, passes)
     options = config.activation_checkpoint
     kept = options.mode == "selective" and options.selective_ac_option == "op"
     hidden = work.tokens * model.args.dim * work.size
@@ -207,7 +210,7 @@ def _tensor(model: Llama, passes: Sequence[str], work: Work, ranks: tuple[int, .
     yield Exchange("tp", "all_reduce", ranks, reductions * norms * model.args.dim * size)
     if model.output is not None:
         chunks = 0 < config.training.loss_chunk_tokens < work.tokens  # checkpointed as well
-        tokens = (batches + (_again(passes) if chunks else 0)) * work.tokens
+        tokens = (batches + (_again(model, passes, weights=1) if chunks else 0)) * work.tokens
         if config.parallelism.disable_loss_parallel:
             yield Exchange("tp", "all_gather", ranks, tokens * model.args.vocab_size * work.size)
         else:
@@ -217,7 +220,7 @@ def _tensor(model: Llama, passes: Sequence[str], work: Work, ranks: tuple[int, .
 def _context(
     model: Llama, passes: Sequence[str], work: Work, ranks: tuple[int, ...], tp: int
 ) -> Iterator[Exchange]:
-    once, again = passes.count("F") * len(model.layers), _again(passes) * _checkpointed(model)
+    once, again = passes.count("F") * len(model.layers), _blocks_again(model, passes)
     own = work.tokens * 2 * model.args.n_kv_heads // tp * model.args.head_dim
     if work.config.parallelism.context_parallel_rotate_method == "alltoall":
         there = (2 * once + again) * (len(ranks) - 1) * work.size

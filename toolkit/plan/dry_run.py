@@ -2,14 +2,15 @@
 
     NGPU=16384 ./run_train.sh --comm.mode fake_backend --job.config_file FILE
 
-The preflight, then the mesh, the stages of a pipeline and what single ranks hold. These are the ranks of
-LOG_RANK, by default the first of each pipeline stage that differs from the others: of the ranks of a stage
-the first has the largest part, where parameters do not divide evenly. No step is taken: activations are
+The preflight, then the mesh, the stages of a pipeline and what single ranks hold and send. These are the
+ranks of LOG_RANK, by default the first of each pipeline stage that differs from the others: of the ranks of a
+stage the first has the largest part, where parameters do not divide evenly. No step is taken: activations are
 not counted, and neither corpus nor checkpoint is read.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -188,8 +189,8 @@ def _describe_rank(run: Run, found: Holding, alike: Sequence[int]) -> Iterator[s
     yield f"\nrank {found.rank}{f' ({where})' if where else ''}{stages}"
     if alike:
         yield f"  alike: the ranks {_few([str(rank) for rank in alike])}"
-    for name, size, said in _memory(run, found):
-        yield f"  {name:<20} {_size(size):>11}  {said}".rstrip()
+    for name, size, said in [*_memory(run, found), *_sent(run.mesh, found)]:
+        yield f"  {name:<22} {_size(size):>11}  {said}".rstrip()
     rows = list(_rows(found.parts))
     width = max(len(name) for name, _, _ in rows)
     for name, whole, local in rows:
@@ -220,6 +221,18 @@ def _memory(run: Run, found: Holding) -> Iterator[tuple[str, int, str]]:
     if pipeline or (not options.fsdp_sync_each_batch and run.batch.accumulation > 1):
         reduced = training.mixed_precision_reduce
         yield "whole gradients", whole * _BYTES[reduced], f"{reduced}, until the step's last micro-batch"
+
+
+def _sent(layout: Degrees, found: Holding) -> Iterator[tuple[str, int, str]]:
+    """What goes out over each dimension in a step, in bytes."""
+    for dimension in _used(layout):
+        sizes: Counter[str] = Counter()
+        for exchange in found.exchanges:
+            if exchange.dimension == dimension:
+                sizes[exchange.operation.replace("_", "-")] += round(exchange.sent)
+        if sizes:
+            each = ", ".join(f"{_size(size)} {operation}" for operation, size in sizes.items())
+            yield f"sent over {dimension}", sizes.total(), f"a step: {each}" if len(sizes) > 1 else "a step"
 
 
 def _compute_dtype(run: Run) -> str:

@@ -273,6 +273,13 @@ def pipeline_notes(run: Run) -> list[str]:
             "that of each block twice, for inputs and for weights; "
             f"to compute less, compile.enable = false, or {_whole(file)}"
         )
+    mode = run.config.activation_checkpoint.mode
+    if mode in ("full", "selective") and not run.config.compile.enable and _splits_backward(run):
+        said.append(
+            f'activation_checkpoint.mode = "{mode}": where {file or options.pipeline_parallel_schedule} '
+            "computes the gradients of weights apart, torch computes a checkpointed block again for each of "
+            f"its weights, ten times in all; to compute less, set it to none, or {_whole(file)}"
+        )
     return said + _waiting(run)
 
 
