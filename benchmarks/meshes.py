@@ -1,4 +1,4 @@
-"""Whether every layout of tests/meshes.py has the gradients of one process: the whole list, with its table.
+"""Whether every layout of tests/meshes.py has the gradients of one process, and sends what the planner says.
 
     python -m benchmarks.meshes [--part 1/3] [--folder FOLDER] [--output benchmarks/results/meshes.md]
 
@@ -7,6 +7,8 @@ it once more, or give it in parts. The table is of all that FOLDER has.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from benchmarks.machine import describe
 from benchmarks.resumable import Kept, Results, command_line, part, publish
@@ -29,6 +31,17 @@ def run_missing(results: Results, layouts: list[str]) -> None:
         results.run_missing(mine, mesh_runs.compare, ranks=ranks, limit_seconds=LIMIT_SECONDS)
 
 
+def compare_sent(folder: Path, results: dict[str, Kept]) -> None:
+    """Add to each result the bytes that the rank sends that sends most, as ``planned``, and whether what was
+    counted is ``unplanned``."""
+    for layout, kept in results.items():
+        if "failure" not in kept:
+            planned = mesh_runs.planned(folder, layout)
+            kept["planned"] = max(sum(exchange.sent for exchange in rank) for rank in planned)
+            expected = [mesh_runs.added_up(rank) for rank in planned]
+            kept["unplanned"] = "compiled" not in layout.split() and kept["sent"] != expected
+
+
 def report(results: dict[str, Kept], machine: str, command: str) -> str:
     """The table in Markdown, a line a layout, in the order of the list."""
     done = [results[layout] for layout in meshes.LAYOUTS if layout in results]
@@ -42,7 +55,9 @@ def report(results: dict[str, Kept], machine: str, command: str) -> str:
         "same global batches of packed documents. Initial weights are the same bit for bit. Errors are "
         "relative: of every parameter's gradient (the largest difference over the parameter's largest "
         "gradient), of the loss and of the global gradient norm in the first step, and of every parameter "
-        f"after {mesh_runs.STEPS} steps of AdamW with clipping. A line says what is not plain "
+        f"after {mesh_runs.STEPS} steps of AdamW with clipping. KB sent are those of a step, by the rank "
+        "that sends most, if collectives go around rings, as the planner says; what was counted is that to "
+        "the byte in all layouts but the compiled ones, where it is not seen. A line says what is not plain "
         f"(tests/meshes.py has the words); plain is fp64, held to {_limits('float64')}, float32 to "
         f"{_limits('float32')} and bfloat16 to {_limits('bfloat16')}. {machine} The runs took {minutes:.0f} "
         "minutes.",
@@ -50,12 +65,12 @@ def report(results: dict[str, Kept], machine: str, command: str) -> str:
         f"{len(failures)} failed{':' if failures else '.'}",
         *failures,
         "",
-        "| layout | ranks | gradient | loss | norm | parameters | seconds |",
-        "|---|---|---|---|---|---|---|",
+        "| layout | ranks | gradient | loss | norm | parameters | KB sent | seconds |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     if exact:
         worst = (f"{mesh_runs.largest(values):.1e}" for values in zip(*map(_errors, exact), strict=True))
-        lines.append(f"| **the worst of all {len(exact)} in fp64** | | {' | '.join(worst)} | |")
+        lines.append(f"| **the worst of all {len(exact)} in fp64** | | {' | '.join(worst)} | | |")
     return "\n".join([*lines, *map(_line, done)]) + "\n"
 
 
@@ -68,7 +83,8 @@ def _said(kept: Kept) -> str:
     """What is wrong with a layout, if anything."""
     if "failure" in kept:
         return str(kept["failure"])
-    return "; ".join(mesh_runs.problems(kept["row"], kept)[:3])
+    problems = mesh_runs.problems(kept["row"], kept)[:3]
+    return "; ".join([*problems, "sends something else than planned"] if kept["unplanned"] else problems)
 
 
 def _errors(kept: Kept) -> tuple[float, float, float, float]:
@@ -81,7 +97,8 @@ def _line(kept: Kept) -> str:
     layout = kept["row"]
     errors = ["", "", "", ""] if "failure" in kept else [f"{value:.1e}" for value in _errors(kept)]
     seconds = f"{kept['seconds']:.0f}" if "seconds" in kept else ""
-    return f"| {layout} | {meshes.ranks(layout)} | {' | '.join(errors)} | {seconds} |"
+    sent = f"{kept['planned'] / 1000:,.0f}" if "planned" in kept else ""
+    return f"| {layout} | {meshes.ranks(layout)} | {' | '.join(errors)} | {sent} | {seconds} |"
 
 
 def main() -> None:
@@ -89,7 +106,9 @@ def main() -> None:
     machine = describe()
     results = Results(options.folder, str, meshes.LAYOUTS.__contains__)
     run_missing(results, part(meshes.LAYOUTS, options.part))
-    publish(report(results.all(), machine, "python -m benchmarks.meshes"), options.output)
+    all_results = results.all()
+    compare_sent(results.folder, all_results)
+    publish(report(all_results, machine, "python -m benchmarks.meshes"), options.output)
 
 
 if __name__ == "__main__":

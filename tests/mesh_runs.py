@@ -33,6 +33,7 @@ from toolkit.config import Config
 from toolkit.config.stages import pipeline_stages
 from toolkit.hardware import detect
 from toolkit.parallel.execution import Execution
+from toolkit.plan.communication import Exchange
 from toolkit.plan.ranks import holding
 from toolkit.preflight.facts import Run
 
@@ -166,19 +167,24 @@ def _gathered(tensor: Tensor | None) -> Tensor:
 # What is sent
 
 
-def planned(folder: str, layout: str) -> list[Sent]:
-    """What the planner says that each rank of a layout of tests/meshes.py sends in a step."""
+def planned(folder: str | Path, layout: str) -> list[list[Exchange]]:
+    """What the planner says that each rank of a layout exchanges in a step."""
     config = configure(folder, layout)
     run = Run(config, meshes.ranks(layout), detect())
     assert run.mesh and run.model
     dtype = DTYPES[config.training.mixed_precision_param]
-    ranks = []
-    for rank in range(run.world_size):
-        sent: Counter[str] = Counter()
-        for exchange in holding(config, run.model, run.mesh, rank, param_dtype=dtype).exchanges:
-            sent[label(exchange.operation, exchange.ranks)] += exchange.bytes
-        ranks.append(dict(sent))
-    return ranks
+    return [
+        holding(config, run.model, run.mesh, rank, param_dtype=dtype).exchanges
+        for rank in range(run.world_size)
+    ]
+
+
+def added_up(exchanges: Iterable[Exchange]) -> Sent:
+    """Exchanges as they are counted."""
+    sent: Counter[str] = Counter()
+    for exchange in exchanges:
+        sent[label(exchange.operation, exchange.ranks)] += exchange.bytes
+    return dict(sent)
 
 
 # Comparing

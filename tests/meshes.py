@@ -71,6 +71,7 @@ WORDS: dict[str, Settings] = {
     "AC-full": {"activation_checkpoint.mode": "full"},
     "AC-2": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"},
     "AC-op": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
+    "early": {"activation_checkpoint.early_stop": True},
     "compiled": {"compile.enable": True, "compile.backend": "aot_eager"},
     # Units within units: attention and feed-forward, or feed-forward alone.
     "by-class": {
@@ -192,6 +193,7 @@ MORE = [
     "cp4",
     "cp4 tied head-first AC-full",
     "cp8 accumulate3 unmasked reduce-once AC-full",
+    "tp2 AC-full early",
     "tp2 unmasked",
     "cp2 unmasked",
     "cp2 unmasked head-first tied compiled",
@@ -271,6 +273,7 @@ MORE = [
     "pp4 tp2 GPipe tied AC-full whole-logits",
     "pp4 tp2 ZBVZeroBubble layers8 never prefetch whole-logits",
     "pp2 tp2 InterleavedZeroBubble never tied",
+    "pp2 tp2 InterleavedZeroBubble never AC-full early",
     "pp2 tp2 LoopedBFS whole-logits AC-2 unmasked",
     "pp2 tp2 Interleaved1F1B light-ends layers8 by-size",
     "pp2 cp4 1F1B tied head-first",

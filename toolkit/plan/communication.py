@@ -201,9 +201,11 @@ def _tensor(model: Llama, passes: Sequence[str], work: Work, ranks: tuple[int, .
     once, again = batches * (4 * len(model.layers) + ends), 2 * _blocks_again(model, passes)
     options = config.activation_checkpoint
     kept = options.mode == "selective" and options.selective_ac_option == "op"
+    # The last thing that a block does is a scatter, which ends it early.
+    scattered = 0 if kept else again // 2 if options.early_stop else again
     hidden = work.tokens * model.args.dim * work.size
     yield Exchange("tp", "all_gather", ranks, (once + again) * hidden)
-    yield Exchange("tp", "reduce_scatter", ranks, (once + (0 if kept else again)) * hidden)
+    yield Exchange("tp", "reduce_scatter", ranks, (once + scattered) * hidden)
     # Gradients of norms are shares until they are reduced, and accumulate as such.
     size = work.size if reductions == batches else work.how.reduce_dtype.itemsize
     norms = 2 * len(model.layers) + (model.norm is not None)
