@@ -212,6 +212,8 @@ MORE = [
     "pp4 Interleaved1F1B layers8 by-class prefetch",
     "pp4 LoopedBFS layers8 tied",
     "pp4 InterleavedZeroBubble layers8 never tied accumulate3",
+    "pp2 InterleavedZeroBubble layers8 stage-a-layer never tied",
+    "pp2 shard2 InterleavedZeroBubble layers8 stage-a-layer SHARD_GRAD_OP AC-2",
     "pp4 ZBVZeroBubble layers8 never unmasked by-class",
     "pp4 DualPipeV layers8 never tied by-size",
     "pp2 1F1B light-ends",
