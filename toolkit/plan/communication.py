@@ -163,7 +163,8 @@ def _gathers(record: Any, passes: Sequence[str], work: Work) -> tuple[int, int]:
     to_the_end = work.pipeline or work.how.reshard_after_forward == "never"
     held, wholly, partly = "shard", 0, 0
     for step in passes:
-        asked = record.unshard_in_backward if step in ("B", "I", "W") else step != "RESHARD"
+        backward = step in ("B", "I", "W")
+        asked = step in ("F", "UNSHARD") or (backward and record.unshard_in_backward)
         if asked and held != "whole":
             wholly += held == "shard"
             partly += held == "part"
