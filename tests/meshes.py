@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
+import torch
+
 from toolkit.config.layout import STRATEGIES
 from toolkit.config.stages import SCHEDULES
 
@@ -351,6 +353,20 @@ MORE = [
 """What only the full list runs."""
 
 LAYOUTS = FAST + MORE
+
+SINCE_2_13 = torch.__version__ >= (2, 13)
+"""Before, gloo cannot send to the own rank, as V-shaped pipelines do, compiled code has no backward in
+halves, and inductor no attention in fp64 on a CPU: the preflight refuses all three."""
+
+
+def runs_here(layout: str) -> bool:
+    """Whether torch can."""
+    words = layout.split()
+    schedules = [SCHEDULES[word] for word in words if word in SCHEDULES]
+    v_shaped = any(schedule.v_shaped for schedule in schedules)
+    halves = any(schedule.split_backward for schedule in schedules) and "compiled" in words
+    return SINCE_2_13 or not (v_shaped or halves)
+
 
 CROSSED = [
     *DIMENSIONS,

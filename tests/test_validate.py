@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import run_world
+from tests.meshes import SINCE_2_13
 from tests.training import small_config, small_trainer, weights_digest
 from toolkit.checkpoint.manifest import committed_steps
 
@@ -98,7 +99,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "tp cp": {"tensor_parallel_degree": 2, "context_parallel_degree": 2},
     "pp tp": _pipeline("Interleaved1F1B", tensor_parallel_degree=2),
 }
-if torch.__version__ >= (2, 13):  # before, gloo cannot send to the own rank
+if SINCE_2_13:
     kept = {"fsdp_reshard_after_forward": "never"}
     MESHES["pp v-shaped"] = _pipeline("ZBVZeroBubble", **kept)
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import run_world
+from tests.meshes import SINCE_2_13
 from tests.training import small_config, small_trainer
 from toolkit.checkpoint.manifest import read_manifest, step_folder
 from toolkit.checkpoint.storage import read_metadata, tensors_of
@@ -45,7 +45,7 @@ MESHES: dict[str, Settings] = {
     "pp cp": _pipeline("1F1B", context_parallel_degree=2),
     "tp": {"tensor_parallel_degree": 2},
 }
-if torch.__version__ >= (2, 13):  # before, gloo cannot send to the own rank
+if SINCE_2_13:
     MESHES["pp v-shaped"] = _pipeline("ZBVZeroBubble", fsdp_reshard_after_forward="never")
 NAMES = list(MESHES)
 OF_OTHER_WORLDS: dict[int, dict[str, Settings]] = {

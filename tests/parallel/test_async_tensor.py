@@ -19,7 +19,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from tests.helpers import run_world
 from tests.models.small_llama import small
-from tests.parallel.sharded import BATCH, EXACT, furthest, gradients, plain_gradients, sharded
+from tests.parallel.sharded import BATCH, SINGLE, furthest, gradients, plain_gradients, sharded
 from toolkit.parallel import collectives
 from toolkit.parallel.compile import Compiling
 
@@ -51,14 +51,14 @@ def _fused(folder: str) -> tuple[Counter[str], float]:
         patch.object(dist, "is_nccl_available", lambda: True),
         symmetric_memory._test_mode(),
     ):
-        model = sharded(ARGS, EXACT, tp=2, compiling=ON)
+        model = sharded(ARGS, SINGLE, tp=2, compiling=ON, dtype=torch.float32)
         model(tokens, labels=labels).backward()
     return calls, furthest(gradients(model), plain_gradients(ARGS))
 
 
 def _off() -> tuple[bool, bool]:
     """What of it is left on in a process whose next model does without."""
-    sharded(ARGS, EXACT, tp=2, compiling=Compiling(("model",), "aot_eager"))
+    sharded(ARGS, SINGLE, tp=2, compiling=Compiling(("model",), "aot_eager"))
     return inductor_config._micro_pipeline_tp, collectives.always_copy
 
 
@@ -77,7 +77,7 @@ def test_collectives_are_fused_with_their_matmuls(ranks: list[Any]) -> None:
         # in their backward. Gradients of q, k, v are added before they are scattered, which nothing fuses.
         assert calls["fused_all_gather_matmul"] == 4 * ARGS.n_layers
         assert calls["fused_matmul_reduce_scatter"] == 2 * ARGS.n_layers
-        assert far < 1e-10
+        assert far < 1e-5
 
 
 def test_the_next_model_is_without(ranks: list[Any]) -> None:

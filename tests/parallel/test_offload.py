@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests.helpers import run_world
+from tests.meshes import SINCE_2_13
 from tests.parallel.sharded import groups
 from tests.training import small_config, small_trainer, weights_digest
 
@@ -25,7 +25,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "tp cp": {"tensor_parallel_degree": 2, "context_parallel_degree": 2},
     "pp": PP | {"pipeline_parallel_schedule": "1F1B"},
 }
-if torch.__version__ >= (2, 13):  # before, gloo cannot send to the own rank
+if SINCE_2_13:
     kept = {"fsdp_reshard_after_forward": "never"}
     MESHES["pp v-shaped"] = PP | kept | {"pipeline_parallel_schedule": "ZBVZeroBubble"}
 MAX_NORM = 0.1

@@ -27,7 +27,6 @@ from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.plan.ranks import holding
 from toolkit.preflight.facts import Run
 
-V_SCHEDULES = torch.__version__ >= "2.13"
 PIPELINE = {
     "pipeline_parallel_degree": 2,
     "pipeline_parallel_first_stage_less_layers": 0,
@@ -61,7 +60,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "stages in a V": {
         "parallelism": {
             **PIPELINE,
-            "pipeline_parallel_schedule": "ZBVZeroBubble" if V_SCHEDULES else "Interleaved1F1B",
+            "pipeline_parallel_schedule": "ZBVZeroBubble" if meshes.SINCE_2_13 else "Interleaved1F1B",
             "fsdp_reshard_after_forward": "never",
         },
         "model": {"n_layers": 5, "name": "llama3.2"},

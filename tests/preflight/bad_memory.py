@@ -58,6 +58,13 @@ CASES: list[Bad] = [
     ),
     bad("compile_backend", "compile.backend=cudagraphs compile.enable", "need a CUDA device"),
     bad(
+        "inductor_attends_in_fp64",
+        "compile.backend=inductor compile.enable training.mixed_precision_param=float64",
+        "from torch 2.13 on, this is 2.12",
+        'set it to "aot_eager"',
+        torch=(2, 12),
+    ),
+    bad(
         "folders_writable",
         f"{COMPILE} compile.cache_folder=a/cache",
         "a is not a folder",

@@ -103,6 +103,21 @@ CASES: list[Bad] = [
         'set it to "1", set compile.enable = true, or set parallelism.pipeline_parallel_schedule to',
         world=2,
     ),
+    bad(
+        "split_backward_computes_again",
+        f"activation_checkpoint.selective_ac_option=op {PP}=2 {SCHEDULE}=InterleavedZeroBubble",
+        'set it to "1", or set parallelism.pipeline_parallel_schedule to',
+        world=2,
+        torch=(2, 12),
+    ),
+    bad(
+        "split_backward_of_compiled_code",
+        f"compile.enable {PP}=2 {SCHEDULE}=InterleavedZeroBubble",
+        "for compiled code from 2.13 on, this is 2.12",
+        'set it to false, set parallelism.pipeline_parallel_schedule to "Interleaved1F1B", or install',
+        world=2,
+        torch=(2, 12),
+    ),
     *(
         bad(
             "recomputed_blocks_gather_alike",

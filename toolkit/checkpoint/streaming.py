@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from toolkit.blocks import row_blocks
 from toolkit.checkpoint.manager import commit_folder, without_crc32
 from toolkit.checkpoint.manifest import build_manifest, step_folder
-from toolkit.checkpoint.storage import CommittingWriter, Files, Results
+from toolkit.checkpoint.storage import CommittingWriter, Files, Results, read_metadata
 from toolkit.errors import CheckpointError
 from toolkit.shards import block_threads
 from toolkit.unfinished import Done, forget_parts, work_folder
@@ -96,9 +96,9 @@ def write_checkpoint(
     metadata = _index(tensors)
     sizes = [math.prod(it.shape) * it.dtype.itemsize for it in tensors.values()]
 
-    def commit(files: Files, metadata: Metadata) -> None:
+    def commit(files: Files, _: Metadata) -> None:
         if check:
-            check(work, metadata)
+            check(work, read_metadata(work, files))
         forget_parts(work)
         manifest = build_manifest(
             step=step, files=files, tensor_count=len(sizes), tensor_bytes=sum(sizes), run=dict(run)

@@ -227,5 +227,11 @@ def torch_version() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
+def torch_before(needed: tuple[int, int]) -> str | None:
+    """The version of torch if it is older than ``needed``."""
+    version = torch_version()
+    return f"{version[0]}.{version[1]}" if version and version < needed else None
+
+
 def divisors(value: int) -> list[int]:
     return [divisor for divisor in range(1, value + 1) if value % divisor == 0]

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from toolkit.config.schema import fields_by_key
 from toolkit.errors import Problem
+from toolkit.preflight import facts
 from toolkit.preflight.facts import Run, rule
 from toolkit.wording import closest, install
 
@@ -126,6 +127,20 @@ def compile_backend(run: Run) -> list[Problem]:
             )
         ]
     return []
+
+
+@rule()
+def inductor_attends_in_fp64(run: Run) -> list[Problem]:
+    """Before 2.13 inductor takes what attention on a CPU keeps for its backward for fp32, whatever it is."""
+    compiling, version = run.config.compile, facts.torch_before((2, 13))
+    if not compiling.enable or compiling.backend != "inductor" or "model" not in compiling.components:
+        return []
+    exact = run.config.training.mixed_precision_param == "float64"
+    if version is None or not exact or run.hardware.device != "cpu":
+        return []
+    rule = f"inductor compiles attention in float64 on a CPU from torch 2.13 on, this is {version}"
+    fix = 'set it to "aot_eager", set training.mixed_precision_param = "float32", or install torch 2.13'
+    return [run.problem("compile.backend", rule, fix)]
 
 
 def _compiler() -> str:

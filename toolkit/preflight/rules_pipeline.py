@@ -24,7 +24,6 @@ _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _STRATEGY = "parallelism.sharding_strategy"
 _CHECKPOINT = "activation_checkpoint.selective_ac_option"
 _EARLY = "optimizer.early_step_in_backward"
-_V_ON_CPU = (2, 13)
 _LARGE_BUBBLE = 0.2
 _FORWARDS_FIRST = ("GPipe", "LoopedBFS")
 """Schedules in which a rank ends all forwards before the first backward."""
@@ -119,8 +118,23 @@ def split_backward_computes_again(run: Run) -> list[Problem]:
         "once what op has kept"
     )
     whole = _whole(run.config.parallelism.pipeline_parallel_schedule_csv)
-    fix = f'set it to "1", set compile.enable = true, or {whole}'
+    compiled = "" if facts.torch_before((2, 13)) else "set compile.enable = true, "
+    fix = f'set it to "1", {compiled}or {whole}'
     return [run.problem(_CHECKPOINT, rule, fix)]
+
+
+@rule()
+def split_backward_of_compiled_code(run: Run) -> list[Problem]:
+    """Compiled code is an autograd.Function, from which torch before 2.13 cannot go on to weights alone."""
+    version = facts.torch_before((2, 13))
+    if version is None or run.pp == 1 or not run.config.compile.enable or not _splits_backward(run):
+        return []
+    rule = (
+        f"{_which(run)} computes gradients of weights apart from those of inputs, which torch does for "
+        f"compiled code from 2.13 on, this is {version}"
+    )
+    whole = _whole(run.config.parallelism.pipeline_parallel_schedule_csv)
+    return [run.problem("compile.enable", rule, f"set it to false, {whole}, or install torch 2.13")]
 
 
 @rule()
@@ -172,12 +186,10 @@ def v_shape_runs_here(run: Run) -> list[Problem]:
     """In a V a rank has two stages in a row; before 2.13 torch sends from one to the other by gloo."""
     if run.pp == 1 or not run.schedule.v_shaped or run.hardware.device != "cpu":
         return []
-    version = facts.torch_version()
-    if version is None or version >= _V_ON_CPU:
+    version = facts.torch_before((2, 13))
+    if version is None:
         return []
-    rule = (
-        f"on a CPU it needs torch 2.13, this is {version[0]}.{version[1]}: gloo cannot send to its own rank"
-    )
+    rule = f"on a CPU it needs torch 2.13, this is {version}: gloo cannot send to its own rank"
     fix = 'set it to "InterleavedZeroBubble", which has no V, or install torch 2.13'
     return [run.problem(_SCHEDULE, rule, fix)]
 
