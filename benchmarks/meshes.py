@@ -56,8 +56,8 @@ def report(results: dict[str, Kept], machine: str, command: str) -> str:
         "relative: of every parameter's gradient (the largest difference over the parameter's largest "
         "gradient), of the loss and of the global gradient norm in the first step, and of every parameter "
         f"after {mesh_runs.STEPS} steps of AdamW with clipping. KB sent are those of a step, by the rank "
-        "that sends most, if collectives go around rings, as the planner says; what was counted is that to "
-        "the byte in all layouts but the compiled ones, where it is not seen. A line says what is not plain "
+        "that sends most, if collectives go around rings, as the planner says; a layout whose count is not "
+        "that to the byte has failed, but compiled ones are not counted. A line says what is not plain "
         f"(tests/meshes.py has the words); plain is fp64, held to {_limits('float64')}, float32 to "
         f"{_limits('float32')} and bfloat16 to {_limits('bfloat16')}. {machine} The runs took {minutes:.0f} "
         "minutes.",

@@ -180,6 +180,7 @@ FAST = [
     "pp2 cp2 tp2 ZBVZeroBubble never tied",
     "pp2 shard2 tp2 Interleaved1F1B accumulate3",
     "pp2 shard2 cp2 1F1B",
+    "pp2 replicate2 shard2 Interleaved1F1B HYBRID_SHARD accumulate3",
 ]
 """What CI runs."""
 
@@ -297,7 +298,6 @@ MORE = [
     "shard2 cp2 tp2 SHARD_GRAD_OP AC-op",
     "shard2 cp2 tp2 unmasked AC-op",
     "pp2 replicate2 shard2 1F1B HYBRID_SHARD tied by-size prefetch",
-    "pp2 replicate2 shard2 Interleaved1F1B HYBRID_SHARD accumulate3",
     "pp2 replicate2 cp2 LoopedBFS tied NO_SHARD head-first",
     "pp2 replicate2 cp2 ZBVZeroBubble never AC-full",
     "pp2 replicate2 tp2 GPipe",

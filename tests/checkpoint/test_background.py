@@ -112,6 +112,14 @@ def test_copies_are_made_in_the_same_memory_each_time() -> None:
     assert torch.equal(second, weight)
 
 
+def test_a_copy_is_of_the_dtype_and_shape_that_are_there() -> None:
+    background = Background()
+    for tensor in (torch.ones(4), torch.ones(4, dtype=torch.bfloat16), torch.ones(2, 3), torch.tensor(5.0)):
+        copied = background.copy({"model.weight": tensor})["model.weight"]
+        assert (copied.dtype, copied.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(copied, tensor)
+
+
 def _save_while_reducing(folder: str) -> tuple[float, bool, bool]:
     """Two ranks train, here by an all-reduce, while shards are written through a group of its own."""
     mesh = init_device_mesh("cpu", (2,))
@@ -129,9 +137,12 @@ def _save_while_reducing(folder: str) -> tuple[float, bool, bool]:
     found = distribute_tensor(torch.zeros(10_001), mesh, [Shard(0)])
     manager.load(3, {"model.weight": found})
     whole = found.full_tensor()
-    copies = Background().copy({"model.weight": weight})["model.weight"]
-    alike = isinstance(copies, DTensor) and copies.placements == weight.placements
-    return total.item(), torch.equal(whole, torch.arange(10_001.0) + 2), alike
+    before = weight.to_local().clone()
+    copied = Background().copy({"model.weight": weight})["model.weight"]
+    weight.to_local().add_(1)
+    alike = isinstance(copied, DTensor) and copied.placements == weight.placements
+    kept = alike and torch.equal(copied.to_local(), before)
+    return total.item(), torch.equal(whole, torch.arange(10_001.0) + 2), kept
 
 
 def test_ranks_go_on_talking_while_they_save(tmp_path: Path) -> None:

@@ -66,7 +66,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             [PIPELINE, f"{SCHEDULE}=DualPipeV", f"{RESHARD}=never", "--activation_checkpoint.mode=full"],
             2,
             'activation_checkpoint.mode = "full": where DualPipeV computes the gradients of weights apart, '
-            "torch computes a checkpointed block again for each of its weights, ten times in all",
+            "torch computes a checkpointed block again for each of its weights",
+        ),
+        (
+            # Blocks are not compiled, and computed again for each of their weights.
+            [
+                *(PIPELINE, f"{SCHEDULE}=ZBVZeroBubble", f"{RESHARD}=never"),
+                *("--activation_checkpoint.mode=full", "--compile.enable", "--compile.components=loss"),
+            ],
+            2,
+            'activation_checkpoint.mode = "full": where ZBVZeroBubble computes',
         ),
         (
             [PIPELINE, "--parallelism.fsdp_sync_each_batch=false"],

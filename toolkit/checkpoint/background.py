@@ -1,7 +1,7 @@
 """Lets training go on while a checkpoint is written: what is to be saved is copied, a thread does the rest.
 
 The copies are the price: as many bytes of host memory as the rank's part of the checkpoint, made at the
-first save and used again by each.
+first save and used again by each. Pinned, torch rounds each tensor up to a power of two.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Background:
         copy = self._copies.get(name)
         if copy is not None and (copy.shape, copy.dtype) == (part.shape, part.dtype):
             return copy
-        return torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=self._pinned)
+        pinned = self._pinned and part.is_cuda
+        return torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=pinned)
 
     def start(self, write: Callable[[], None]) -> None:
         """Call ``write`` in a thread of its own, which ends with the process."""

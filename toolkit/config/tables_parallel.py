@@ -156,6 +156,11 @@ class Compile(Table):
     """Folder of compiled code, which makes the second start fast. TORCHINDUCTOR_CACHE_DIR, if set, is used
     in its place."""
 
+    @property
+    def blocks(self) -> bool:
+        """Whether blocks are compiled."""
+        return self.enable and "model" in self.components
+
 
 class Float8Linear(Table):
     """float8 matmuls; used when model.converters names float8."""

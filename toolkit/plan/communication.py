@@ -51,12 +51,13 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What a step asks of this rank: the ``passes`` of each of its models, in order, and the ``tokens`` of a
-    micro-batch that it has, those of all ranks of its tp group."""
+    micro-batch that it has, those of all ranks of its tp group. ``shards`` names the ranks of FSDP."""
 
     config: Config
     how: Sharding
+    shards: str
     pipeline: bool
     passes: list[list[str]]
     tokens: int
@@ -103,10 +104,12 @@ def _ranks(group: Any) -> tuple[int, ...]:
 # What is computed, in which order
 
 
-def _work(execution: Execution, config: Config, mesh: Mesh, batch: BatchShape, how: Sharding) -> Work:
+def _work(execution: Execution, config: Config, mesh: Mesh, batch: BatchShape, how: Sharding) -> StepWork:
     length = config.training.seq_len // (mesh.cp.size() if mesh.cp else 1)
+    shards = "dp_shard × cp" if mesh.cp else "dp_shard"
     if not isinstance(execution, Pipeline):
-        return Work(config, how, False, [["F", "B"] * batch.accumulation], batch.local * length)
+        passes = [["F", "B"] * batch.accumulation]
+        return StepWork(config, how, shards, False, passes, batch.local * length)
     count = batch.local * batch.accumulation // execution.micro_batch
     schedule = execution.new_schedule(count, length)
     order = getattr(schedule, "pipeline_order_with_comms", None)
@@ -116,7 +119,7 @@ def _work(execution: Execution, config: Config, mesh: Mesh, batch: BatchShape, h
         stages_left = execution.last + 1 - execution.rank
         ahead = count if execution.schedule_name == "GPipe" else min(count, stages_left)
         passes = [["F"] * ahead + ["B", "F"] * (count - ahead) + ["B"] * ahead]
-    return Work(config, how, True, passes, execution.micro_batch * length)
+    return StepWork(config, how, shards, True, passes, execution.micro_batch * length)
 
 
 def _of_stage(actions: Sequence[Any], stage: int) -> list[str]:
@@ -138,25 +141,25 @@ def _units(model: nn.Module) -> set[Any]:
     return {module._get_fsdp_state()._fsdp_param_group for module in modules} - {None}
 
 
-def _of_unit(record: Any, passes: Sequence[str], work: Work) -> Iterator[Exchange]:
+def _of_unit(record: Any, passes: Sequence[str], work: StepWork) -> Iterator[Exchange]:
     info, fewer = record.mesh_info, record.post_forward_mesh_info
     shard = _ranks(info.shard_process_group)
     # Each rank's part of a parameter is padded to the largest.
     part = sum(parameter.padded_sharded_param_size.numel() for parameter in record.fsdp_params)
     whole = part * len(shard)
     wholly, partly = _gathers(record, passes, work)
-    yield Exchange("dp_shard", "all_gather", shard, wholly * whole * work.size)
+    yield Exchange(work.shards, "all_gather", shard, wholly * whole * work.size)
     if partly:
         ranks = _ranks(fewer.shard_process_group)
-        yield Exchange("dp_shard", "all_gather", ranks, partly * whole * work.size)
+        yield Exchange(work.shards, "all_gather", ranks, partly * whole * work.size)
     reduced = work.how.reduce_dtype.itemsize
-    yield Exchange("dp_shard", "reduce_scatter", shard, work.reductions(passes) * whole * reduced)
+    yield Exchange(work.shards, "reduce_scatter", shard, work.reductions(passes) * whole * reduced)
     if hasattr(info, "replicate_process_group"):
         replicas = _ranks(info.replicate_process_group)
         yield Exchange("dp_replicate", "all_reduce", replicas, part * reduced)
 
 
-def _gathers(record: Any, passes: Sequence[str], work: Work) -> tuple[int, int]:
+def _gathers(record: Any, passes: Sequence[str], work: StepWork) -> tuple[int, int]:
     """How often the unit is gathered from all its ranks, and from the fewer that keep it after a forward."""
     frees = record.post_forward_mesh_info is not None
     over_fewer = frees and record.post_forward_mesh_info is not record.mesh_info
@@ -186,29 +189,42 @@ def _again(model: Llama, passes: Sequence[str], *, weights: int) -> int:
     return whole + (apart if model.tok_embeddings is not None else inputs + apart * weights)
 
 
-def _blocks_again(model: Llama, passes: Sequence[str]) -> int:
-    """How often blocks are computed again, added up."""
-    return sum(
-        _again(model, passes, weights=len(list(block.parameters())))
+def _blocks(model: Llama, passes: Sequence[str], work: StepWork) -> tuple[int, int, int]:
+    """How often blocks are computed forward, backward, and forward again, added up over blocks. Compiled ones
+    have no half of a backward: each runs the whole."""
+    compiled, forwards = work.config.compile.blocks, passes.count("F")
+    backwards = _again(model, passes, weights=1) if compiled else forwards
+    again = sum(
+        _again(model, passes, weights=1 if compiled else len(list(block.parameters())))
         for block in model.layers.values()
         if any(isinstance(module, CheckpointWrapper) for module in block.modules())
     )
+    return forwards * len(model.layers), backwards * len(model.layers), again
 
 
-def _tensor(model: Llama, passes: Sequence[str], work: Work, ranks: tuple[int, ...]) -> Iterator[Exchange]:
+def _by_operator(config: Config) -> bool:
+    """Whether checkpointing chooses operators."""
+    options = config.activation_checkpoint
+    return options.mode == "selective" and options.selective_ac_option == "op"
+
+
+def _tensor(
+    model: Llama, passes: Sequence[str], work: StepWork, ranks: tuple[int, ...]
+) -> Iterator[Exchange]:
     config, batches, reductions = work.config, passes.count("F"), work.reductions(passes)
+    forwards, backwards, again = _blocks(model, passes, work)
     ends = (model.tok_embeddings is not None) + (model.output is not None)
     # Attention and feed-forward: each gathers before it and scatters after it, and the other way in backward.
-    once, again = batches * (4 * len(model.layers) + ends), 2 * _blocks_again(model, passes)
-    options = config.activation_checkpoint
-    kept = options.mode == "selective" and options.selective_ac_option == "op"
-    # The last thing that a block does is a scatter, which ends it early.
-    scattered = 0 if kept else again // 2 if options.early_stop else again
+    once, repeated = 2 * (forwards + backwards) + batches * ends, 2 * again
+    scattered = 0 if _by_operator(config) else repeated
+    if config.activation_checkpoint.early_stop and not config.compile.blocks:
+        scattered //= 2  # the last thing that a block does
     hidden = work.tokens * model.args.dim * work.size
-    yield Exchange("tp", "all_gather", ranks, (once + again) * hidden)
+    yield Exchange("tp", "all_gather", ranks, (once + repeated) * hidden)
     yield Exchange("tp", "reduce_scatter", ranks, (once + scattered) * hidden)
     # Gradients of norms are shares until they are reduced, and accumulate as such.
-    size = work.size if reductions == batches else work.how.reduce_dtype.itemsize
+    each_batch = work.how.sync_each_batch or batches == 1
+    size = work.size if each_batch and not work.pipeline else work.how.reduce_dtype.itemsize
     norms = 2 * len(model.layers) + (model.norm is not None)
     yield Exchange("tp", "all_reduce", ranks, reductions * norms * model.args.dim * size)
     if model.output is not None:
@@ -221,20 +237,22 @@ def _tensor(model: Llama, passes: Sequence[str], work: Work, ranks: tuple[int, .
 
 
 def _context(
-    model: Llama, passes: Sequence[str], work: Work, ranks: tuple[int, ...], tp: int
+    model: Llama, passes: Sequence[str], work: StepWork, ranks: tuple[int, ...], tp: int
 ) -> Iterator[Exchange]:
-    once, again = passes.count("F") * len(model.layers), _blocks_again(model, passes)
+    forwards, backwards, again = _blocks(model, passes, work)
     own = work.tokens * 2 * model.args.n_kv_heads // tp * model.args.head_dim
     if work.config.parallelism.context_parallel_rotate_method == "alltoall":
-        there = (2 * once + again) * (len(ranks) - 1) * work.size
-        yield Exchange("cp", "send", ranks, own * (there + once * len(ranks) * work.precise_size))
+        if work.config.compile.blocks and _by_operator(work.config):
+            again = 0  # the compiler leaves out what gives only what is kept
+        there = (forwards + backwards + again) * (len(ranks) - 1) * work.size
+        yield Exchange("cp", "send", ranks, own * (there + backwards * len(ranks) * work.precise_size))
         return
     whole = own * len(ranks) * work.size
-    yield Exchange("cp", "all_gather", ranks, (once + again) * whole)
-    yield Exchange("cp", "reduce_scatter", ranks, once * whole)
+    yield Exchange("cp", "all_gather", ranks, (forwards + again) * whole)
+    yield Exchange("cp", "reduce_scatter", ranks, backwards * whole)
 
 
-def _pipeline(execution: Pipeline, work: Work) -> Iterator[Exchange]:
+def _pipeline(execution: Pipeline, work: StepWork) -> Iterator[Exchange]:
     owner, rank, ranks = execution.owner, execution.rank, _ranks(execution.group)
     hidden = work.tokens // execution.tp * execution.args.dim * work.size
     for stage, passes in zip(execution.stages, work.passes, strict=True):

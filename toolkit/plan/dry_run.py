@@ -189,8 +189,8 @@ def _describe_rank(run: Run, found: Holding, alike: Sequence[int]) -> Iterator[s
     yield f"\nrank {found.rank}{f' ({where})' if where else ''}{stages}"
     if alike:
         yield f"  alike: the ranks {_few([str(rank) for rank in alike])}"
-    for name, size, said in [*_memory(run, found), *_sent(run.mesh, found)]:
-        yield f"  {name:<22} {_size(size):>11}  {said}".rstrip()
+    for name, size, said in [*_memory(run, found), *_sent(found)]:
+        yield f"  {name:<23} {_size(size):>11}  {said}".rstrip()
     rows = list(_rows(found.parts))
     width = max(len(name) for name, _, _ in rows)
     for name, whole, local in rows:
@@ -223,16 +223,18 @@ def _memory(run: Run, found: Holding) -> Iterator[tuple[str, int, str]]:
         yield "whole gradients", whole * _BYTES[reduced], f"{reduced}, until the step's last micro-batch"
 
 
-def _sent(layout: Degrees, found: Holding) -> Iterator[tuple[str, int, str]]:
-    """What goes out over each dimension in a step, in bytes."""
-    for dimension in _used(layout):
-        sizes: Counter[str] = Counter()
-        for exchange in found.exchanges:
-            if exchange.dimension == dimension:
-                sizes[exchange.operation.replace("_", "-")] += round(exchange.sent)
-        if sizes:
-            each = ", ".join(f"{_size(size)} {operation}" for operation, size in sizes.items())
-            yield f"sent over {dimension}", sizes.total(), f"a step: {each}" if len(sizes) > 1 else "a step"
+def _sent(found: Holding) -> Iterator[tuple[str, int, str]]:
+    """What goes out over each dimension in a step, in bytes; without the few of the whole world."""
+    from toolkit.plan.communication import WORLD
+
+    sizes: dict[str, Counter[str]] = {}
+    for exchange in found.exchanges:
+        if exchange.dimension != WORLD:
+            operation = exchange.operation.replace("_", "-")
+            sizes.setdefault(exchange.dimension, Counter())[operation] += round(exchange.sent)
+    for dimension, by_operation in sizes.items():
+        each = ", ".join(f"{_size(size)} {operation}" for operation, size in by_operation.items())
+        yield f"sent over {dimension}", by_operation.total(), f"a step: {each}"
 
 
 def _compute_dtype(run: Run) -> str:

@@ -51,7 +51,7 @@ def checkpointing_debug(run: Run) -> list[Problem]:
     options, key = run.config.activation_checkpoint, f"{_TABLE}.debug"
     if not options.debug or options.mode not in _RECOMPUTES:
         return []
-    if run.config.compile.enable and "model" in run.config.compile.components:
+    if run.config.compile.blocks:
         fix = "set compile.enable = false while you look for the operation"
         return [run.problem(key, "torch does not offer it for compiled blocks", fix)]
     if options.mode == "selective" and options.selective_ac_option == "op":
@@ -133,7 +133,7 @@ def compile_backend(run: Run) -> list[Problem]:
 def inductor_attends_in_fp64(run: Run) -> list[Problem]:
     """Before 2.13 inductor takes what attention on a CPU keeps for its backward for fp32, whatever it is."""
     compiling, version = run.config.compile, facts.torch_before((2, 13))
-    if not compiling.enable or compiling.backend != "inductor" or "model" not in compiling.components:
+    if not compiling.blocks or compiling.backend != "inductor":
         return []
     exact = run.config.training.mixed_precision_param == "float64"
     if version is None or not exact or run.hardware.device != "cpu":

@@ -159,9 +159,9 @@ def recomputed_blocks_gather_alike(run: Run) -> list[Problem]:
 
 def _computes_operations_again(run: Run) -> bool:
     """Selective checkpointing by operator, of blocks that are not compiled."""
-    options, compiling = run.config.activation_checkpoint, run.config.compile
-    compiled = compiling.enable and "model" in compiling.components
-    return options.mode == "selective" and options.selective_ac_option == "op" and not compiled
+    options = run.config.activation_checkpoint
+    by_operator = options.mode == "selective" and options.selective_ac_option == "op"
+    return by_operator and not run.config.compile.blocks
 
 
 def _which(run: Run) -> str:
@@ -279,18 +279,19 @@ def pipeline_notes(run: Run) -> list[str]:
         said.append(
             "parallelism.fsdp_sync_each_batch changes nothing: a pipeline reduces its gradients once a step"
         )
-    if run.config.compile.enable and _splits_backward(run):
+    if run.config.compile.blocks and _splits_backward(run):
         said.append(
             f"a compiled backward has no halves: {file or options.pipeline_parallel_schedule} runs "
             "that of each block twice, for inputs and for weights; "
             f"to compute less, compile.enable = false, or {_whole(file)}"
         )
     mode = run.config.activation_checkpoint.mode
-    if mode in ("full", "selective") and not run.config.compile.enable and _splits_backward(run):
+    if mode in ("full", "selective") and not run.config.compile.blocks and _splits_backward(run):
         said.append(
             f'activation_checkpoint.mode = "{mode}": where {file or options.pipeline_parallel_schedule} '
             "computes the gradients of weights apart, torch computes a checkpointed block again for each of "
-            f"its weights, ten times in all; to compute less, set it to none, or {_whole(file)}"
+            "its weights, in all but the first stage up to ten times a micro-batch; to compute less, set it "
+            f"to none, or {_whole(file)}"
         )
     return said + _waiting(run)
 
