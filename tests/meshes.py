@@ -320,6 +320,11 @@ MORE = [
     "pp2 replicate2 cp2 tp2 LoopedBFS tied",
     "pp2 shard2 cp2 tp2 ZBVZeroBubble never tied",
     "pp2 shard2 cp2 tp2 1F1B accumulate3 AC-full",
+    "replicate2 shard2 cp2 tp2 HYBRID_SHARD_ZERO2 whole-logits AC-op",
+    "pp2 replicate2 shard2 cp2 DualPipeV never",
+    "pp2 replicate2 shard2 tp2 GPipe HYBRID_SHARD",
+    "pp2 replicate2 cp2 tp2 InterleavedZeroBubble never tied",
+    "pp2 shard2 cp2 tp2 Interleaved1F1B tied accumulate3",
     "pp2 replicate2 shard2 cp2 tp2 1F1B tied",
     # Compiled.
     "shard2 compiled",

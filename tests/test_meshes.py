@@ -235,6 +235,7 @@ def test_the_list_has_every_three_and_four_dimensions() -> None:
         for dimensions in combinations(meshes.DIMENSIONS, size):
             assert set(dimensions) in shapes
     assert sum(len(shape) == 3 for shape in shapes) >= 20
+    assert sum(len(shape) >= 4 for shape in shapes) >= 10
 
 
 @pytest.mark.parametrize("layout", FAST + MORE)
