@@ -71,9 +71,9 @@ def sharding(config: Config, *, param_dtype: torch.dtype) -> Sharding:
 
 def _checkpointing(config: Config) -> ActivationCheckpointing:
     options = config.activation_checkpoint
-    by_stride = options.mode == "selective" and options.selective_ac_option != "op"
+    by_stride = options.mode == "selective" and not options.by_operator
     return ActivationCheckpointing(
-        mode="op" if options.mode == "selective" and not by_stride else options.mode,
+        mode="op" if options.by_operator else options.mode,
         every=int(options.selective_ac_option) if by_stride else 1,
         early_stop=options.early_stop,
         preserve_rng_state=options.preserve_rng_state,

@@ -140,6 +140,11 @@ class ActivationCheckpoint(Table):
     debug: bool = False
     """Say which operation differed when they do not match; slow."""
 
+    @property
+    def by_operator(self) -> bool:
+        """Whether it chooses operators."""
+        return self.mode == "selective" and self.selective_ac_option == "op"
+
 
 class Compile(Table):
     """torch.compile."""

@@ -202,12 +202,6 @@ def _blocks(model: Llama, passes: Sequence[str], work: StepWork) -> tuple[int, i
     return forwards * len(model.layers), backwards * len(model.layers), again
 
 
-def _by_operator(config: Config) -> bool:
-    """Whether checkpointing chooses operators."""
-    options = config.activation_checkpoint
-    return options.mode == "selective" and options.selective_ac_option == "op"
-
-
 def _tensor(
     model: Llama, passes: Sequence[str], work: StepWork, ranks: tuple[int, ...]
 ) -> Iterator[Exchange]:
@@ -216,7 +210,7 @@ def _tensor(
     ends = (model.tok_embeddings is not None) + (model.output is not None)
     # Attention and feed-forward: each gathers before it and scatters after it, and the other way in backward.
     once, repeated = 2 * (forwards + backwards) + batches * ends, 2 * again
-    scattered = 0 if _by_operator(config) else repeated
+    scattered = 0 if config.activation_checkpoint.by_operator else repeated
     if config.activation_checkpoint.early_stop and not config.compile.blocks:
         scattered //= 2  # the last thing that a block does
     hidden = work.tokens * model.args.dim * work.size
@@ -242,7 +236,7 @@ def _context(
     forwards, backwards, again = _blocks(model, passes, work)
     own = work.tokens * 2 * model.args.n_kv_heads // tp * model.args.head_dim
     if work.config.parallelism.context_parallel_rotate_method == "alltoall":
-        if work.config.compile.blocks and _by_operator(work.config):
+        if work.config.compile.blocks and work.config.activation_checkpoint.by_operator:
             again = 0  # the compiler leaves out what gives only what is kept
         there = (forwards + backwards + again) * (len(ranks) - 1) * work.size
         yield Exchange("cp", "send", ranks, own * (there + backwards * len(ranks) * work.precise_size))

@@ -54,7 +54,7 @@ def checkpointing_debug(run: Run) -> list[Problem]:
     if run.config.compile.blocks:
         fix = "set compile.enable = false while you look for the operation"
         return [run.problem(key, "torch does not offer it for compiled blocks", fix)]
-    if options.mode == "selective" and options.selective_ac_option == "op":
+    if options.by_operator:
         rule = 'torch does not offer it for selective_ac_option = "op"'
         return [run.problem(key, rule, f'set {_TABLE}.mode = "full" while you look for the operation')]
     return []

@@ -159,9 +159,7 @@ def recomputed_blocks_gather_alike(run: Run) -> list[Problem]:
 
 def _computes_operations_again(run: Run) -> bool:
     """Selective checkpointing by operator, of blocks that are not compiled."""
-    options = run.config.activation_checkpoint
-    by_operator = options.mode == "selective" and options.selective_ac_option == "op"
-    return by_operator and not run.config.compile.blocks
+    return run.config.activation_checkpoint.by_operator and not run.config.compile.blocks
 
 
 def _which(run: Run) -> str:
