@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from toolkit.checkpoint import streaming
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.conversion import convert, prepare
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, DataError
+from toolkit.locks import claim
 from toolkit.sources import CheckpointWeights, open_source
 from toolkit.weights import fill
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.meta_write import PART
 from toolkit.weights.safetensors_folder import SafetensorsFolder
+from toolkit.weights.source import Source
 from tools import convert_weights
 
 
@@ -219,6 +222,8 @@ def test_what_was_killed_goes_on(
     with pytest.raises(_Killed):
         convert(conversion)
     [work] = [path for path in tmp_path.rglob("*.tmp-*")]
+    stale = "run.lock" if way.endswith("dcp") else "out.lock"
+    (work.parent / stale).write_text("process 1 on a host")  # nobody holds it
     assert not conversion.out.exists()
     for notes in (work / ".done").iterdir():  # the last line may be cut short
         with notes.open("a") as file:
@@ -227,7 +232,7 @@ def test_what_was_killed_goes_on(
     done = []
     convert(prepare(way, start, tmp_path / "out", max_bytes=20_000), progress=done.append)
     again = len(calls)
-    assert sum(done) == conversion.bytes and not work.exists()
+    assert sum(done) == conversion.bytes and not work.exists() and not (work.parent / stale).exists()
     calls = []
     anew = prepare(way, start, tmp_path / "anew", max_bytes=20_000)
     convert(anew)
@@ -245,13 +250,47 @@ def test_what_was_killed_goes_on(
 def test_another_source_does_not_go_on_with_what_is_there(tmp_path: Path, small_blocks: None) -> None:
     save_transformers("llama3", tmp_path / "hf")
     conversion = prepare("hf-to-meta", tmp_path / "hf", tmp_path / "out")
-    work = fill._begin(conversion.source, conversion.out, _EMPTY, False)
-    assert fill._begin(conversion.source, conversion.out, _EMPTY, False) == work
+
+    def begin(source: Source) -> Path:
+        with ExitStack() as held:
+            return fill._begin(source, conversion.out, _EMPTY, False, held)
+
+    work = begin(conversion.source)
+    assert begin(conversion.source) == work
     save_transformers("llama3", tmp_path / "hf")
-    assert fill._begin(open_source(tmp_path / "hf"), conversion.out, _EMPTY, False) != work
+    assert begin(open_source(tmp_path / "hf")) != work
 
 
 _EMPTY = fill.Folder([], {}, SafetensorsFolder, lambda name, block: block, lambda name: 1)
+
+
+@pytest.mark.parametrize("way", ["hf-to-meta", "hf-to-dcp"])
+def test_one_process_at_a_time_writes_an_output(way: str, tmp_path: Path) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    first, second = (prepare(way, tmp_path / "hf", tmp_path / "out") for _ in range(2))
+    other = prepare(way, tmp_path / "hf", tmp_path / "out", dtype=torch.bfloat16)
+    said: list[str] = []
+
+    def meanwhile(count: int) -> None:
+        for conversion in (second, other) if not said else ():
+            with pytest.raises(DataError) as refused:
+                convert(conversion)
+            said.append(str(refused.value))
+
+    convert(first, progress=meanwhile, verify=True)
+    assert len(said) == 2 and all(f"process {os.getpid()} on " in one for one in said)
+    with pytest.raises(DataError, match="is there already"):
+        convert(second)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+    if way == "hf-to-dcp":
+        assert [path.name for path in (tmp_path / "out").iterdir()] == ["step-0"]
+
+
+def test_a_conversion_waits_for_no_run_that_saves_in_the_same_folder(tmp_path: Path) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    with claim(tmp_path / "checkpoint"), pytest.raises(DataError, match="is writing .*step-0"):
+        _convert("hf-to-dcp", tmp_path / "hf", tmp_path / "checkpoint")
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["run.lock"]
 
 
 def test_a_full_disk_is_told_and_the_same_command_goes_on(

@@ -108,15 +108,23 @@ def _start_from_weights(folder: str) -> dict[str, Any]:
     return {"step": trainer.progress.step, "weights": weights_digest(trainer.execution.models[0])}
 
 
-def _two_runs_in_one_folder(folder: str) -> str:
-    config = _config(Path(folder, "shared"))
-    first = small_trainer(config)
-    try:
-        small_trainer(config)
-    except ConfigError as error:
-        return str(error)
+def _two_runs_in_one_folder(folder: str) -> list[str]:
+    """What the second is told: of the whole folder, and of the checkpoints alone, by another way there."""
+    first = small_trainer(_config(Path(folder, "shared")))
+    checkpoints = f"{folder}/other/../shared/checkpoint"
+    said = []
+    for config in (
+        _config(Path(folder, "shared")),
+        _config(Path(folder, "other"), checkpoint={"folder": checkpoints}),
+        _config(Path(folder, "reader"), checkpoint={"folder": checkpoints, "load_only": True}),
+    ):
+        try:
+            small_trainer(config)
+            said.append("")
+        except ConfigError as error:
+            said.append(str(error))
     assert first is not None
-    return ""
+    return said
 
 
 def _losses_on_the_same_data(folder: str) -> tuple[float, float]:
@@ -238,7 +246,10 @@ def test_a_new_run_starts_from_another_runs_weights(results: list[dict[str, Any]
 
 def test_a_folder_that_another_run_writes_to_is_refused_on_every_rank(results: list[dict[str, Any]]) -> None:
     for result in results:
-        assert "job.dump_folder" in result["shared"] and "writes there" in result["shared"]
+        run, checkpoints, only_read = result["shared"]
+        assert "job.dump_folder = " in run and "writes there" in run
+        assert "checkpoint.folder = " in checkpoints and "writes there" in checkpoints
+        assert not only_read
 
 
 def test_validation_is_the_loss_of_training(results: list[dict[str, Any]]) -> None:

@@ -24,8 +24,8 @@ from toolkit.companions import Companions, tokenizer_companions, tokenizer_of
 from toolkit.errors import DataError
 from toolkit.shards import block_threads
 from toolkit.sources import MODEL_PREFIX, CheckpointWeights, open_source
-from toolkit.unfinished import state_of
-from toolkit.weights.fill import BLOCK_BYTES, refuse_existing
+from toolkit.unfinished import refuse_existing, state_of
+from toolkit.weights.fill import BLOCK_BYTES
 from toolkit.weights.hf_config import CONFIG, GENERATION_CONFIG
 from toolkit.weights.hf_names import reorders_rows, to_hf
 from toolkit.weights.hf_write import MAX_BYTES, SpecialTokens, plan_shards, shard_names, write_hf

@@ -39,6 +39,7 @@ from toolkit.errors import (
     TrainingError,
 )
 from toolkit.loaders import training_loader, validation_loader
+from toolkit.locks import claim
 from toolkit.metrics.memory import memory, out_of_memory_advice
 from toolkit.metrics.phases import Phases
 from toolkit.metrics.speed import SpeedMeter
@@ -47,7 +48,6 @@ from toolkit.observers import observers
 from toolkit.optim.schedule import learning_rate
 from toolkit.parallel.mesh import build_mesh
 from toolkit.reporting import open_log, open_speed_meter, told_at_start
-from toolkit.run_folder import claim
 from toolkit.saves import Progress, Saves, pretrained_folder
 from toolkit.shape import model_args
 from toolkit.step import StepResult, TrainStep
@@ -67,10 +67,10 @@ class Trainer:
         self.seed = config.debug.seed or 0
         self.progress = Progress()
         self._deadline = Deadline(config.job.time_limit, os.environ)
-        self._lock: IO[str] | None = None
+        self._locks: dict[Path, IO[str]] = {}
         self.folder = Path(config.job.dump_folder).expanduser()
         set_deterministic(config.debug.deterministic, warn_only=config.debug.deterministic_warn_only)
-        self._claim_folder()
+        self._claim_folders()
         self._lay_out()
         with phases("model"):
             self._build()
@@ -98,32 +98,43 @@ class Trainer:
 
     # Building
 
-    def _claim_folder(self) -> None:
-        """Lock the folder of the run, and leave the resolved config there with the origin of each value.
+    def _claim_folders(self) -> None:
+        """Lock the folders that the run writes, and leave the resolved config with the origin of each value.
 
         Raises:
             ConfigError: on every rank, where rank 0 cannot write there or another run does.
         """
         told: list[Problem | None] = [None]
         if dist.get_rank() == 0:
-            try:
-                self._lock = claim(self.folder)
-                for name in {"config.toml", self.config.job.save_config_file or "config.toml"}:
-                    path = self.folder / name
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_text(self.config.to_toml(), encoding="utf-8")
-            except BlockingIOError as error:
-                told = [self._folder_problem(f"{error} writes there", "wait until it has ended")]
-            except OSError as error:
-                told = [self._folder_problem(f"it cannot be written to: {error}", "free space there")]
+            config = self.config
+            told = [self._claim("job.dump_folder", self.folder, self._write_config)]
+            if config.checkpoint.enable and not config.checkpoint.load_only and not told[0]:
+                told = [self._claim("checkpoint.folder", self.folder / config.checkpoint.folder)]
         dist.broadcast_object_list(told, src=0)
         if told[0]:
             raise ConfigError(told[0])
 
-    def _folder_problem(self, rule: str, fix: str) -> Problem:
-        key = "job.dump_folder"
-        value, origin = self.config.job.dump_folder, self.config.origin(key)
-        return Problem(rule, f"{fix}, or name another folder", key, value, origin)
+    def _claim(self, key: str, folder: Path, write: Callable[[], None] = lambda: None) -> Problem | None:
+        """Lock ``folder`` and ``write`` there; what is wrong with the value of ``key``, if that fails."""
+        try:
+            if folder.resolve() not in self._locks:
+                self._locks[folder.resolve()] = claim(folder)
+            write()
+        except BlockingIOError as error:
+            rule, fix = f"{error} writes there", "wait until it has ended"
+        except OSError as error:
+            rule, fix = f"it cannot be written to: {error}", "free space there"
+        else:
+            return None
+        table, _, name = key.partition(".")
+        value = getattr(getattr(self.config, table), name)
+        return Problem(rule, f"{fix}, or name another folder", key, value, self.config.origin(key))
+
+    def _write_config(self) -> None:
+        for name in {"config.toml", self.config.job.save_config_file or "config.toml"}:
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.config.to_toml(), encoding="utf-8")
 
     def _lay_out(self) -> None:
         config = self.config
@@ -202,8 +213,8 @@ class Trainer:
             ) from error
         finally:
             self.log.close()
-            if self._lock:
-                self._lock.close()
+            for lock in self._locks.values():
+                lock.close()
 
     def _loop(self, after_step: Callable[[int], None] | None) -> int:
         training, request = self.config.training, StopRequest(self._deadline)

@@ -15,6 +15,7 @@ from threading import Lock
 from typing import Any
 
 from toolkit.durable import sync_file, sync_folder
+from toolkit.errors import DataError
 
 _DONE = ".done"
 
@@ -29,6 +30,17 @@ def state_of(folder: Path) -> list[tuple[str, int, int]]:
     """What a plan tells of the files in a folder that is read: a change of any is another plan."""
     found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise DataError if ``out`` is anything but an empty folder or a name that is free."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} is there already: name another folder, or delete it")
+
+
+def in_progress(out: Path, holder: BlockingIOError) -> DataError:
+    """What to tell where a lock says that somebody else writes ``out``."""
+    return DataError(f"{holder} is writing {out}\n  fix:  wait until it has ended, or name another folder")
 
 
 class Done:

@@ -56,3 +56,5 @@ def clear(folder: Path) -> Iterator[str]:
         else:
             shutil.rmtree(path)
             yield f"removed {path.name}, left by a save that was killed"
+    for lock in folder.glob("step-*.lock"):  # of an export that was killed with its run
+        lock.unlink()

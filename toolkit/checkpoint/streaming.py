@@ -34,8 +34,9 @@ from toolkit.checkpoint.manager import commit_folder, without_crc32
 from toolkit.checkpoint.manifest import build_manifest, step_folder
 from toolkit.checkpoint.storage import CommittingWriter, Files, Results, read_metadata
 from toolkit.errors import CheckpointError
+from toolkit.locks import LOCK, claimed
 from toolkit.shards import block_threads
-from toolkit.unfinished import Done, forget_parts, work_folder
+from toolkit.unfinished import Done, forget_parts, in_progress, refuse_existing, work_folder
 
 FILE_BYTES = 1 << 30
 PIECE_BYTES = 128 << 20
@@ -82,10 +83,10 @@ def write_checkpoint(
     """Write ``tensors`` as ``step-N`` in ``folder``, with ``run`` (JSON types) in the manifest.
 
     ``plan`` (JSON types) tells what the tensors come from: what was written by the same plan is gone on with.
-    ``progress`` is told bytes as they are done. ``check`` sees what was written before it is committed. A
-    checkpoint of that step that is there already is replaced.
+    ``progress`` is told bytes as they are done. ``check`` sees what was written before it is committed.
 
     Raises:
+        DataError: there is such a step already, or another process is writing in ``folder``; both stay.
         CheckpointError: it cannot be written; what is written stays, and the same call goes on with it.
         ToolkitError: a tensor cannot be read, or ``check`` has failed; nothing is left.
     """
@@ -106,17 +107,25 @@ def write_checkpoint(
         commit_folder(work, final, manifest)
 
     try:
-        work.mkdir(parents=True, exist_ok=True)
-        writer = CommittingWriter(work, commit)
-        results = _write_files(writer, work, tensors, progress or (lambda count: None))
-        writer.finish(metadata, [results])
+        with claimed(folder / LOCK):  # that of a run which saves there
+            refuse_existing(final)
+            try:
+                work.mkdir(exist_ok=True)
+                writer = CommittingWriter(work, commit)
+                results = _write_files(writer, work, tensors, progress or (lambda count: None))
+                writer.finish(metadata, [results])
+            except Exception as error:
+                if not isinstance(error, OSError):
+                    shutil.rmtree(work, ignore_errors=True)
+                raise
+    except BlockingIOError as error:
+        raise in_progress(final, error) from None
     except OSError as error:
         raise CheckpointError(
             f"{final} could not be written: {error.strerror or error}\n"
             f"  What is written stays in {work}: the same again goes on from there."
         ) from error
     except Exception:
-        shutil.rmtree(work, ignore_errors=True)
         with suppress(OSError):  # others may have something there
             folder.rmdir()
         raise

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,9 @@ from toolkit.blocks import row_blocks, rows_of
 from toolkit.collective import Ranks
 from toolkit.durable import sync_file, sync_folder
 from toolkit.errors import CheckpointError, DataError
+from toolkit.locks import claimed
 from toolkit.shards import block_threads
-from toolkit.unfinished import Done, finish, state_of, work_folder, write_file
+from toolkit.unfinished import Done, finish, in_progress, refuse_existing, state_of, work_folder, write_file
 from toolkit.weights.source import Source
 
 BLOCK_BYTES = 64 << 20
@@ -71,30 +73,32 @@ def write_folder(
     Raises:
         CheckpointError: it cannot be written; what is written stays, and the same call goes on with it.
         DataError, CheckpointError: the source is damaged, or ``check`` has failed; nothing is left.
-        DataError: something is at ``out`` that is not to be replaced; it stays.
+        DataError: something is at ``out`` that is not to be replaced, or another process is writing it; it
+            stays.
     """
-    work = ranks.decide(partial(_begin, source, out, folder, replace))
-    broken, full = _share(source, work, folder, ranks, progress)
-    failures = ranks.agree(broken)
-    if failures:
-        ranks.decide(lambda: shutil.rmtree(work, ignore_errors=True))
-        raise DataError("\n  ".join(failures))
-    unwritten = ranks.agree(full)
-    if unwritten:
-        raise CheckpointError(
-            f"{out} could not be written: {'; '.join(unwritten)}\n"
-            f"  What is written stays in {work}: the same again goes on from there."
-        )
-    ranks.decide(partial(_end, work, out, folder, check, replace))
+    with ExitStack() as held:  # by rank 0
+        work = ranks.decide(partial(_begin, source, out, folder, replace, held))
+        broken, full = _share(source, work, folder, ranks, progress)
+        failures = ranks.agree(broken)
+        if failures:
+            ranks.decide(lambda: shutil.rmtree(work, ignore_errors=True))
+            raise DataError("\n  ".join(failures))
+        unwritten = ranks.agree(full)
+        if unwritten:
+            raise CheckpointError(
+                f"{out} could not be written: {'; '.join(unwritten)}\n"
+                f"  What is written stays in {work}: the same again goes on from there."
+            )
+        ranks.decide(partial(_end, work, out, folder, check, replace))
 
 
-def refuse_existing(out: Path) -> None:
-    """Raise DataError if ``out`` is anything but an empty folder or a name that is free."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} is there already: name another folder, or delete it")
-
-
-def _begin(source: Source, out: Path, folder: Folder, replace: bool) -> Path:
+def _begin(source: Source, out: Path, folder: Folder, replace: bool, held: ExitStack) -> Path:
+    try:
+        held.enter_context(claimed(out.with_name(f"{out.name}.lock")))
+    except BlockingIOError as error:
+        raise in_progress(out, error) from None
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error.strerror}: {error.filename}") from None
     if not replace:
         refuse_existing(out)
     plan = [

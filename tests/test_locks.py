@@ -1,0 +1,43 @@
+import fcntl
+import os
+
+import pytest
+
+from toolkit.locks import claim, claimed
+
+
+def test_a_folder_is_one_runs_until_it_lets_go(tmp_path):
+    lock = claim(tmp_path / "run")
+    with pytest.raises(BlockingIOError, match=f"process {os.getpid()} on "):
+        claim(tmp_path / "run")
+    lock.close()
+    claim(tmp_path / "run").close()
+
+
+def test_a_folder_that_cannot_be_made_says_why(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="Not a directory|exists"):
+        claim(tmp_path / "file" / "run")
+
+
+def test_a_lock_of_a_while_leaves_nothing_and_lets_nobody_in_meanwhile(tmp_path):
+    path = tmp_path / "out.lock"
+    with claimed(path), pytest.raises(BlockingIOError), claimed(path):
+        pass
+    assert not path.exists()
+
+
+def test_a_lock_that_is_removed_before_it_is_got_is_no_lock(tmp_path, monkeypatch):
+    flock, path = fcntl.flock, tmp_path / "out.lock"
+
+    def late(file, operation):
+        if not removed:
+            path.unlink()  # by its holder, after it was opened here
+            removed.append(path)
+        flock(file, operation)
+
+    removed = []
+    monkeypatch.setattr(fcntl, "flock", late)
+    with claimed(path), pytest.raises(BlockingIOError), claimed(path):
+        pass
+    assert removed
