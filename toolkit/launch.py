@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from toolkit import preflight
+from toolkit import output, preflight
 from toolkit.checkpoint.manifest import committed_steps
 from toolkit.config import Config, load_config
 from toolkit.corpora import open_data
@@ -102,4 +102,5 @@ def _show_text(config: Config, prompt: str) -> None:
 
 
 if __name__ == "__main__":
+    output.protect()
     sys.exit(main(sys.argv[1:]))

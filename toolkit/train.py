@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+from toolkit import output
 from toolkit.config import Config, load_config
 from toolkit.corpora import open_data
 from toolkit.distributed.fault_reporter import FaultReporter, lost_peers
@@ -104,6 +105,7 @@ def _leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    output.protect()
     # Until the training listens, Ctrl-C simply ends the process: a traceback would say nothing.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Imports make no garbage, and take longer while it is looked for; training does that at steps of its own.

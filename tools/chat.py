@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from toolkit import output
 from toolkit.arguments import (
     add_model_arguments,
     add_sampling_arguments,
@@ -227,4 +228,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    output.protect(end_with_reader=True)
     sys.exit(main(sys.argv[1:]))

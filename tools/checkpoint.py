@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from toolkit import output
 from toolkit.checkpoint.manifest import (
     check_files,
     committed_steps,
@@ -246,4 +247,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    output.protect(end_with_reader=True)
     sys.exit(main(sys.argv[1:]))

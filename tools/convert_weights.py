@@ -25,6 +25,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from toolkit import output
 from toolkit.errors import EXIT_FINISHED, ToolkitError, report
 
 _WAYS = ("hf-to-dcp", "dcp-to-hf", "meta-to-dcp", "dcp-to-meta", "meta-to-hf", "hf-to-meta")
@@ -105,5 +106,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    output.protect()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once; the same command goes on
     sys.exit(main(sys.argv[1:]))

@@ -26,7 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from toolkit import preflight
+from toolkit import output, preflight
 from toolkit.arguments import add_model_arguments, count, load_as_asked
 from toolkit.config import Config, load_config
 from toolkit.config.corpora import corpora
@@ -209,4 +209,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    output.protect(end_with_reader=True)
     sys.exit(main(sys.argv[1:]))

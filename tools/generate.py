@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from toolkit import output
 from toolkit.arguments import (
     add_model_arguments,
     add_sampling_arguments,
@@ -202,5 +203,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    output.protect(end_with_reader=True)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, between two words or in one
     sys.exit(main(sys.argv[1:]))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from toolkit import output
 from toolkit.collective import Ranks
 from toolkit.companions import Companions, tokenizer_companions
 from toolkit.config import load_config
@@ -121,4 +122,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    output.protect()
     sys.exit(main(sys.argv[1:]))

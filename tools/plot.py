@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit import output
 from toolkit.errors import ConfigError, DataError, Problem, ToolkitError
 from toolkit.wording import install
 
@@ -221,4 +222,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    output.protect()
     sys.exit(main(sys.argv[1:]))

@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from toolkit import preflight
+from toolkit import output, preflight
 from toolkit.config import Config, load_config
 from toolkit.corpora import open_corpora, run_tokenizer
 from toolkit.errors import EXIT_FINISHED, ToolkitError, report
@@ -88,5 +88,6 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
+    output.protect()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it; the helpers end with their pipe
     sys.exit(main(sys.argv[1:]))

@@ -25,6 +25,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from toolkit import output
 from toolkit.data.sources import open_source
 from toolkit.data.tokenizer import LLAMA3_PATTERN
 from toolkit.data.tokenizer_files import N_LLAMA3_SPECIAL, llama3_names
@@ -187,4 +188,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    output.protect()
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -16,6 +17,12 @@ from toolkit.launch import launch_from
 
 ROOT = Path(__file__).parents[2]
 CPU = Hardware("cpu", "CPU", 2, native_bf16=False, float8=False)
+SMALL = [
+    "--job.config_file=train_configs/debug_model.toml", "--model.dim=64", "--model.n_layers=1",
+    "--model.n_heads=4", "--training.seq_len=64", "--training.global_batch_size=4",
+    "--training.local_batch_size=2", "--training.dataset=embedded_validation", "--training.steps=3",
+    "--validation.enable=false", "--metrics.log_freq=1",
+]  # fmt: skip
 GPUS = Hardware("cuda", "H100", 4, native_bf16=True, float8=True)
 
 
@@ -90,6 +97,26 @@ def test_a_wrong_environment_ends_before_any_rank_starts():
     result, _ = _launch(NGPU="many")
     assert result.returncode == 2
     assert "NGPU = 'many'" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_console_that_goes_ends_no_run(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "toolkit.launch", *SMALL, f"--job.dump_folder={tmp_path}/run"],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "NGPU": "2"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline().startswith("model")
+    process.stdout.close()
+    told = process.stderr.read()
+    assert process.wait(timeout=120) == 0, told
+    assert "standard output cannot be written" in told and "Traceback" not in told
+    assert (tmp_path / "run/checkpoint/step-3").is_dir()
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert sum("console_lost" in record for record in records) == 1
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", "abc"), ("WORLD_SIZE", "0")])

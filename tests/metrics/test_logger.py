@@ -1,10 +1,14 @@
+import errno
 import json
 import math
+import shutil
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
+from toolkit import output
 from toolkit.metrics.logger import MetricLogger
 from toolkit.metrics.memory import memory
 
@@ -91,8 +95,38 @@ def test_files_that_cannot_be_written_are_told_once(tmp_path, capsys):
     (tmp_path / "file").touch()
     _run(tmp_path / "file", [1, 2])
     out = capsys.readouterr().out
-    assert out.count("metrics cannot be written") == 1
+    assert out.count("metrics.jsonl cannot be written") == 1
+    assert out.count("TensorBoard's events cannot be written") == 1
     assert "loss 2.0000" in out
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("fault", ["full disk", "deleted folder"])
+def test_a_writer_of_tensorboard_that_fails_is_told_without_a_traceback(fault, tmp_path, capsys, monkeypatch):
+    logger = MetricLogger(tmp_path, total_steps=100)
+    logger.log(1, {"loss": 1.0})
+    if fault == "full disk":
+        monkeypatch.setattr(RecordWriter, "write", _full)
+    else:
+        shutil.rmtree(tmp_path / "tb")
+    for step in (2, 3, 4):
+        logger.log(step, {"loss": float(step)})
+    logger.close()
+    captured = capsys.readouterr()
+    assert captured.out.count("TensorBoard's events cannot be written: [Errno") == 1
+    assert captured.err == ""
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def _full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_lost_console_is_told_once_in_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(output, "lost", lambda: "standard output cannot be written: broken")
+    _run(tmp_path, [1, 2])
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record.get("console_lost") for record in records] == [output.lost(), None, None]
 
 
 def test_memory_on_cpu_is_what_is_resident():

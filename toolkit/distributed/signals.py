@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import stat
-import sys
 import time
 from types import FrameType
 
@@ -18,15 +15,6 @@ def asking() -> tuple[signal.Signals, ...]:
     """The signals that ask to stop; a hang-up is none under nohup."""
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     return signals if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*signals, signal.SIGHUP)
-
-
-def leave_terminal() -> None:
-    """Send nowhere what would go to a terminal: after a hang-up, writing there fails."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):  # a terminal that has gone says that it is none
-            os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
 
 
 class StopRequest:
@@ -55,8 +43,6 @@ class StopRequest:
         return "its time limit" if self.deadline.near() else "a signal to another rank"
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            leave_terminal()
         if self.signal is None:
             self.signal, self._since = signal.Signals(number), time.monotonic()
         elif number == signal.SIGINT and time.monotonic() > self._since + INSISTING_SECONDS:

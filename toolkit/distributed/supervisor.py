@@ -25,7 +25,7 @@ from typing import IO
 
 from toolkit.distributed import fault_reports
 from toolkit.distributed.fault_reports import QUESTION, SUPERVISED
-from toolkit.distributed.signals import asking, leave_terminal
+from toolkit.distributed.signals import asking
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE
 from toolkit.hardware import cores
 
@@ -178,8 +178,6 @@ def _signals() -> Iterator[SimpleQueue[int]]:
     arrived: SimpleQueue[int] = SimpleQueue()
 
     def note(signum: int, frame: FrameType | None) -> None:
-        if signum == signal.SIGHUP:
-            leave_terminal()
         arrived.put(signum)
 
     watched = (*asking(), signal.SIGCHLD)

@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit import output
 from toolkit.metrics.console import Console
 from toolkit.metrics.jsonl import JsonLines
 from toolkit.metrics.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
     from toolkit.metrics.wandb import WandB
+
+_EVENTS = "TensorBoard's events"
+_CONSOLE_LOST = "console_lost"
 
 
 class MetricLogger:
@@ -23,7 +27,8 @@ class MetricLogger:
     the files hold beyond it is dropped. ``config_text`` becomes TensorBoard text, and ``config`` that of
     the run at Weights & Biases, to which rank 0 sends its metrics with ``wandb``.
 
-    A file that cannot be written is told once and does not stop the training.
+    A file that cannot be written is told once and does not stop the training; that the console cannot is told
+    in ``metrics.jsonl``, as "console_lost" of the next record.
     """
 
     def __init__(
@@ -43,15 +48,15 @@ class MetricLogger:
     ):
         folder = Path(folder)
         chief = rank == 0
-        self._told = False
+        self._told: set[str] = set()
         self._console = Console(total_steps, resume_step=resume_step, color=color) if chief else None
         self._lines: JsonLines | None = None
         self._tensorboard: TensorBoard | None = None
         self._wandb: WandB | None = None
         if not (chief or all_ranks):
             return
-        name = "metrics.jsonl" if chief else f"metrics.rank-{rank}.jsonl"
-        self._lines = self._attempt(lambda: JsonLines(folder / name, resume_step=resume_step))
+        self._name = name = "metrics.jsonl" if chief else f"metrics.rank-{rank}.jsonl"
+        self._lines = self._attempt(name, lambda: JsonLines(folder / name, resume_step=resume_step))
         if tensorboard:
             events = folder / tensorboard_folder
             self._tensorboard = TensorBoard(
@@ -70,9 +75,9 @@ class MetricLogger:
             self._console.log(step, values)
         lines, tensorboard = self._lines, self._tensorboard
         if lines is not None:
-            self._attempt(lambda: lines.write({"step": step, **values}))
+            self._attempt(self._name, lambda: lines.write({"step": step, **values, **self._console_lost()}))
         if tensorboard is not None:
-            self._attempt(lambda: tensorboard.write(step, values))
+            self._attempt(_EVENTS, lambda: tensorboard.write(step, values))
         if self._wandb is not None:
             self._wandb.write(step, values)
 
@@ -88,15 +93,27 @@ class MetricLogger:
 
     def close(self) -> None:
         """Flush and close everything; the bar disappears."""
-        for part in (self._console, self._lines, self._tensorboard, self._wandb):
+        if self._lines is not None:
+            self._attempt(self._name, self._lines.close)
+        if self._tensorboard is not None:
+            self._attempt(_EVENTS, self._tensorboard.close)
+        for part in (self._wandb, self._console):
             if part is not None:
-                self._attempt(part.close)
+                part.close()
 
-    def _attempt(self, write: Callable[[], Any]) -> Any:
+    def _attempt(self, what: str, write: Callable[[], Any]) -> Any:
         try:
             return write()
         except OSError as error:
-            if not self._told:
-                self.say(f"metrics cannot be written: {error}; the training goes on without them")
-                self._told = True
+            if what not in self._told:
+                self.say(f"{what} cannot be written: {error}; the training goes on without")
+                self._told.add(what)
             return None
+
+    def _console_lost(self) -> dict[str, str]:
+        """What the next record is to say of the console, once."""
+        reason = output.lost() if self._console is not None else ""
+        if not reason or _CONSOLE_LOST in self._told:
+            return {}
+        self._told.add(_CONSOLE_LOST)
+        return {_CONSOLE_LOST: reason}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class TensorBoard:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
+            _hush_its_thread()
             start = self._resume_step
             self._writer = SummaryWriter(str(self._folder), purge_step=start + 1 if start else 0)
             if self._config_text:
@@ -45,6 +47,17 @@ class TensorBoard:
                 indented = "\n".join("    " + line for line in self._config_text.splitlines())
                 self._writer.add_text("config", indented, start)
         return self._writer
+
+
+def _hush_its_thread() -> None:
+    """Print no traceback of the thread that writes: its error is raised by the next call, and told."""
+    before = threading.excepthook
+
+    def hook(raised: threading.ExceptHookArgs) -> None:
+        if not type(raised.thread).__module__.startswith("tensorboard."):
+            before(raised)
+
+    threading.excepthook = hook
 
 
 def tag(key: str) -> str:

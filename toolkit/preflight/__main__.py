@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
-from toolkit import preflight
+from toolkit import output, preflight
 from toolkit.config import load_config
 from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, report
 from toolkit.hardware import detect
@@ -57,5 +56,5 @@ def _world_size(argv: Sequence[str]) -> tuple[int | None, list[str]]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
+    output.protect(end_with_reader=True)
     sys.exit(main(sys.argv[1:]))
