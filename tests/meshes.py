@@ -32,7 +32,8 @@ DIMENSIONS = tuple(_DEGREES)
 _DEGREE = re.compile(rf"({'|'.join(_DEGREES)})(\d+)")
 
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
-_BY_HAND = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "output"]]
+_BLOCKS = ["tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3"]
+_HEAD = ["norm", "output"]
 
 
 def _precision(stored: str, computed: str, reduced: str) -> Settings:
@@ -90,7 +91,14 @@ WORDS: dict[str, Settings] = {
         "parallelism.pipeline_parallel_first_stage_less_layers": 1,
         "parallelism.pipeline_parallel_last_stage_less_layers": 1,
     },
-    "by-hand": {"parallelism.module_fqns_per_model_part": _BY_HAND},
+    # With two stages on each of two ranks, or one on each of four: the embedding alone, and the head alone.
+    "bare-ends": {
+        "parallelism.pipeline_parallel_first_stage_less_layers": 2,
+        "parallelism.pipeline_parallel_last_stage_less_layers": 1,
+    },
+    "bare-embedding": {"parallelism.module_fqns_per_model_part": [_BLOCKS[:1], [*_BLOCKS[1:], *_HEAD]]},
+    "bare-head": {"parallelism.module_fqns_per_model_part": [_BLOCKS, _HEAD]},
+    "by-hand": {"parallelism.module_fqns_per_model_part": [_BLOCKS[:2], [*_BLOCKS[2:], *_HEAD]]},
     "stage-a-layer": {"parallelism.pipeline_parallel_layers_per_stage": 1},
     "float32": _precision("float32", "float32", "float32"),
     "bfloat16": _precision("float32", "bfloat16", "float32"),
@@ -160,6 +168,12 @@ FAST = [
     "pp2 InterleavedZeroBubble never",
     "pp2 ZBVZeroBubble never tied accumulate3",
     "pp2 DualPipeV never",
+    # Stages without blocks.
+    "pp2 GPipe bare-head tied",
+    "pp2 Interleaved1F1B bare-ends tied accumulate3",
+    "pp2 InterleavedZeroBubble bare-ends",
+    "pp2 ZBVZeroBubble bare-ends tied",
+    "pp4 1F1B bare-ends tied",
     # Every strategy in fp32, which gloo reduces another way.
     "shard4 FULL_SHARD float32 accumulate3",
     "shard4 SHARD_GRAD_OP float32",
@@ -222,6 +236,34 @@ MORE = [
     "pp2 1F1B light-ends",
     "pp2 GPipe by-hand tied",
     "pp4 1F1B light-ends layers8",
+    # Stages without blocks, in every schedule.
+    "pp2 1F1B bare-embedding AC-full",
+    "pp2 1F1B bare-head never",
+    "pp2 GPipe bare-embedding tied by-size",
+    "pp4 GPipe bare-ends AC-2",
+    "pp2 LoopedBFS bare-ends tied by-class",
+    "pp2 DualPipeV bare-ends accumulate3",
+    "pp2 DualPipeV bare-ends tied AC-full",
+    "pp2 ZBVZeroBubble bare-ends AC-2",
+    "pp2 InterleavedZeroBubble bare-ends tied AC-full",
+    "pp4 ZBVZeroBubble layers8 bare-ends never tied",
+    "pp2 Interleaved1F1B light-ends stage-a-layer AC-op",
+    "pp2 InterleavedZeroBubble light-ends stage-a-layer tied",
+    "pp4 Interleaved1F1B layers8 bare-ends unmasked",
+    "pp2 shard2 Interleaved1F1B bare-ends FULL_SHARD tied",
+    "pp2 shard2 DualPipeV bare-ends SHARD_GRAD_OP tied",
+    "pp2 tp2 Interleaved1F1B bare-ends tied accumulate3",
+    "pp2 tp2 ZBVZeroBubble bare-ends whole-logits",
+    "pp4 tp2 1F1B bare-ends tied",
+    "pp2 cp2 InterleavedZeroBubble bare-ends tied",
+    "pp2 cp2 LoopedBFS bare-ends head-first",
+    "pp2 replicate2 shard2 1F1B bare-head HYBRID_SHARD tied",
+    "pp2 shard2 tp2 ZBVZeroBubble bare-ends tied",
+    "pp2 cp2 tp2 Interleaved1F1B bare-ends AC-full",
+    "pp2 compiled Interleaved1F1B bare-ends tied",
+    "pp2 compiled DualPipeV bare-ends",
+    "pp4 1F1B float32 bare-ends tied",
+    "pp2 Interleaved1F1B bfloat16 bare-ends",
     # Every strategy in a pipeline.
     "pp2 shard2 GPipe FULL_SHARD",
     "pp2 shard2 GPipe SHARD_GRAD_OP tied",

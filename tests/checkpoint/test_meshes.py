@@ -37,10 +37,12 @@ def _pipeline(schedule: str, **more: Any) -> Settings:
     return {"pipeline_parallel_schedule": schedule, **sizes, **more}
 
 
+# The embedding alone on the first of four stages, norm and head on the last.
+BARE = {"pipeline_parallel_first_stage_less_layers": 2, "pipeline_parallel_last_stage_less_layers": 1}
 # Data parallelism takes what the others leave.
 MESHES: dict[str, Settings] = {
     "fsdp": {},
-    "pp tp": _pipeline("Interleaved1F1B", tensor_parallel_degree=2),
+    "pp tp": _pipeline("Interleaved1F1B", tensor_parallel_degree=2, **BARE),
     "hsdp": {"data_parallel_replicate_degree": 2},
     "pp cp": _pipeline("1F1B", context_parallel_degree=2),
     "tp": {"tensor_parallel_degree": 2},

@@ -9,6 +9,7 @@ import pytest
 from toolkit.config.stages import (
     SCHEDULES,
     bubble,
+    is_cut,
     module_names,
     pipeline_stages,
     stages_of_ranks,
@@ -38,6 +39,10 @@ def _layers(**options: Any) -> list[int]:
         ({"n_layers": 126, "degree": 16}, [7, *[8] * 14, 7]),
         ({"n_layers": 126, "degree": 8, "layers_per_stage": 8, "schedule": "LoopedBFS"}, [7, *[8] * 14, 7]),
         ({"n_layers": 8, "degree": 2, "first_stage_less_layers": 0, "last_stage_less_layers": 0}, [4, 4]),
+        # Ends that fill their stages: 8 = 1 + … + 1, and 8 = 2 + 2 + 1 + 1 + 1 + 1.
+        ({"n_layers": 6, "degree": 4, "schedule": "Interleaved1F1B"}, [0, *[1] * 6, 0]),
+        ({"n_layers": 6, "degree": 4, "layers_per_stage": 1, "schedule": "ZBVZeroBubble"}, [0, *[1] * 6, 0]),
+        ({"n_layers": 6, "degree": 6}, [1, 2, 1, 1, 1, 0]),
         ({"n_layers": 8, "degree": 2, "first_stage_less_layers": 2, "last_stage_less_layers": 1}, [4, 4]),
         ({"n_layers": 8, "degree": 2, "first_stage_less_layers": 0, "last_stage_less_layers": 4}, [6, 2]),
         # 10 layers with the ends, in stages of at most 3: 4 stages.
@@ -52,6 +57,14 @@ def test_the_ends_hold_embedding_norm_and_head() -> None:
     stages = pipeline_stages(Parallelism(pipeline_parallel_degree=2), 2)
     assert stages.modules == [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]
     assert stages.of_ranks == [[0], [1]]
+
+
+def test_a_cut_has_every_module_once_and_no_stage_without_any() -> None:
+    assert is_cut([["tok_embeddings"], ["layers.0"], ["norm", "output"]], 1)
+    assert not is_cut([["tok_embeddings"], ["layers.0"], [], ["norm", "output"]], 1)
+    assert not is_cut([["tok_embeddings"], ["norm", "output"]], 1)
+    heavy = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_first_stage_less_layers=5)
+    assert not is_cut(pipeline_stages(heavy, 2).modules, 2)
 
 
 def test_stages_named_by_hand_are_taken_as_they_are() -> None:

@@ -82,6 +82,7 @@ def test_words() -> None:
     assert _few(list("abcd")) == "a, b, c, d" and _few(list("abcde")) == "a, b, c, …, e"
     assert _modules(["tok_embeddings", "layers.0", "layers.1"]) == "tok_embeddings, layers 0–1 (2)"
     assert _modules(["layers.4", "norm", "output"]) == "layer 4, norm, output"
+    assert _modules(["tok_embeddings"]) == "tok_embeddings" and _modules(["norm", "output"]) == "norm, output"
     assert [_size(n) for n in (7, 1536, 3 << 30)] == ["7 bytes", "1.50 KiB", "3.00 GiB"]
 
 

@@ -24,47 +24,31 @@ def _parts(*parts: str, says: tuple[str, ...], rule: str = "parts_are_a_cut", fl
 
 
 CASES: list[Bad] = [
-    # 8 stages of one: the embedding and the head fill theirs.
+    # 8 layers with the ends: a ninth stage would hold nothing.
     bad(
-        "stages_have_layers",
-        f"{PP}=8",
-        "8 stages of 6 layers leave none to stage 0, 7",
-        "set it to 4",
-        world=8,
-    ),
-    # 2 2 1 1 1 1 less the ends: nothing for the last.
-    bad(
-        "stages_have_layers",
-        f"{PP}=6",
-        "leave none to stage 5, where the embedding counts as 1 and the head as 1",
-        "set pipeline_parallel_last_stage_less_layers = 0, or set it to 3",
-        world=6,
+        "stages_hold_something",
+        f"{PP}=10 training.global_batch_size=20",
+        "10 stages of 6 layers leave nothing to stage 8, where the embedding counts as 1 and the head as 1",
+        "set it to 5",
+        world=10,
     ),
     bad(
-        "stages_have_layers",
-        f"{PP}=3 {SCHEDULE}=Interleaved1F1B training.global_batch_size=18",
-        "6 stages of 6 layers leave none to stage 5",
-        "set pipeline_parallel_last_stage_less_layers = 0",
-        f'{SCHEDULE} = "1F1B"',
-        world=3,
-    ),
-    bad(
-        "stages_have_layers",
+        "stages_hold_something",
         f"{PP}=4 {SCHEDULE}=ZBVZeroBubble {FIRST}=0 {LAST}=0",
-        "8 stages of 6 layers leave none to stage 6, 7",
+        "8 stages of 6 layers leave nothing to stage 6",
         "set it to 2",
         f'{SCHEDULE} = "1F1B"',
         world=4,
     ),
+    # 11 layers with the ends in 4 stages: 3, of which the embedding would fill 4.
     bad(
-        "stages_have_layers",
-        f"{PER_STAGE}=1 {SCHEDULE}=LoopedBFS {PP}=2",
-        "8 stages of 6 layers leave none to stage 0, 7",
-        "set pipeline_parallel_first_stage_less_layers = 0 and pipeline_parallel_last_stage_less_layers = 0",
-        "set it to 2",
-        world=2,
+        "stages_hold_something",
+        f"{PP}=4 {FIRST}=4",
+        "4 stages of 6 layers have no room for ends that count for so many, where the embedding counts as 4",
+        "set pipeline_parallel_first_stage_less_layers = 3, or set it to 2",
+        world=4,
     ),
-    bad("stages_have_layers", f"{PP}=4 model.n_layers=1", "of 1 layers", "set it to 1", world=4),
+    bad("stages_hold_something", f"{PP}=4 model.n_layers=1", "of 1 layers", "set it to 2", world=4),
     bad(
         "schedule_takes_stages",
         f"{PER_STAGE}=3 {PP}=2",
@@ -84,7 +68,7 @@ CASES: list[Bad] = [
         "schedule_takes_stages",
         f"{PER_STAGE}=4 {SCHEDULE}=Interleaved1F1B {PP}=2",
         "takes 4 or a larger multiple of 2",
-        f"set it to 2, or set {SCHEDULE} to GPipe or 1F1B",
+        f"set it to 2 or 1, or set {SCHEDULE} to GPipe or 1F1B",
         world=2,
     ),
     bad(
@@ -98,7 +82,7 @@ CASES: list[Bad] = [
         "schedule_takes_stages",
         f"{PER_STAGE}=1 {SCHEDULE}=DualPipeV {PP}=2 model.n_layers=4",
         "makes 6 stages of 4 layers",
-        "remove it, with pipeline_parallel_last_stage_less_layers = 0",
+        "remove it, or set",
         world=2,
     ),
     _parts(

@@ -71,7 +71,7 @@ def stage_count(
 
 def stage_modules(n_layers: int, stages: int, *, first_less: int, last_less: int) -> list[list[str]]:
     """Names of each stage's modules, the layers spread as evenly as they can be, the rest of the division
-    on the first stages. A stage may come out without layers."""
+    on the first stages. The embedding or the head may come out alone; :func:`is_cut` says whether it fits."""
     share, rest = divmod(n_layers + first_less + last_less, stages)
     counts = [share + (stage < rest) for stage in range(stages)]
     counts[0] -= first_less
@@ -95,6 +95,11 @@ def stages_of_ranks(stages: int, pp: int, schedule: Schedule) -> list[list[int]]
 def module_names(n_layers: int) -> list[str]:
     """Every module that a stage can hold, in forward order."""
     return ["tok_embeddings", *(f"layers.{index}" for index in range(n_layers)), "norm", "output"]
+
+
+def is_cut(modules: list[list[str]], n_layers: int) -> bool:
+    """Whether stages of these modules hold something each, and together every module once, in order."""
+    return all(modules) and [name for part in modules for name in part] == module_names(n_layers)
 
 
 @dataclass(frozen=True)

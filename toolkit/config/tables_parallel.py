@@ -71,9 +71,9 @@ class Parallelism(Table):
     """Names of each stage's modules, to cut by hand: tok_embeddings, layers.0 and on, norm, output, in this
     order. As many stages as the schedule takes."""
     pipeline_parallel_first_stage_less_layers: Annotated[NonNegative, _PP] = 1
-    """Blocks that the embedding counts as: the first stage has so many less."""
+    """Blocks that the embedding counts as: the first stage has so many less, and none where that is all."""
     pipeline_parallel_last_stage_less_layers: Annotated[NonNegative, _PP] = 1
-    """Blocks that the head counts as: the last stage has so many less."""
+    """Blocks that the head counts as: the last stage has so many less, and none where that is all."""
     pipeline_parallel_layers_per_stage: Annotated[Positive | None, _PP] = None
     """Blocks of one stage, embedding and head counted, which sets the number of stages. Without it a rank
     has one stage or two, by the schedule."""

@@ -148,7 +148,7 @@ def _modules(names: Sequence[str]) -> str:
     layers = [int(name.partition(".")[2]) for name in names if name.startswith("layers.")]
     others = [name for name in names if not name.startswith("layers.")]
     first = [name for name in others if name == "tok_embeddings"]
-    shown = [f"layers {_ranges(layers)} ({len(layers)})" if len(layers) > 1 else f"layer {layers[0]}"]
+    shown = [f"layers {_ranges(layers)} ({len(layers)})" if len(layers) > 1 else f"layer {_ranges(layers)}"]
     return ", ".join([*first, *(shown if layers else []), *(name for name in others if name not in first)])
 
 

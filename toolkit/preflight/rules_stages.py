@@ -7,7 +7,7 @@ from itertools import pairwise, product
 from typing import Any
 
 from toolkit.config.layout import degrees
-from toolkit.config.stages import SCHEDULES, Schedule, module_names, pipeline_stages
+from toolkit.config.stages import SCHEDULES, Schedule, is_cut, module_names, pipeline_stages
 from toolkit.errors import Problem
 from toolkit.preflight.facts import Run, rule
 from toolkit.wording import did_you_mean, either, first_few
@@ -58,52 +58,54 @@ def _sizes(run: Run, count: int) -> list[int]:
     for size in range(run.model.n_layers, 0, -1):
         change = {"pipeline_parallel_layers_per_stage": size}
         if _works(run, **change):
-            by_count[len(_layers(run, **change))] = size
+            by_count[len(_cut(run, **change))] = size
     return [by_count[other] for other in sorted(by_count, key=lambda other: abs(other - count))][:_SHOWN]
 
 
-def _layers(run: Run, **change: Any) -> list[int]:
-    """How many layers each stage has with other options of ``[parallelism]``."""
+def _cut(run: Run, **change: Any) -> list[list[str]]:
+    """The modules of each stage with other options of ``[parallelism]``."""
     assert run.model is not None
     options = run.config.parallelism.model_copy(update=change)
-    modules = pipeline_stages(options, run.model.n_layers).modules
-    return [sum(name.startswith("layers.") for name in part) for part in modules]
+    return pipeline_stages(options, run.model.n_layers).modules
 
 
 def _works(run: Run, **change: Any) -> bool:
-    """Whether the schedule takes the stages and each has a layer."""
+    """Whether the schedule takes the stages and each has something."""
+    assert run.model is not None
     options = run.config.parallelism.model_copy(update=change)
-    layers, schedule = _layers(run, **change), SCHEDULES[options.pipeline_parallel_schedule]
-    return min(layers) > 0 and schedule.takes_stages(len(layers), options.pipeline_parallel_degree)
+    modules, schedule = _cut(run, **change), SCHEDULES[options.pipeline_parallel_schedule]
+    takes = schedule.takes_stages(len(modules), options.pipeline_parallel_degree)
+    return takes and is_cut(modules, run.model.n_layers)
 
 
 @rule()
-def stages_have_layers(run: Run) -> list[Problem]:
-    """Each stage has at least one layer; a stage of the embedding or head alone is named by hand."""
+def stages_hold_something(run: Run) -> list[Problem]:
+    """Each stage has a block, the embedding or the head, and neither of these counts for more than its stage
+    has room."""
     options = run.config.parallelism
     if run.stages is None or run.model is None or options.module_fqns_per_model_part is not None:
         return []
-    layers = _layers(run)
-    if min(layers) > 0 or not run.schedule.takes_stages(len(layers), run.pp):
+    count, n_layers = len(run.stages.modules), run.model.n_layers
+    if is_cut(run.stages.modules, n_layers) or not run.schedule.takes_stages(count, run.pp):
         return []
     key = _DEGREE if options.pipeline_parallel_layers_per_stage is None else _PER_STAGE
-    empty = [str(stage) for stage, count in enumerate(layers) if not count]
-    rule = (
-        f"{len(layers)} stages of {run.model.n_layers} layers leave none to stage {first_few(empty, _SHOWN)}"
-    )
     first, last = (getattr(options, name) for name in _ENDS)
+    empty = [str(stage) for stage, part in enumerate(run.stages.modules) if not part]
+    rule = f"{count} stages of {n_layers} layers leave nothing to stage {first_few(empty, _SHOWN)}"
+    if not empty:
+        rule = f"{count} stages of {n_layers} layers have no room for ends that count for so many"
     if first or last:
         rule += f", where the embedding counts as {first} and the head as {last}"
     return [run.problem(key, rule, ", or ".join(_fill_stages(run)) or "set it to 1")]
 
 
 def _fill_stages(run: Run) -> list[str]:
-    """Ways to leave no stage without a layer: ends that count less, other sizes, fewer ranks or stages."""
+    """Ways to leave no stage empty: ends that count less, other sizes, fewer ranks or stages."""
     fixes = []
     if ends := _ends(run):
         fixes.append(f"set {ends}")
     if run.config.parallelism.pipeline_parallel_layers_per_stage is not None:
-        sizes = _sizes(run, len(_layers(run)))
+        sizes = _sizes(run, len(_cut(run)))
         fixes += [f"set it to {either(sizes)}"] if sizes else []
     else:
         fewer = [pp for pp in range(run.pp - 1, 1, -1) if _has_mesh(run, pp)]
