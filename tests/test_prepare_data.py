@@ -14,7 +14,7 @@ import pytest
 
 from toolkit.config import load_config
 from toolkit.corpora import open_data
-from toolkit.data import cache, content
+from toolkit.data import block_hashes, cache, content
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED, DataError
 from tools import prepare_data
 
@@ -86,6 +86,23 @@ def test_a_second_time_it_finds_what_is_there(config_file: Path, capfd: pytest.C
     assert prepare_data.main(words) == EXIT_FINISHED
     second = capfd.readouterr()
     assert "tokenising" not in second.err and second.out.count("documents") == 3
+
+
+def test_verify_reads_all_and_builds_again_what_is_damaged(
+    config_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"--job.config_file={config_file}", "--processes=1"]
+    assert prepare_data.main(words) == EXIT_FINISHED
+    folders = [Path(line.rpartition(" in ")[2]) for line in capfd.readouterr().out.splitlines()]
+    sound = (folders[1] / "tokens.bin").read_bytes()
+    (folders[1] / "tokens.bin").write_bytes(sound[:-2] + b"\xff\xff")
+    with mock.patch.object(block_hashes, "SAMPLED", 0):  # so small a cache is read whole at every start
+        assert prepare_data.main(words) == EXIT_FINISHED
+        assert "damaged" not in capfd.readouterr().err
+        assert prepare_data.main([*words, "--verify"]) == EXIT_FINISHED
+    said = capfd.readouterr()
+    assert said.err.count("tokens.bin is damaged") == 1 and said.out.count(", verified, in ") == 3
+    assert (folders[1] / "tokens.bin").read_bytes() == sound
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,17 @@ def run_tokenizer(config: Config) -> Tokenizer:
 
 
 def open_corpora(
-    config: Config, tokenizer: Tokenizer, *, progress: bool, max_inline_gb: float, processes: int = 0
+    config: Config,
+    tokenizer: Tokenizer,
+    *,
+    progress: bool,
+    max_inline_gb: float,
+    processes: int = 0,
+    verify: bool = False,
 ) -> Iterator[tuple[str, TokenCache]]:
     """Each corpus of the run under the name of its table in the config, one after the other.
+
+    For the rest see :func:`toolkit.data.cache.tokenized`.
 
     Raises:
         DataError: as :func:`open_data`.
@@ -60,5 +68,6 @@ def open_corpora(
             progress=progress,
             processes=processes,
             max_inline_gb=max_inline_gb,
+            verify=verify,
         )
         yield corpus.table, cache

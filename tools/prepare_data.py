@@ -1,11 +1,14 @@
 """Tokenise the corpora of a config ahead of time, on all cores.
 
-    python -m tools.prepare_data --job.config_file FILE [--table.key VALUE ...] [--processes N]
+    python -m tools.prepare_data --job.config_file FILE [--table.key VALUE ...] [--processes N] [--verify]
 
 Builds the token caches of the training corpus, or of each part of its mixture, and of the validation corpus
 where validation is enabled, in data.cache_folder. Runs with the same config, on any number of nodes that see
 that folder, then start without tokenising. What is built already is left as it is; a build that was stopped
 starts again; several of these programs do not get in each other's way. data.max_inline_gb does not apply.
+
+A start, as this program, compares some blocks of a cache with their hashes. With --verify all of it is read
+and compared, and what is damaged is told and tokenised again.
 
 It needs no GPU and no terminal, and so makes a batch job of its own:
 
@@ -42,16 +45,21 @@ _RULES = (
 )
 
 
-def prepare(config: Config, processes: int) -> None:
-    """Build the token caches of ``config`` by ``processes`` (0: one a core), and print a line for each."""
+def prepare(config: Config, processes: int, *, verify: bool) -> None:
+    """Build the token caches of ``config`` by ``processes`` (0: one a core), and print a line for each.
+
+    ``verify`` reads all of those that are there.
+    """
     tokenizer = run_tokenizer(config)
     start = time.monotonic()
-    caches = open_corpora(config, tokenizer, progress=True, max_inline_gb=math.inf, processes=processes)
+    caches = open_corpora(
+        config, tokenizer, progress=True, max_inline_gb=math.inf, processes=processes, verify=verify
+    )
     for table, cache in caches:
         n_bytes = cache.tokens.nbytes + cache.offsets.nbytes
         print(
             f"[{table}] {cache.n_documents:,} documents, {cache.n_tokens:,} tokens, {n_bytes:,} bytes, "
-            f"{time.monotonic() - start:.1f} s, in {cache.folder}",
+            f"{time.monotonic() - start:.1f} s{', verified' if verify else ''}, in {cache.folder}",
             flush=True,
         )
         start = time.monotonic()
@@ -62,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     summary, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         prog="python -m tools.prepare_data",
-        usage="%(prog)s --job.config_file FILE [--table.key VALUE ...] [--processes N]",
+        usage="%(prog)s --job.config_file FILE [--table.key VALUE ...] [--processes N] [--verify]",
         description=summary,
         epilog=rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -71,11 +79,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--processes", type=_count, default=0, help="processes that tokenise (default: one a core)"
     )
+    parser.add_argument(
+        "--verify", action="store_true", help="read all of what is built, and build again what is damaged"
+    )
     own, words = parser.parse_known_args(argv)
     try:
         config = load_config(words)
         preflight.run(config, world_size=1, only=_RULES)
-        prepare(config, own.processes)
+        prepare(config, own.processes, verify=own.verify)
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)
     return EXIT_FINISHED

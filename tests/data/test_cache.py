@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,8 +19,8 @@ import numpy as np
 import pytest
 
 from tests.data.byte_tokenizer import ByteTokenizer, ModuleProbe
+from toolkit.data import block_hashes, content, sources, text_files
 from toolkit.data import cache as cache_module
-from toolkit.data import content, sources, text_files
 from toolkit.data.cache import TokenCache, open_cache, tokenized
 from toolkit.data.sources import Source
 from toolkit.data.tokenizer import load_tokenizer
@@ -220,8 +221,13 @@ def test_hashes_that_another_process_remembers_meanwhile(tmp_path: Path, source:
 # --- damage ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "meta.json"])
-@pytest.mark.parametrize("damage", ["truncated", "missing"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *product(("tokens.bin", "offsets.bin", "meta.json"), ("truncated", "missing")),
+        *product(("tokens.bin", "offsets.bin"), ("altered",)),
+    ],
+)
 def test_a_damaged_cache_is_built_again(
     tmp_path: Path, source: Source, name: str, damage: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,6 +237,8 @@ def test_a_damaged_cache_is_built_again(
     file = good.folder / name
     if damage == "missing":
         file.unlink()
+    elif damage == "altered":
+        _alter(file, 64)
     else:
         os.truncate(file, file.stat().st_size - 8)
         with pytest.raises((DataError, ValueError)):
@@ -238,6 +246,46 @@ def test_a_damaged_cache_is_built_again(
     again = tokenized(source, ByteTokenizer(), cache_folder=tmp_path / "cache")
     assert "tokenising again" in capfd.readouterr().err
     assert np.array_equal(again.tokens, tokens) and np.array_equal(again.offsets, offsets)
+
+
+def _alter(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin"])
+def test_a_start_looks_at_some_blocks_and_verify_at_all(tmp_path: Path, source: Source, name: str) -> None:
+    with (
+        mock.patch.multiple(block_hashes, BLOCK_BYTES=32, SAMPLED=3),
+        mock.patch.object(cache_module, "BLOCK_BYTES", 32),
+    ):
+        good = _build(source, ByteTokenizer(), tmp_path / "cache")
+        size = (good.folder / name).stat().st_size
+        looked_at = []
+        for block in range(-(-size // 32)):
+            _alter(good.folder / name, block * 32)
+            with pytest.raises(DataError, match=f"{name} is damaged: its block at byte {block * 32:,} was"):
+                open_cache(good.folder, verify=True)
+            try:
+                open_cache(good.folder)
+            except DataError:
+                looked_at.append(block)
+            _alter(good.folder / name, block * 32)
+        last = -(-size // 32) - 1
+        assert looked_at == [0, last // 2, last]
+        assert _same(open_cache(good.folder, verify=True), good)
+
+
+def test_a_cache_of_before_hashes_is_built_again(
+    tmp_path: Path, source: Source, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good = _build(source, ByteTokenizer(), tmp_path / "cache")
+    meta = json.loads((good.folder / "meta.json").read_text())
+    (good.folder / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if k != "blocks"}))
+    again = tokenized(source, ByteTokenizer(), cache_folder=tmp_path / "cache")
+    assert "was built before caches had hashes" in capfd.readouterr().err
+    assert json.loads((again.folder / "meta.json").read_text()) == meta
 
 
 def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, source: Source) -> None:
@@ -369,6 +417,47 @@ def test_a_helper_that_dies_ends_the_build_with_a_message(tmp_path: Path, source
     with pytest.raises(DataError, match="was killed by signal 9"):
         _build(source, ModuleProbe(forbidden="torch", kill=True), tmp_path / "cache", processes=2)
     assert not list((tmp_path / "cache" / "tokens").glob("*.building"))
+
+
+def test_text_that_changes_before_it_is_tokenised_is_not_kept_under_the_old_key(
+    tmp_path: Path, source: Source
+) -> None:
+    calls = []
+
+    def hashes(*arguments: Any) -> list[str]:
+        found = content.content_hashes(*arguments)
+        if not calls:  # as while another process holds the lock
+            source.files[1].write_text("LINE\n" * 500)
+        calls.append(found)
+        return found
+
+    with (
+        mock.patch.object(cache_module, "content_hashes", side_effect=hashes),
+        pytest.raises(DataError, match="changed while it was tokenised"),
+    ):
+        _build(source, ByteTokenizer(), tmp_path / "cache")
+    source.files[1].write_text("line\n" * 500)
+    assert (
+        _documents(_build(source, ByteTokenizer(), tmp_path / "cache"))[-1] == _expected(["line\n" * 500])[0]
+    )
+
+
+def test_a_change_that_no_stamp_shows_is_seen_by_reading_again(tmp_path: Path, source: Source) -> None:
+    """Of the same size, and within the resolution of a time stamp."""
+    stamps = content.stamps(source)
+
+    class Meddler(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            source.files[1].write_text("LINE\n" * 500)
+            return super().encode(text)
+
+    with (
+        mock.patch.object(cache_module, "stamps", return_value=stamps),
+        mock.patch.object(content, "stamps", return_value=stamps),
+        mock.patch.object(content, "SETTLED_SECONDS", 1e9),
+        pytest.raises(DataError, match="changed while it was tokenised"),
+    ):
+        _build(source, Meddler(), tmp_path / "cache")
 
 
 def test_a_corpus_that_changes_meanwhile_is_refused(tmp_path: Path, source: Source) -> None:

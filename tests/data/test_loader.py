@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def _corpus(n_samples: int = N_SAMPLES, first: int = 0, fingerprint: str = "fing
     n = n_samples * SEQ_LEN + 1
     offsets = np.append(np.arange(0, n, 7), n)
     tokens = np.arange(first * SEQ_LEN, first * SEQ_LEN + n, dtype=np.uint32)
-    return TokenCache(Path("unused"), fingerprint, len(offsets) - 1, n, tokens, offsets)
+    return TokenCache(Path("unused"), fingerprint, len(offsets) - 1, n, 1 << 32, tokens, offsets)
 
 
 def _parts(web: float = 3) -> list[Part]:
@@ -281,3 +282,14 @@ def test_a_worker_that_is_not_forked_gets_a_name_and_not_the_tokens(tmp_path: Pa
         assert len(pickled) < 2000
         copy = pickle.loads(pickled)  # noqa: S301 (our own bytes)
         assert torch.equal(copy[[3]]["tokens"], dataset[[3]]["tokens"])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_id_that_no_tokenizer_gave_is_refused_before_the_model_sees_it(num_workers: int) -> None:
+    sound = _corpus()
+    batches = iter(_loader(replace(sound, n_words=int(sound.tokens.max()) + 1), num_workers=num_workers))
+    assert len([next(batches) for _ in range(12)]) == 12  # an epoch
+    damaged = replace(sound, n_words=int(sound.tokens.max()))
+    with pytest.raises(DataError, match=r"has the id 92, .* 92 entries\n  fix:  .*prepare_data --verify"):
+        for _ in islice(_loader(damaged, num_workers=num_workers, shuffle=False), 12):
+            pass

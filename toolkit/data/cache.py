@@ -2,7 +2,7 @@
 
     <cache folder>/tokens/<key>/tokens.bin    the ids end to end, uint16 or uint32
                                /offsets.bin   int64: where each document begins, and the end
-                               /meta.json     counts, type, key
+                               /meta.json     counts, type, key, size of the vocabulary, hashes of blocks
     <cache folder>/tokens/<key>.building/     a build in progress, or what a killed one left
     <cache folder>/tokens/<key>.lock          held (flock) by the process that builds
     <cache folder>/hashes/                    content hashes, so that a second start reads no text
@@ -13,6 +13,9 @@ revision), the tokenizer's fingerprint, the text column and ``FORMAT``. A folder
 complete: it gets there by one atomic rename after fsync. The kernel releases the lock of a process that
 dies, however it dies; whoever takes the lock next owns the ``.building`` folder and removes it; a build
 also removes those of other corpora that nobody builds.
+
+Opening a cache compares some blocks of its files with their hashes, of a small one all, and what is damaged
+is built again. The loader refuses ids that the tokenizer does not have.
 """
 
 from __future__ import annotations
@@ -24,13 +27,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from toolkit.data.block_hashes import BLOCK_BYTES, HashedFile, first_damaged
 from toolkit.data.content import content_hashes, locked, say, stamps, too_large, unread
 from toolkit.data.sources import Source, kind
 from toolkit.data.text_files import PIECE_BYTES
@@ -52,13 +56,15 @@ class TokenCache:
     """A tokenised corpus, mapped into memory.
 
     ``tokens`` (n_tokens,) uint16 or uint32, the documents end to end; ``offsets`` (n_documents + 1,)
-    int64. ``fingerprint`` names the content, whatever the place. Pickles as its folder's name.
+    int64. Every id is below ``n_words``. ``fingerprint`` names the content, whatever the place. Pickles as
+    its folder's name.
     """
 
     folder: Path
     fingerprint: str
     n_documents: int
     n_tokens: int
+    n_words: int
     tokens: np.ndarray = field(repr=False)
     offsets: np.ndarray = field(repr=False)
 
@@ -83,15 +89,17 @@ def tokenized(
     progress: bool = True,
     processes: int = 0,
     max_inline_gb: float = math.inf,
+    verify: bool = False,
 ) -> TokenCache:
-    """The tokenised ``source``: opened where it has been built before, else built now.
+    """The tokenised ``source``: opened where it has been built before and is sound, else built now.
 
     Any number of processes may call this at once: one builds, the others wait. ``progress`` shows on
     stderr what is going on. ``processes`` 0 is one a core, or none but this one for a small corpus.
+    ``verify`` reads all of a cache that is there, where opening it reads some.
 
     Raises:
-        DataError: unreadable, undecodable or empty corpus; one of more than ``max_inline_gb`` gigabytes of
-            text that is not built yet; a cache folder that cannot be written.
+        DataError: unreadable, undecodable or empty corpus; one that changes meanwhile; one of more than
+            ``max_inline_gb`` gigabytes of text that is not built yet; a cache folder that cannot be written.
     """
     root = Path(cache_folder).expanduser().absolute()
     max_bytes = max_inline_gb * 1e9
@@ -100,45 +108,59 @@ def tokenized(
             found = source.fetched(root, progress=progress, max_bytes=max_bytes, again=again)
         if not found.identity and unread(found, root):
             _refuse_large(found, max_bytes)  # before all of it is read for its hash
+        here = all(path.exists() for path in found.files)  # of the hub the tokens may be all that is left
+        before = stamps(found) if here else None  # the key is of what the files hold from here on
         key = _key(found, tokenizer, root, progress)
         folder = root / "tokens" / key[:32]
         with _cache_errors(root):
-            if (cache := _open_if_sound(folder, progress)) is not None:
+            if (cache := _open_if_sound(folder, progress, verify=verify)) is not None:
                 return cache
-        if all(path.exists() for path in found.files):
+        if here:
             break
     _refuse_large(found, max_bytes)
     with _cache_errors(root):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder.with_suffix(".lock"), progress, "tokenising this corpus"):
-            if (cache := _open_if_sound(folder, progress)) is not None:
+            if (cache := _open_if_sound(folder, False, verify=verify)) is not None:
                 return cache
             _remove_leftovers(folder.parent)
-            _build(found, tokenizer, key, folder, progress, processes or _process_count(found))
-    if not found.identity and unread(found, root):  # files then too young to be remembered may have settled
-        content_hashes(found, root, progress)
+
+            def unchanged() -> bool:  # a file that is too young to be known by its stamp is read again
+                return stamps(found) == before and _key(found, tokenizer, root, progress) == key
+
+            _build(found, tokenizer, key, folder, progress, processes or _process_count(found), unchanged)
     return open_cache(folder)
 
 
-def open_cache(folder: Path) -> TokenCache:
-    """Map a built cache. Raises FileNotFoundError, or DataError where a file is not as meta.json says."""
+def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
+    """Map a built cache, of which ``verify`` reads every block, and otherwise some are.
+
+    Raises FileNotFoundError, or DataError where a file is not as meta.json says.
+    """
     meta = json.loads((folder / "meta.json").read_text())
+    if "blocks" not in meta:
+        raise DataError(f"{folder} was built before caches had hashes that tell whether it is sound")
     n_tokens, n_documents, dtype = (meta["tokens"], meta["documents"], np.dtype(meta["dtype"]))
     expected = {"tokens.bin": n_tokens * dtype.itemsize, "offsets.bin": (n_documents + 1) * 8}
     for name, size in expected.items():
         actual = (folder / name).stat().st_size
         if actual != size:
             raise DataError(f"{folder / name} is damaged: it has {actual:,} bytes and should have {size:,}")
+        hashes = meta["blocks"][name]
+        if len(hashes) != max(1, -(-size // BLOCK_BYTES)):
+            raise DataError(f"{folder / 'meta.json'} is damaged: it has {len(hashes):,} hashes for {name}")
+        if (begin := first_damaged(folder / name, hashes, every=verify)) is not None:
+            raise DataError(f"{folder / name} is damaged: its block at byte {begin:,} was altered")
     tokens = np.asarray(np.memmap(folder / "tokens.bin", dtype, "r"))  # plain views: slices cost less
     offsets = np.asarray(np.memmap(folder / "offsets.bin", np.int64, "r"))
     if offsets[0] != 0 or offsets[-1] != n_tokens:
         raise DataError(f"{folder / 'offsets.bin'} is damaged: it does not span the {n_tokens:,} tokens")
-    return TokenCache(folder, meta["fingerprint"], n_documents, n_tokens, tokens, offsets)
+    return TokenCache(folder, meta["fingerprint"], n_documents, n_tokens, meta["n_words"], tokens, offsets)
 
 
-def _open_if_sound(folder: Path, progress: bool) -> TokenCache | None:
+def _open_if_sound(folder: Path, progress: bool, *, verify: bool) -> TokenCache | None:
     try:
-        return open_cache(folder)
+        return open_cache(folder, verify=verify)
     except FileNotFoundError:
         if folder.exists():
             say(progress, f"{folder} lacks a file; tokenising again")
@@ -189,9 +211,16 @@ def _process_count(source: Source) -> int:
 
 
 def _build(
-    source: Source, tokenizer: Tokenizer, key: str, folder: Path, progress: bool, processes: int
+    source: Source,
+    tokenizer: Tokenizer,
+    key: str,
+    folder: Path,
+    progress: bool,
+    processes: int,
+    unchanged: Callable[[], bool],
 ) -> None:
-    """Write the cache under a temporary name and commit it. The caller holds the lock."""
+    """Write the cache under a temporary name and commit it, if the text is ``unchanged`` since its key was
+    made. The caller holds the lock."""
     from toolkit.data.progress import Progress  # these two only where something is built
     from toolkit.data.workers import encode_all
 
@@ -200,20 +229,19 @@ def _build(
         if leftover.exists():
             shutil.rmtree(leftover)
     building.mkdir()
-    before = stamps(source)
     dtype = "uint16" if tokenizer.n_words <= 1 << 16 else "uint32"
     try:
         with Progress(source.name, source.n_bytes, processes, shown=progress) as bar:
             pieces = encode_all(source.pieces(), source.text_column, tokenizer, dtype, processes=processes)
             with contextlib.closing(pieces):
-                n_tokens, n_documents = _write(pieces, building, bar)
+                n_tokens, n_documents, blocks = _write(pieces, building, bar)
         if n_documents == 0:
             files = "file" if len(source.files) == 1 else f"{len(source.files):,} files"
             raise DataError(
                 f"the corpus {source.name} holds no text in its {files}\n"
                 "  fix:  name files that have some in training.dataset_path (validation.dataset_path)"
             )
-        if stamps(source) != before:
+        if not unchanged():
             raise DataError(f"the corpus {source.name} changed while it was tokenised\n  fix:  start again")
         meta = {
             "format": FORMAT,
@@ -221,6 +249,8 @@ def _build(
             "tokens": n_tokens,
             "documents": n_documents,
             "dtype": dtype,
+            "n_words": tokenizer.n_words,
+            "blocks": blocks,
         }
         with open(building / "meta.json", "wb") as file:
             file.write(json.dumps(meta | {"corpus": source.name}).encode())
@@ -232,14 +262,18 @@ def _build(
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _write(pieces: Iterator[Encoded], building: Path, bar: Progress) -> tuple[int, int]:
-    """Stream pieces to disk; returns the number of tokens and of documents."""
+def _write(pieces: Iterator[Encoded], building: Path, bar: Progress) -> tuple[int, int, dict[str, list[str]]]:
+    """Stream pieces to disk; returns the number of tokens and of documents, and the hashes of the files."""
     n_tokens = n_documents = 0
     unfinished = 0  # tokens so far of a document that the next piece goes on with
-    with open(building / "tokens.bin", "wb") as tokens, open(building / "offsets.bin", "wb") as offsets:
+    with (
+        open(building / "tokens.bin", "wb") as tokens_file,
+        open(building / "offsets.bin", "wb") as offsets_file,
+    ):
+        tokens, offsets = HashedFile(tokens_file), HashedFile(offsets_file)
         offsets.write(bytes(8))
         for piece in pieces:
-            tokens.write(piece.tokens.data)
+            tokens.write(piece.tokens)
             lengths = piece.lengths.copy()
             if not piece.opens:
                 lengths[0] += unfinished
@@ -247,9 +281,9 @@ def _write(pieces: Iterator[Encoded], building: Path, bar: Progress) -> tuple[in
                 unfinished, lengths = int(lengths[-1]), lengths[:-1]
             lengths = lengths[lengths > 0]  # a tokenizer without BOS and EOS may have nothing for a text
             ends = n_tokens + np.cumsum(lengths)
-            offsets.write(ends.data)
+            offsets.write(ends)
             n_tokens, n_documents = (int(ends[-1]) if len(ends) else n_tokens, n_documents + len(ends))
             bar.advance(piece.n_file_bytes, n_tokens)
-        sync_file(tokens)
-        sync_file(offsets)
-    return n_tokens, n_documents
+        sync_file(tokens_file)
+        sync_file(offsets_file)
+    return n_tokens, n_documents, {"tokens.bin": tokens.hashes(), "offsets.bin": offsets.hashes()}

@@ -126,9 +126,11 @@ class Loader:
         data: StatefulDataLoader,
         sampler: _MicroBatches,
         counted: dict[str, Any],
+        corpora: Sequence[TokenCache],
         mixture: MixtureOrder | None = None,
     ):
         self._data, self._sampler, self._counted, self.mixture = data, sampler, counted, mixture
+        self._corpora = corpora
         self._micro_batches = len(sampler.offsets) // sampler.local_batch_size  # a global batch, of this rank
         self._start = 0
         self._taken = 0
@@ -148,6 +150,17 @@ class Loader:
         self._taken = 0
         self._sampler.start = self._start
         return _Counted(self, iter(self._data))
+
+    def refuse_unknown_ids(self, batch: Batch) -> None:
+        """Raise DataError where an id is none of the tokenizer's: an embedding has no row for it."""
+        highest = max(int(part.max()) for part in (batch["tokens"], batch["labels"]) if part is not None)
+        if highest >= self._corpora[0].n_words:
+            folders = ", ".join(str(corpus.folder) for corpus in self._corpora)
+            raise DataError(
+                f"the token cache in {folders} is damaged: it has the id {highest:,}, and the tokenizer "
+                f"{self._corpora[0].n_words:,} entries\n"
+                "  fix:  python -m tools.prepare_data --verify with the configuration of this run"
+            )
 
     def state_dict(self) -> dict[str, int | str | bool]:
         """Samples consumed (not prefetched) and what they were samples of."""
@@ -173,7 +186,7 @@ class Loader:
 
 
 class _Counted:
-    """Counts micro-batches as they are handed over, whatever has been prefetched behind them."""
+    """Checks and counts micro-batches as they are handed over, whatever has been prefetched behind them."""
 
     def __init__(self, loader: Loader, batches: Iterator[Batch]):
         self._loader, self._batches = loader, batches
@@ -183,6 +196,7 @@ class _Counted:
 
     def __next__(self) -> Batch:
         batch = next(self._batches)
+        self._loader.refuse_unknown_ids(batch)
         self._loader._taken += 1
         return batch
 
@@ -234,7 +248,7 @@ def build_loader(
             prefetch_factor=prefetch_factor if num_workers > 0 else None,
         )  # fmt: skip
     options = {"seq_len": seq_len, "packing": packing, "shuffle": shuffle, "seed": seed}
-    return Loader(data, sampler, counted | options, mixture)
+    return Loader(data, sampler, counted | options, [part.corpus for part in parts], mixture)
 
 
 def _mixture(parts: Sequence[Part], lengths: Sequence[int], *, seed: int, shuffle: bool) -> MixtureOrder:
