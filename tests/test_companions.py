@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.preflight.bad_weights import write_model
-from toolkit.companions import tokenizer_of
+from toolkit.companions import tokenizer_companions, tokenizer_of
+from toolkit.data.tokenizer import load_tokenizer
 from toolkit.sources import open_source
 from tools.convert_weights import main
 
@@ -32,3 +33,17 @@ def test_a_hugging_face_folder_has_its_own_tokenizer_or_none(model: Path, tmp_pa
     (file,) = model.glob("tokenizer.*")
     shutil.move(file, tmp_path)
     assert tokenizer_of(open_source(model)) is None
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "tokenizer_json"])
+def test_what_is_handed_on_says_as_the_run_whether_texts_begin_with_bos(name: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    given = TOKENIZER.parent / name
+    assert load_tokenizer(given).adds_bos
+    for file, content in tokenizer_companions(given, add_bos=False).files.items():
+        (tmp_path / file).write_bytes(content)
+    ours = load_tokenizer(tmp_path)
+    assert not ours.adds_bos
+    assert AutoTokenizer.from_pretrained(tmp_path)("It was").input_ids == ours.encode("It was")
+    assert tokenizer_companions(given, add_bos=True).files == tokenizer_companions(given).files

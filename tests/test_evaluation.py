@@ -19,9 +19,9 @@ from torch import Tensor
 from tests.helpers import run_world
 from tests.models.small_llama import build, small
 from toolkit import evaluation
-from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import DataError
-from toolkit.evaluation import Evaluator, Row, documents, rolling_windows, text_loss
+from toolkit.evaluation import Evaluator, Row, documents, first_token, rolling_windows, text_loss
 from toolkit.inference import load_model, needed_tokenizer
 
 ASSETS = Path(os.environ.get("TOOLKIT_ASSETS", ""))
@@ -148,6 +148,11 @@ def test_recorded_losses(name: str) -> None:
     rows = [Row(ids[:1], ids[1:length]) for ids in _stories(tokenizer, 60)]
     found = evaluator.loss_of_rows(rows)
     assert (found.tokens, found.mean) == (recorded["tokens"], pytest.approx(recorded["loss"], abs=2e-6))
+
+
+@pytest.mark.parametrize(("add_bos", "first"), [(None, 3840), (False, 3841)])
+def test_a_text_comes_after_bos_or_after_the_eos_of_the_text_before(add_bos: bool | None, first: int) -> None:
+    assert first_token(load_tokenizer("tests/assets/tokenizer", add_bos=add_bos)) == first
 
 
 @needs_assets

@@ -54,12 +54,12 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
     return {bos: HFLM(model, add_bos_token=bos, **options) for bos in (True, False)}
 
 
-def task_model() -> Any:
+def task_model(add_bos: bool | None = None) -> Any:
     from toolkit.evaluation import Evaluator
     from toolkit.evaluation_tasks import TaskModel
     from toolkit.inference import load_model, needed_tokenizer
 
-    loaded = load_model(MODEL, device=torch.device("cpu"), dtype=torch.float32)
+    loaded = load_model(MODEL, device=torch.device("cpu"), dtype=torch.float32, add_bos=add_bos)
     evaluator = Evaluator(loaded.model, batch_size=3, mesh=loaded.mesh)
     return TaskModel(evaluator, loaded.generator(), needed_tokenizer(loaded), length=loaded.args.max_seq_len)
 
@@ -103,6 +103,20 @@ def test_generated_texts(judges: dict[bool, Any], ours: Any) -> None:
     assert all(expected) and not any("." in text for text in expected[:2])
     with pytest.raises(DataError, match="256 new tokens"):
         ours.generate_until(requests("generate_until", [("a", {"until": ["b"]})]))
+
+
+def test_a_tokenizer_that_adds_no_bos(judges: dict[bool, Any]) -> None:
+    """As SmolLM2's: contexts begin with their own first token, and what has no context follows BOS."""
+    ours = task_model(add_bos=False)
+    pairs = requests("loglikelihood", [(context, choices[0]) for context, choices, _ in CHOICES])
+    expected = [found for found, _ in judges[False].loglikelihood(pairs)]
+    assert [found for found, _ in ours.loglikelihood(pairs)] == pytest.approx(expected, abs=1e-4)
+    whole = requests("loglikelihood_rolling", [(text,) for text in TEXTS])
+    assert ours.loglikelihood_rolling(whole) == pytest.approx(
+        judges[False].loglikelihood_rolling(whole), abs=1e-3
+    )
+    texts = requests("generate_until", [(prompt, GENERATION) for prompt in PROMPTS])
+    assert ours.generate_until(texts) == judges[False].generate_until(texts)
 
 
 def test_sampled_texts_are_seeded(ours: Any) -> None:

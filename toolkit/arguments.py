@@ -38,9 +38,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_as_asked(arguments: argparse.Namespace) -> Loaded:
+def add_bos_argument(parser: argparse.ArgumentParser) -> None:
+    """For programs that give the model plain texts, and not those of a chat format."""
+    parser.add_argument(
+        "--add-bos-token",
+        action=argparse.BooleanOptionalAction,
+        help="whether texts begin with BOS (default: as in the run, else as the tokenizer's files say)",
+    )
+
+
+def load_as_asked(arguments: argparse.Namespace, *, add_bos: bool | None = None) -> Loaded:
     """The model of :func:`add_model_arguments`, on this process's device; over all ranks of torchrun, whose
-    group is formed here.
+    group is formed here. ``add_bos`` is what :func:`add_bos_argument` asked for.
 
     Raises:
         ConfigError, DataError, CheckpointError: as :func:`load_model`.
@@ -49,8 +58,14 @@ def load_as_asked(arguments: argparse.Namespace) -> Loaded:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         process_group.start(device, timeout_seconds=_PATIENCE)
     dtype = native_dtype(device) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-    given = arguments.tokenizer
-    return load_model(arguments.model, device=device, dtype=dtype, tp=arguments.tp, tokenizer_path=given)
+    return load_model(
+        arguments.model,
+        device=device,
+        dtype=dtype,
+        tp=arguments.tp,
+        tokenizer_path=arguments.tokenizer,
+        add_bos=add_bos,
+    )
 
 
 def add_sampling_arguments(

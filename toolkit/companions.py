@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from toolkit.config.values import dotted
-from toolkit.data.tokenizer import load_tokenizer
-from toolkit.data.tokenizer_files import CANDIDATES, find
-from toolkit.data.tokenizer_json import tokenizer_json
+from toolkit.data.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.tokenizer_files import CANDIDATES, adds_bos, find
+from toolkit.data.tokenizer_json import post_processor, tokenizer_json
 from toolkit.sources import CheckpointWeights
 from toolkit.weights.hf_write import SpecialTokens
 from toolkit.weights.meta_folder import MetaFolder
@@ -42,6 +44,11 @@ def tokenizer_of(source: Source) -> Path | None:
     return next((place for place in places if _has_tokenizer(place)), None)
 
 
+def asked_bos(run: Mapping[str, Any]) -> bool | None:
+    """``model.add_bos_token`` of a checkpoint's ``run``."""
+    return dotted(run.get("config", "")).get("model.add_bos_token")
+
+
 def _has_tokenizer(place: Path) -> bool:
     return place.is_file() or any((place / name).is_file() for name in CANDIDATES)
 
@@ -56,17 +63,30 @@ class Companions:
     place: Path | None = None
 
 
-def tokenizer_companions(path: Path) -> Companions:
+def tokenizer_companions(path: Path, *, add_bos: bool | None = None) -> Companions:
     """Of the tokenizer in a folder, or of the file itself: the files as they are, under their names, and a
-    tokenizer.json where a tiktoken file has none: transformers needs it.
+    tokenizer.json where a tiktoken file has none: transformers needs it. Where ``add_bos`` is not what the
+    files say, they are made to say it.
 
     Raises:
         DataError: there is none, or it is damaged.
     """
-    found, tokenizer = find(path), load_tokenizer(path)
+    found, tokenizer = find(path), load_tokenizer(path, add_bos=add_bos)
     beside = {name: found.folder / name for name in _NAMES if (found.folder / name).is_file()}
     files = {name: file.read_bytes() for name, file in beside.items()} | {found.path.name: found.content}
     if tokenizer.kind == "tiktoken":
         files = tokenizer_json(tokenizer, found.content) | files
+    if tokenizer.adds_bos != adds_bos(found, tokenizer.bos_id):
+        files |= _saying_bos(files, tokenizer)
     eos = list(tokenizer.stop_ids) if len(tokenizer.stop_ids) > 1 else tokenizer.eos_id
     return Companions(files, SpecialTokens(tokenizer.bos_id, eos, tokenizer.pad_id), tokenizer.n_words, path)
+
+
+def _saying_bos(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Of ``files`` those that say whether texts begin with BOS, saying it as ``tokenizer`` has it."""
+    config = json.loads(files.get("tokenizer_config.json", b"{}")) | {"add_bos_token": tokenizer.adds_bos}
+    saying = {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
+    if described := files.get("tokenizer.json"):
+        changed = json.loads(described) | {"post_processor": post_processor(tokenizer)}
+        saying["tokenizer.json"] = json.dumps(changed, ensure_ascii=False).encode()
+    return saying

@@ -20,7 +20,7 @@ from toolkit.blocks import row_blocks, rows_of
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.checkpoint.streaming import Pending, write_checkpoint
 from toolkit.collective import Ranks
-from toolkit.companions import Companions, tokenizer_companions, tokenizer_of
+from toolkit.companions import Companions, asked_bos, tokenizer_companions, tokenizer_of
 from toolkit.errors import DataError
 from toolkit.shards import block_threads
 from toolkit.sources import MODEL_PREFIX, CheckpointWeights, open_source
@@ -255,8 +255,9 @@ def _write_checkpoint(
 def _companions(there: Source, tokenizer: Path | None) -> Companions:
     """The files of the tokenizer and, where the weights say them, their own special tokens."""
     tokenizer = tokenizer or tokenizer_of(there)
-    found = tokenizer_companions(tokenizer) if tokenizer else Companions()
-    said = there.run.get("special_tokens") if isinstance(there, CheckpointWeights) else None
+    run = there.run if isinstance(there, CheckpointWeights) else {}
+    found = tokenizer_companions(tokenizer, add_bos=asked_bos(run)) if tokenizer else Companions()
+    said = run.get("special_tokens")
     if isinstance(there, SafetensorsFolder):
         said = {}
         for name in (CONFIG, GENERATION_CONFIG):

@@ -41,7 +41,8 @@ def open_data(config: Config, *, progress: bool) -> Data:
 
 def run_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer of the model."""
-    return load_tokenizer(config.model.tokenizer_path or config.model.hf_assets_path)
+    options = config.model
+    return load_tokenizer(options.tokenizer_path or options.hf_assets_path, add_bos=options.add_bos_token)
 
 
 def open_corpora(

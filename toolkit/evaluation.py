@@ -1,9 +1,9 @@
 """What a model gives text: its loss and perplexity, and the log-likelihood of continuations.
 
-A text begins with BOS (EOS where there is none, as the end of the text before), and each of its tokens is
-predicted once. One longer than the context is cut into windows: a window predicts ``stride`` tokens, and sees
-as many before them as fit. The default, windows that do not overlap, costs least; a smaller stride costs
-``context / stride`` times as much and lets each token see more.
+A text begins with BOS (where the tokenizer adds none it comes after EOS, the end of the text before), and
+each of its tokens is predicted once. One longer than the context is cut into windows: a window predicts
+``stride`` tokens, and sees as many before them as fit. The default, the length of a window, costs least; a
+smaller stride costs ``context / stride`` times as much and lets each token see more.
 
 On several ranks each takes its share of the rows, and all get all results. Ranks that shard the model make
 equally many forwards: where rows run out, of rows that do not count.
@@ -204,12 +204,13 @@ def rolling_windows(
 
 
 def first_token(tokenizer: Tokenizer) -> int:
-    """What comes before a text: BOS, else EOS.
+    """What comes before a text: BOS where texts begin with it, else EOS, else the BOS that is not added.
 
     Raises:
         DataError: the tokenizer has neither.
     """
-    found = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    found = bos if tokenizer.adds_bos or eos is None else eos
     if found is None:
         raise DataError(f"the tokenizer {tokenizer.path} has no BOS and no EOS for a text to begin with")
     return found

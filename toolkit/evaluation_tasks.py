@@ -1,8 +1,10 @@
 """Tasks of lm-eval on a model of ours: the adapter between its requests and ours. Needs the extra ``eval``.
 
-Texts become tokens as lm-eval's own adapter to transformers makes them: a context begins with BOS, and a
-continuation is what its tokens add to those of the context. There is one difference: a text that is scored
-as a whole begins with one BOS, where that adapter would have two for a tokenizer that adds BOS by itself.
+Texts become tokens as lm-eval's own adapter to transformers makes them: a context begins with BOS where the
+tokenizer adds it, and a continuation is what its tokens add to those of the context. Where there is no
+context, and before a text that is scored as a whole, comes BOS, or EOS where there is none, whether or not
+the tokenizer adds it. There is one difference: a whole text begins with one BOS, where that adapter would
+have two for a tokenizer that adds BOS by itself.
 
 Every rank runs all of lm-eval alike and asks for all rows; the ranks share them where the model is run.
 """
@@ -44,15 +46,16 @@ class TaskModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        return first_token(self._tokenizer)
+        bos = self._tokenizer.bos_id
+        return first_token(self._tokenizer) if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
         return self._tokenizer.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text, with BOS (where there is one) unless ``add_special_tokens`` is False."""
-        bos = self._tokenizer.bos_id is not None and add_special_tokens is not False
+        """Ids of a text, with BOS (where the tokenizer adds it) unless ``add_special_tokens`` is False."""
+        bos = self._tokenizer.adds_bos and add_special_tokens is not False
         return self._tokenizer.encode(string, bos=bos)
 
     def _loglikelihood_tokens(

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit.checkpoint.reading import open_checkpoint
 from toolkit.collective import Ranks
-from toolkit.companions import Companions, tokenizer_companions
+from toolkit.companions import Companions, asked_bos, tokenizer_companions
 from toolkit.sources import CheckpointWeights
 from toolkit.weights.hf_write import MAX_BYTES, write_hf
 from toolkit.weights.views import Cast
@@ -37,10 +37,11 @@ def export_hf(
 
     def opened() -> tuple[Metadata, dict[str, Any], Companions]:
         manifest, metadata = open_checkpoint(step_folder, verify=False)
+        run = manifest["run"]
         return (
             metadata,
-            manifest["run"],
-            tokenizer_companions(tokenizer_path) if tokenizer_path else Companions(),
+            run,
+            tokenizer_companions(tokenizer_path, add_bos=asked_bos(run)) if tokenizer_path else Companions(),
         )
 
     metadata, run, beside = ranks.decide(opened)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.collective import Ranks
-from toolkit.companions import tokenizer_of
+from toolkit.companions import asked_bos, tokenizer_of
 from toolkit.config.values import dotted
 from toolkit.data.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import ConfigError, DataError, Problem
@@ -69,6 +69,7 @@ def load_model(
     dtype: torch.dtype,
     tp: int = 1,
     tokenizer_path: Path | str | None = None,
+    add_bos: bool | None = None,
     verify: bool = True,
 ) -> Loaded:
     """The model at ``path``, in any form that :func:`toolkit.sources.open_source` opens, with parameters of
@@ -76,7 +77,8 @@ def load_model(
 
     Sharded over all ranks where there is a process group. With ``verify`` a checkpoint is compared with its
     hashes, of which each rank takes its share. The tokenizer is that at ``tokenizer_path``, else the one
-    beside the weights, else the one that the checkpoint was trained with.
+    beside the weights, else the one that the checkpoint was trained with; ``add_bos`` says whether plain
+    texts begin with BOS, else the checkpoint's run, else the tokenizer's files.
 
     Raises:
         ConfigError: ``tp`` does not divide the ranks, or a dimension of the model.
@@ -94,7 +96,8 @@ def load_model(
     load_weights(source, dict(model.named_parameters()))
     run = source.run if isinstance(source, CheckpointWeights) else {}
     seq_len = dotted(run.get("config", "")).get("training.seq_len")
-    return Loaded(model.eval(), source.args, _tokenizer(source, tokenizer_path), mesh, seq_len)
+    tokenizer = _tokenizer(source, tokenizer_path, asked_bos(run) if add_bos is None else add_bos)
+    return Loaded(model.eval(), source.args, tokenizer, mesh, seq_len)
 
 
 def _mesh(device: torch.device, args: LlamaArgs, tp: int) -> Mesh | None:
@@ -122,7 +125,7 @@ def _shard(model: Llama, mesh: Mesh, dtype: torch.dtype) -> None:
         apply_fsdp(model, fsdp_units(model), mesh.fsdp, how)
 
 
-def _tokenizer(source: Source, given: Path | str | None) -> Tokenizer | None:
+def _tokenizer(source: Source, given: Path | str | None, add_bos: bool | None) -> Tokenizer | None:
     """The same on every rank.
 
     Raises:
@@ -131,7 +134,7 @@ def _tokenizer(source: Source, given: Path | str | None) -> Tokenizer | None:
     ranks, tokenizer, problems = Ranks(), None, []
     try:
         place = given or tokenizer_of(source)
-        tokenizer = load_tokenizer(place) if place else None
+        tokenizer = load_tokenizer(place, add_bos=add_bos) if place else None
     except DataError as error:
         problems = [str(error)]
     if not (failures := ranks.agree(problems)):

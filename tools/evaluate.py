@@ -9,9 +9,9 @@ MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a r
 Several kinds may be asked for at once; --output keeps the results as JSON. Tasks need the extra eval:
 .venv/bin/python -m pip install -c constraints.txt -e '.[eval]'.
 
-A text begins with BOS and each of its tokens is predicted once, in windows of --seq-len tokens that overlap
-where --stride is smaller. The validation set is cut, masked and averaged as in training. Exit codes: 0 done,
-2 the arguments, 3 model, tokenizer or text cannot be used.
+A text begins with BOS where the tokenizer adds it, else it comes after EOS. Each of its tokens is predicted
+once, in windows of --seq-len tokens that overlap where --stride is smaller. The validation set is cut, masked
+and averaged as in training. Exit codes: 0 done, 2 the arguments, 3 model, tokenizer or text cannot be used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import output, preflight
-from toolkit.arguments import add_model_arguments, count, load_as_asked
+from toolkit.arguments import add_bos_argument, add_model_arguments, count, load_as_asked
 from toolkit.config import Config, load_config
 from toolkit.config.corpora import corpora
 from toolkit.corpora import Data, run_tokenizer
@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_model_arguments(parser)
+    add_bos_argument(parser)
     add = parser.add_argument
     add("--text", metavar="PATH", help=".txt, .jsonl, … files, a folder or a glob, as training.dataset_path")
     add("--text-column", default="text", metavar="NAME", help="column of the text (default: text)")
@@ -165,14 +166,16 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
         open_source("", asked.text, asked.text_column)
     if not asked.config:
         return None
-    config = load_config(["--job.config_file", asked.config, "--validation.enable", "true", *words])
+    bos = [] if asked.add_bos_token is None else [f"--model.add_bos_token={asked.add_bos_token}".lower()]
+    config = load_config(["--job.config_file", asked.config, "--validation.enable", "true", *words, *bos])
     preflight.run(config, world_size=1, only=_RULES)
     return config
 
 
 def _evaluate(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Sequence[str]) -> None:
     config = _check(parser, asked, words)
-    loaded = load_as_asked(asked)
+    add_bos = config.model.add_bos_token if config else asked.add_bos_token
+    loaded = load_as_asked(asked, add_bos=add_bos)
     evaluator = Evaluator(loaded.model, batch_size=asked.batch_size, mesh=loaded.mesh)
     longest = loaded.args.max_seq_len
     length = asked.seq_len or min(longest, loaded.seq_len or longest, _WINDOW)

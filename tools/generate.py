@@ -7,8 +7,9 @@
 
 MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a run's folder for its newest.
 Prompts are those of --prompt, or the lines of a file or of standard input; in a .jsonl file they are the
-"prompt" of each line. Each begins with the tokenizer's BOS. Text in a prompt is text: "</s>" in it is no
-token. A prompt's text depends on --seed and its place among the prompts, and not on batch or mesh.
+"prompt" of each line. Each begins with BOS where the tokenizer's files say so, or as --add-bos-token has it.
+Text in a prompt is text: "</s>" in it is no token. A prompt's text depends on --seed and its place among the
+prompts, and not on batch or mesh.
 
 The text goes to standard output: as it comes for one prompt, else prompt by prompt. Exit codes: 0 done,
 2 the arguments, 3 model, tokenizer or prompts cannot be used.
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 from toolkit import output
 from toolkit.arguments import (
+    add_bos_argument,
     add_model_arguments,
     add_sampling_arguments,
     count,
@@ -51,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_arguments(parser)
+    add_bos_argument(parser)
     add = parser.add_argument
     add("--prompt", action="append", metavar="TEXT", help="may be given several times")
     add("--prompt-file", type=Path, metavar="FILE", help="prompts, one a line; - is standard input")
@@ -155,11 +158,11 @@ class _Printer:
 
 def _run(arguments: argparse.Namespace) -> None:
     sampling = sampling_as_asked(arguments)
-    loaded = load_as_asked(arguments)
+    loaded = load_as_asked(arguments, add_bos=arguments.add_bos_token)
     tokenizer = needed_tokenizer(loaded)
     prompts = _prompts_of_rank_0(arguments)
     stop_ids = _stop_ids(tokenizer, arguments.stop_token)
-    encoded = [tokenizer.encode(prompt, bos=tokenizer.bos_id is not None) for prompt in prompts]
+    encoded = [tokenizer.encode(prompt, bos=tokenizer.adds_bos) for prompt in prompts]
     printer = _Printer(tokenizer, prompts, as_json=arguments.json)
     generator: Generator = loaded.generator(compiled=arguments.compile)
     start, made = time.monotonic(), 0

@@ -62,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         shape = [f"--model.{pair}" for pair in asked.set]
         config = load_config([f"--model.name={asked.name}", f"--model.flavor={asked.flavor}", *shape])
-        beside = tokenizer_companions(asked.tokenizer) if asked.tokenizer else Companions()
+        add_bos = config.model.add_bos_token
+        beside = tokenizer_companions(asked.tokenizer, add_bos=add_bos) if asked.tokenizer else Companions()
         args = model_args(config, tokenizer_vocab=beside.entries or None)
         with _stand_in(f"{args} {asked.dtype} {asked.seed}") as place:
             source = InitialWeights(args, dtype=getattr(torch, asked.dtype), seed=asked.seed, place=place)

@@ -25,6 +25,10 @@ class ByteTokenizer:
     stop_at: str = ""
     gate: str = ""
 
+    @property
+    def adds_bos(self) -> bool:
+        return self.bos_id is not None
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 

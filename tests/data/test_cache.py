@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 
 from tests.data.byte_tokenizer import ByteTokenizer, ModuleProbe
+from toolkit.config import load_config
+from toolkit.corpora import run_tokenizer
 from toolkit.data import block_hashes, content, sources, text_files
 from toolkit.data import cache as cache_module
 from toolkit.data.cache import TokenCache, open_cache, tokenized
@@ -71,6 +73,16 @@ def test_a_tokenizer_without_bos_or_eos_adds_none(tmp_path: Path, source: Source
     assert _documents(cache)[0] == [*TEXTS[0].encode(), 257]
     cache = _build(source, ByteTokenizer(bos_id=None, eos_id=None, fingerprint="2"), tmp_path / "cache")
     assert _documents(cache)[0] == [*TEXTS[0].encode()]
+
+
+def test_documents_begin_with_bos_or_not_as_the_config_has_it(tmp_path: Path, source: Source) -> None:
+    def cache(*flags: str) -> TokenCache:
+        return _build(source, run_tokenizer(load_config(list(flags))), tmp_path / "cache")  # type: ignore[arg-type]
+
+    by_files, off = cache(), cache("--model.add_bos_token=false")
+    assert [document[1:] for document in _documents(by_files)] == _documents(off)
+    assert {document[0] for document in _documents(by_files)} == {3840}
+    assert cache("--model.add_bos_token=true").fingerprint == by_files.fingerprint != off.fingerprint
 
 
 @pytest.mark.parametrize(("n_words", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])

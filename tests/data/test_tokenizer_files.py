@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,3 +160,66 @@ def test_original_is_named_by_the_folder_above(tmp_path: Path) -> None:
 def test_special_tokens_start_after_the_ranks() -> None:
     files = TokenizerFiles(Path("tokenizer.model"), Path(), "tiktoken", b"")
     assert list(special_tokens_llama3(files, 300).values()) == list(range(300, 556))
+
+
+ADDING = json.loads(JSON.read_bytes())["post_processor"]
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+
+
+def folder_of(folder: Path, file: Path, **config: Any) -> Path:
+    shutil.copy(file, folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("processor", "adds"),
+    [
+        (ADDING, True),
+        ({"type": "Sequence", "processors": [BYTE_LEVEL, ADDING]}, True),
+        (BYTE_LEVEL, False),
+        (None, False),
+    ],
+)
+@pytest.mark.parametrize("config", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+def test_tokenizer_json_says_whether_a_text_begins_with_bos(
+    tmp_path: Path, processor: dict[str, Any] | None, adds: bool, config: dict[str, Any]
+) -> None:
+    from transformers import AutoTokenizer
+
+    names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    folder_of(tmp_path, JSON, tokenizer_class="GPT2Tokenizer", **names, **config)
+    content = json.loads(JSON.read_bytes()) | {"post_processor": processor}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.adds_bos == adds
+    ids = tokenizer.encode("It was", bos=tokenizer.adds_bos)
+    assert ids == AutoTokenizer.from_pretrained(tmp_path)("It was").input_ids
+    shutil.copy(TIKTOKEN, tmp_path)  # which is then read, and says nothing of it
+    assert (load_tokenizer(tmp_path).kind, load_tokenizer(tmp_path).adds_bos) == ("tiktoken", adds)
+
+
+@pytest.mark.parametrize("file", [SENTENCEPIECE, TIKTOKEN])
+@pytest.mark.parametrize(
+    ("config", "adds"), [({}, True), ({"add_bos_token": True}, True), ({"add_bos_token": False}, False)]
+)
+def test_without_tokenizer_json_its_config_says_it_and_else_llama_does(
+    tmp_path: Path, file: Path, config: dict[str, Any], adds: bool
+) -> None:
+    assert load_tokenizer(folder_of(tmp_path, file, **config)).adds_bos == adds
+
+
+def test_bos_is_forced_on_or_off_and_changes_the_fingerprint() -> None:
+    by_files, off, on = (load_tokenizer(JSON, add_bos=asked) for asked in (None, False, True))
+    assert (by_files.adds_bos, off.adds_bos, on.adds_bos) == (True, False, True)
+    assert by_files.fingerprint == on.fingerprint != off.fingerprint
+    assert off.bos_id == on.bos_id  # chat formats take it from here
+
+
+def test_a_bos_that_is_not_there_is_not_forced(tmp_path: Path) -> None:
+    content = json.loads(JSON.read_bytes()) | {"added_tokens": [], "post_processor": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert not load_tokenizer(tmp_path).adds_bos
+    with pytest.raises(DataError, match="no BOS token"):
+        load_tokenizer(tmp_path, add_bos=True)

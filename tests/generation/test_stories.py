@@ -71,6 +71,22 @@ def test_program_streams_one_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, out) == (0, "Once upon a time,\n")
 
 
+def test_program_begins_a_prompt_as_its_flag_or_the_tokenizers_files_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As transformers reads them: SmolLM2's say that no BOS is added."""
+    folder = shutil.copytree(STORIES / "hf", tmp_path / "hf")
+    flags = ("--prompt", "Once", "--temperature", 0, "--dtype", "float32", "--max-new-tokens", 8, "--json")
+
+    def tokens(*more: str) -> list[int]:
+        return json.loads(_main(capsys, folder, *flags, *more)[1])["tokens"]
+
+    with_bos, without = tokens(), tokens("--no-add-bos-token")
+    assert with_bos != without
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    assert (tokens(), tokens("--add-bos-token")) == (without, with_bos)
+
+
 def test_program_takes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Drawn texts are the same in other batches."""
     (tmp_path / "prompts.txt").write_text("Once upon\n\nThe dog\nA\n")

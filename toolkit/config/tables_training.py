@@ -37,6 +37,9 @@ class Model(Table):
     model out."""
     tokenizer_path: str | None = None
     """Tokenizer file or folder, when it is not in hf_assets_path."""
+    add_bos_token: bool | None = None
+    """Begin each document with BOS. None: as tokenizer.json says, else add_bos_token of
+    tokenizer_config.json, else true."""
     converters: Annotated[list[str], NotBuilt()] = []
     """Changes of the model before sharding, such as float8."""
     print_after_conversion: Annotated[bool, ActsWith("model.converters")] = False
@@ -75,6 +78,7 @@ class Model(Table):
             "flavor",
             "hf_assets_path",
             "tokenizer_path",
+            "add_bos_token",
             "converters",
             "print_after_conversion",
             "attention",

@@ -7,8 +7,8 @@ Rules common to all kinds:
 
 * Text is text: ``encode`` never turns "<|eot_id|>" or "</s>" in a text into the special token. Whoever
   composes a prompt takes the ids from ``special_tokens``.
-* BOS and EOS are added when asked for and never otherwise, also where a ``tokenizer.json`` would add
-  BOS by itself.
+* BOS and EOS are added when asked for and never otherwise. Whoever encodes a plain text, to train on,
+  to go on from or to score, asks for BOS where ``adds_bos`` says so: the folder's files decide it.
 * Any Unicode text comes back from ``decode(encode(text))``, with two exceptions. A lone surrogate
   (half a UTF-16 pair, which is no Unicode text) becomes U+FFFD, as in tiktoken. SentencePiece
   writes a space as U+2581, so a U+2581 of the text comes back as a space.
@@ -21,6 +21,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from toolkit.data.tokenizer_files import (
     PAD_LLAMA3,
     Kind,
     TokenizerFiles,
+    adds_bos,
     find,
     json_vocabulary_size,
     read_ranks,
@@ -58,13 +60,14 @@ _PAD_NAMES = (PAD_LLAMA3, "<pad>", "[PAD]")
 _STOP_NAMES = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer in a folder (``model.hf_assets_path``), or in the file itself.
+def load_tokenizer(path: str | Path, *, add_bos: bool | None = None) -> Tokenizer:
+    """The tokenizer in a folder (``model.hf_assets_path``), or in the file itself; ``add_bos`` has plain
+    texts begin with BOS, or not, whatever the folder says.
 
     Raises:
-        DataError: none there, or a file that is damaged or of no known kind.
+        DataError: none there, or a file that is damaged or of no known kind, or without the BOS asked for.
     """
-    files = find(path)
+    files = replace(find(path), add_bos=add_bos)
     kinds: dict[Kind, Callable[[TokenizerFiles], Tokenizer]] = {
         "tiktoken": TiktokenTokenizer,
         "sentencepiece": SentencePieceTokenizer,
@@ -83,8 +86,10 @@ class Tokenizer(ABC):
         n_words: entries, special tokens included: ids are 0 to ``n_words - 1``.
         special_tokens: name → id of every special token.
         bos_id, eos_id, pad_id: ids of these roles; None where the tokenizer has no such token.
+        adds_bos: whether a plain text begins with BOS.
         stop_ids: ids at which generation ends: end of document, of turn, of message.
-        fingerprint: SHA-256 over kind, file content, BOS and EOS: equal means equal token files.
+        fingerprint: SHA-256 over kind, file content, the BOS that texts begin with and EOS: equal means
+            equal token files.
     """
 
     def __init__(self, files: TokenizerFiles, n_words: int, special_tokens: dict[str, int]):
@@ -99,12 +104,14 @@ class Tokenizer(ABC):
             return next((special_tokens[name] for name in names if name in special_tokens), None)
 
         self.bos_id = role("bos", _BOS_NAMES)
+        self.adds_bos = adds_bos(files, self.bos_id)
         self.eos_id = role("eos", _EOS_NAMES, preferred=_EOS_NAMES[0])
         self.pad_id = role("pad", _PAD_NAMES)
         stops = {special_tokens[name] for name in _STOP_NAMES if name in special_tokens}
         self.stop_ids = tuple(sorted(stops | ({self.eos_id} if self.eos_id is not None else set())))
         self._special_names = {token: name for name, token in special_tokens.items()}
-        head = f"{self.kind}\0{self.bos_id}\0{self.eos_id}\0".encode()
+        begins = self.bos_id if self.adds_bos else None
+        head = f"{self.kind}\0{begins}\0{self.eos_id}\0".encode()
         self.fingerprint = hashlib.sha256(head + files.content).hexdigest()
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
@@ -218,8 +225,7 @@ class SentencePieceTokenizer(Tokenizer):
 class JsonTokenizer(Tokenizer):
     """A Hugging Face ``tokenizer.json``, run by the tokenizers library.
 
-    Neither its template (which may add BOS) nor its truncation and padding apply, and its special
-    tokens are not looked for in text.
+    Its template, truncation and padding do not apply, and its special tokens are not looked for in text.
     """
 
     def __init__(self, files: TokenizerFiles):

@@ -57,6 +57,7 @@ class TokenizerFiles:
         named: role ("bos", "eos", "pad") → token name, where that file says so.
         older_names: the model files beside it have no scaled RoPE: Llama 3.0, if of Llama 3 at all, which
             had other names for some special tokens.
+        add_bos: whether plain texts shall begin with BOS; None: as the folder's files say.
     """
 
     path: Path
@@ -66,6 +67,7 @@ class TokenizerFiles:
     added: dict[str, int] = field(default_factory=dict)
     named: dict[str, str] = field(default_factory=dict)
     older_names: bool = False
+    add_bos: bool | None = None
 
 
 def find(path: str | Path) -> TokenizerFiles:
@@ -178,6 +180,41 @@ def json_vocabulary_size(files: TokenizerFiles) -> int:
         ) from error
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
     return max([*ids, *added], default=-1) + 1
+
+
+def adds_bos(files: TokenizerFiles, bos_id: int | None) -> bool:
+    """Whether a plain text begins with the token ``bos_id``, as transformers reads the folder: by
+    tokenizer.json where there is one, else by ``add_bos_token`` of tokenizer_config.json. Where neither says
+    it, a text does, as with Meta's files.
+
+    Raises:
+        DataError: BOS is asked for and there is none, or a file cannot be read.
+    """
+    if files.add_bos is not None:
+        if files.add_bos and bos_id is None:
+            raise DataError(
+                f"the tokenizer {files.path} has no BOS token for texts to begin with\n"
+                "  fix:  leave add_bos_token out, or name BOS in tokenizer_config.json"
+            )
+        return files.add_bos
+    if bos_id is None:
+        return False
+    described = (
+        json.loads(files.content) if files.kind == "json" else read_json(files.folder / "tokenizer.json")
+    )
+    if described:
+        return _first_added(described.get("post_processor")) == bos_id
+    return read_json(files.folder / "tokenizer_config.json").get("add_bos_token", True) is not False
+
+
+def _first_added(post_processor: Any) -> int | None:
+    """The token that the ``post_processor`` of a tokenizer.json puts before a text, found by asking it about
+    a text without tokens."""
+    import tokenizers
+
+    empty = {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}
+    asked = tokenizers.Tokenizer.from_str(json.dumps({"model": empty, "post_processor": post_processor}))
+    return next(iter(asked.encode("").ids), None)
 
 
 def sentencepiece_processor(files: TokenizerFiles) -> SentencePieceProcessor:

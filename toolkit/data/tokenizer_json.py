@@ -40,7 +40,7 @@ def tokenizer_json(tokenizer: Tokenizer, content: bytes) -> dict[str, bytes]:
                 _byte_level(add_prefix_space=False, use_regex=False),
             ],
         },
-        "post_processor": _adds_bos(bos, tokenizer.bos_id),
+        "post_processor": post_processor(tokenizer),
         "decoder": _byte_level(add_prefix_space=True, use_regex=True),
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
@@ -82,10 +82,12 @@ def _byte_level(*, add_prefix_space: bool, use_regex: bool) -> dict[str, object]
     }
 
 
-def _adds_bos(name: str | None, token: int | None) -> dict[str, object] | None:
-    """What puts BOS before a text, as the files of Llama 3.1 and later do."""
-    if name is None:
+def post_processor(tokenizer: Tokenizer) -> dict[str, object] | None:
+    """What puts BOS before a text, as the files of Llama 3.1 and later do; None where nothing does."""
+    if not tokenizer.adds_bos:
         return None
+    token = tokenizer.bos_id
+    [name] = [name for name, special in tokenizer.special_tokens.items() if special == token]
     bos = {"SpecialToken": {"id": name, "type_id": 0}}
     second = {"SpecialToken": {"id": name, "type_id": 1}}
     one, two = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}

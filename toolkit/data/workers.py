@@ -37,9 +37,10 @@ class Encoded(NamedTuple):
 
 
 def encode_piece(piece: Piece, text_column: str, tokenizer: Tokenizer, dtype: str) -> Encoded:
-    """Token ids of a piece: each document is BOS, its text, EOS (those that the tokenizer has)."""
+    """Token ids of a piece: each document is BOS (where the tokenizer adds it), its text, EOS (if any)."""
     texts = piece.texts(text_column)
-    bos, eos = ([] if token is None else [token] for token in (tokenizer.bos_id, tokenizer.eos_id))
+    bos = [tokenizer.bos_id] if tokenizer.adds_bos else []
+    eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     parts = []
     for number, ids in enumerate(tokenizer.encode_batch(texts)):
         begins, ends = piece.opens or number > 0, piece.closes or number < len(texts) - 1
