@@ -76,7 +76,7 @@ def test_program_begins_a_prompt_as_its_flag_or_the_tokenizers_files_say(
 ) -> None:
     """As transformers reads them: SmolLM2's say that no BOS is added."""
     folder = shutil.copytree(STORIES / "hf", tmp_path / "hf")
-    flags = ("--prompt", "Once", "--temperature", 0, "--dtype", "float32", "--max-new-tokens", 8, "--json")
+    flags = ("--prompt", "dog", "--temperature", 0, "--dtype", "float32", "--max-new-tokens", 8, "--json")
 
     def tokens(*more: str) -> list[int]:
         return json.loads(_main(capsys, folder, *flags, *more)[1])["tokens"]
