@@ -114,7 +114,7 @@ def _from_file(folder: Path) -> tuple[list[float], list[float]]:
     by_file = _losses(
         folder,
         "filed",
-        pipeline_parallel_schedule="Interleaved1F1B",
+        pipeline_parallel_schedule="PipelineScheduleMulti",
         pipeline_parallel_schedule_csv=str(made),
     )
     return by_name, by_file

@@ -156,6 +156,22 @@ def test_a_schedule_of_ones_own_is_taken(tmp_path: Path) -> None:
     assert check(config, world_size=2, hardware=CPU) == []
 
 
+# torchtitan's tests/assets/custom_schedule.csv begins with all forwards and goes on so.
+_TITAN = "0F0,0F1,2F0,2F1,2I0,2W0,2I1,2W1,0I0,0W0,0I1,0W1\n1F0,1F1,3F0,3F1,3I0,3W0,3I1,3W1,1I0,1W0,1I1,1W1\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [("PipelineScheduleMulti", _TITAN), ("PipelineScheduleSingle", "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")],
+)
+def test_torchtitans_names_beside_a_file(tmp_path: Path, name: str, lines: str) -> None:
+    (tmp_path / "own.csv").write_text(lines)
+    flags = [PIPELINE, f"{BATCH}=2", f"{SCHEDULE}={name}", "--activation_checkpoint.mode=none"]
+    config = configure([*flags, "--parallelism.pipeline_parallel_schedule_csv=own.csv"])
+    assert check(config, world_size=2, hardware=CPU) == []
+    assert "schedule of own.csv" in describe(config, world_size=2, hardware=CPU)
+
+
 def test_the_summary_counts_micro_batches() -> None:
     config = configure([PIPELINE, f"{SIZE}=2"])
     said = describe(config, world_size=4, hardware=CPU)

@@ -45,13 +45,21 @@ SCHEDULES = {
 }
 """torch's pipeline schedules by name."""
 
+BASES = {"PipelineScheduleSingle": Schedule(), "PipelineScheduleMulti": Schedule(2, more=True)}
+"""torch's bases of schedules with one stage a rank and with several, which a file fills: torchtitan's names
+beside ``pipeline_parallel_schedule_csv``."""
+
+
+def schedule_of(parallelism: Parallelism) -> Schedule:
+    """The schedule that ``parallelism`` names."""
+    return (SCHEDULES | BASES)[parallelism.pipeline_parallel_schedule]
+
 
 def may_split_backward(parallelism: Parallelism) -> bool:
     """Whether a backward may be computed in two halves; a schedule from a file may."""
     if parallelism.pipeline_parallel_degree == 1:
         return False
-    schedule = SCHEDULES[parallelism.pipeline_parallel_schedule]
-    return schedule.split_backward or bool(parallelism.pipeline_parallel_schedule_csv)
+    return schedule_of(parallelism).split_backward or bool(parallelism.pipeline_parallel_schedule_csv)
 
 
 def stage_count(
@@ -112,7 +120,7 @@ class Stages:
 
 def pipeline_stages(parallelism: Parallelism, n_layers: int) -> Stages:
     """The stages that ``parallelism`` asks for, right or wrong: the preflight checks them."""
-    pp, schedule = parallelism.pipeline_parallel_degree, SCHEDULES[parallelism.pipeline_parallel_schedule]
+    pp, schedule = parallelism.pipeline_parallel_degree, schedule_of(parallelism)
     ends = {
         "first_less": parallelism.pipeline_parallel_first_stage_less_layers,
         "last_less": parallelism.pipeline_parallel_last_stage_less_layers,

@@ -86,15 +86,19 @@ class Parallelism(Table):
             "InterleavedZeroBubble",
             "ZBVZeroBubble",
             "DualPipeV",
+            "PipelineScheduleSingle",
+            "PipelineScheduleMulti",
         ],
         _PP,
     ] = "1F1B"
     """Schedule, by torch's name. GPipe and 1F1B have one stage a rank, ZBVZeroBubble and DualPipeV two, the
     others two or more. 1F1B and DualPipeV need a micro-batch for each stage. Those with a split backward
-    (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV) need parameters that stay gathered."""
+    (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV) need parameters that stay gathered.
+    PipelineScheduleSingle (one stage a rank) and PipelineScheduleMulti (two or more) are for a file."""
     pipeline_parallel_schedule_csv: Annotated[str | None, _PP] = ""
     """File of a schedule of one's own, a line of actions such as 0F0,0F1,0B0,0B1 for each rank, by which
-    torch runs in place of the named one. That one still says how stages are placed."""
+    torch runs in place of the named one. That one still says how stages are placed, as does
+    PipelineScheduleMulti: stage 0 on rank 0, 1 on rank 1, and around."""
     pipeline_parallel_microbatch_size: Annotated[Positive, _PP] = 1
     """Samples of a pipeline micro-batch. All samples that a rank has of a step go through it, accumulated
     ones too."""

@@ -170,7 +170,8 @@ def _techniques(facts: Run, mesh: Degrees) -> Iterator[str]:
     options, checkpointing = facts.config.parallelism, facts.config.activation_checkpoint
     yield strategy_in_effect(options, mesh)
     if mesh.pp > 1:
-        yield f"schedule {options.pipeline_parallel_schedule}"
+        file = options.pipeline_parallel_schedule_csv
+        yield f"schedule {f'of {file}' if file else options.pipeline_parallel_schedule}"
     every = checkpointing.selective_ac_option
     modes = {
         "none": "all activations kept",

@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
 from toolkit.config import Config
 from toolkit.config.layout import BatchShape, Degrees, batch_shape, degrees
-from toolkit.config.stages import SCHEDULES, Schedule, Stages, pipeline_stages
+from toolkit.config.stages import Schedule, Stages, pipeline_stages, schedule_of
 from toolkit.data.tokenizer_files import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
@@ -106,7 +106,7 @@ class Run:
 
     @property
     def schedule(self) -> Schedule:
-        return SCHEDULES[self.config.parallelism.pipeline_parallel_schedule]
+        return schedule_of(self.config.parallelism)
 
     @cached_property
     def stages(self) -> Stages | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from toolkit.config.layout import reshard_after_forward, strategy
 from toolkit.config.replaced import is_set
-from toolkit.config.stages import SCHEDULES, bubble, stages_of_ranks
+from toolkit.config.stages import BASES, SCHEDULES, bubble, stages_of_ranks
 from toolkit.errors import Problem
 from toolkit.preflight import facts
 from toolkit.preflight.facts import Run, divisors, rule
@@ -199,6 +199,18 @@ def early_step_without_pipeline(run: Run) -> list[Problem]:
         return []
     rule = "a pipeline has its gradients when all micro-batches are done: none could be freed earlier"
     return [run.problem(_EARLY, rule, "remove it")]
+
+
+@rule()
+def base_has_a_file(run: Run) -> list[Problem]:
+    """torch's bases of schedules have no order of their own."""
+    options = run.config.parallelism
+    named = options.pipeline_parallel_schedule in BASES
+    if run.pp == 1 or not named or options.pipeline_parallel_schedule_csv:
+        return []
+    whole = "1F1B" if run.schedule.stages == 1 else "Interleaved1F1B"
+    rule = "is torch's base of schedules, to be filled by a file, and none is named"
+    return [run.problem(_SCHEDULE, rule, f'name the file in {_FILE}, or set it to "{whole}"')]
 
 
 def _schedule_file(run: Run) -> ScheduleFile | str:

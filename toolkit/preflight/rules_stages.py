@@ -7,7 +7,14 @@ from itertools import pairwise, product
 from typing import Any
 
 from toolkit.config.layout import degrees
-from toolkit.config.stages import SCHEDULES, Schedule, is_cut, module_names, pipeline_stages
+from toolkit.config.stages import (
+    SCHEDULES,
+    Schedule,
+    is_cut,
+    module_names,
+    pipeline_stages,
+    schedule_of,
+)
 from toolkit.errors import Problem
 from toolkit.preflight.facts import Run, rule
 from toolkit.wording import did_you_mean, either, first_few
@@ -73,9 +80,8 @@ def _works(run: Run, **change: Any) -> bool:
     """Whether the schedule takes the stages and each has something."""
     assert run.model is not None
     options = run.config.parallelism.model_copy(update=change)
-    modules, schedule = _cut(run, **change), SCHEDULES[options.pipeline_parallel_schedule]
-    takes = schedule.takes_stages(len(modules), options.pipeline_parallel_degree)
-    return takes and is_cut(modules, run.model.n_layers)
+    modules, pp = _cut(run, **change), options.pipeline_parallel_degree
+    return schedule_of(options).takes_stages(len(modules), pp) and is_cut(modules, run.model.n_layers)
 
 
 @rule()
