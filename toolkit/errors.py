@@ -56,6 +56,10 @@ class ConfigError(ToolkitError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
+class DeviceError(ConfigError):
+    """A rank finds another device than the checks before it did, or none for itself."""
+
+
 class DataError(ToolkitError):
     """A corpus or tokenizer is missing, empty, undecodable or does not fit the model."""
 

@@ -8,6 +8,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+CHECKED_DEVICE = "TOOLKIT_CHECKED_DEVICE"
+"""In the environment of ranks: the device that the checks before them were made for."""
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -57,12 +60,12 @@ def _visible_gpus() -> list[tuple[str, float]]:
 
 
 @functools.cache  # a call of nvidia-smi takes from a tenth of a second to some seconds
-def detect() -> Hardware:
-    """Describe the accelerators here, or the CPU where there is none.
+def detect(wish: str = "auto") -> Hardware:
+    """Describe the accelerators here, or the CPU where there is none or the ``wish`` is "cpu".
 
     Two CPU processes by default: enough to exercise sharding, and what a laptop can spare.
     """
-    gpus = _visible_gpus()
+    gpus = [] if wish == "cpu" else _visible_gpus()
     if gpus:
         capability = min(capability for _, capability in gpus)
         return Hardware(

@@ -28,7 +28,7 @@ from toolkit.corpora import open_data
 from toolkit.distributed.supervisor import Launch, say, supervise
 from toolkit.environment import environment_error, shown_ranks, whole_number
 from toolkit.errors import EXIT_FINISHED, ToolkitError, report
-from toolkit.hardware import Hardware, detect
+from toolkit.hardware import CHECKED_DEVICE, Hardware, detect
 from toolkit.run_folder import traces_prefix
 
 
@@ -45,7 +45,7 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
             "NGPU",
             str(processes),
             f"each rank needs a GPU of its own, and {hardware.count} are visible here",
-            f"set NGPU to at most {hardware.count}, or train on the CPU with CUDA_VISIBLE_DEVICES=",
+            f"set NGPU to at most {hardware.count}, or train on the CPU with --training.device cpu",
         )
     nodes = whole_number(environ, "NNODES", 1, 1)
     node_rank = whole_number(environ, "NODE_RANK", 0, 0)
@@ -75,13 +75,14 @@ def main(argv: Sequence[str]) -> int:
         config = load_config(argv)
         if config.comm.mode == "fake_backend":  # one process that takes the place of all, which needs torch
             os.execv(sys.executable, [sys.executable, "-m", "toolkit.train", *argv])
-        hardware = detect()
+        hardware = detect(config.training.device)
         launch = launch_from(os.environ, hardware)
         tell = launch.node_rank == 0
         preflight.check_and_tell(config, world_size=launch.world_size, hardware=hardware, tell=tell)
         open_data(config, progress=True)
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)
+    os.environ[CHECKED_DEVICE] = hardware.device
     ranks = f"{launch.processes} ranks" if launch.processes > 1 else "1 rank"
     say(f"configuration checked, corpus tokenised; starting {ranks}")
     code = supervise([sys.executable, "-u", "-m", "toolkit.train", *argv], launch, traces_prefix(config))

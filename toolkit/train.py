@@ -25,14 +25,16 @@ from toolkit.errors import (
     EXIT_FINISHED,
     EXIT_REQUEUE,
     DataError,
+    DeviceError,
     OutOfMemory,
     ToolkitError,
     report,
 )
+from toolkit.hardware import CHECKED_DEVICE
 from toolkit.run_folder import traces_prefix
 
 
-def _train(config: Config, faults: FaultReporter | None) -> int:
+def _train(config: Config, faults: FaultReporter | None, checked_device: str) -> int:
     import torch
 
     from toolkit.distributed import flight_recorder, process_group
@@ -44,7 +46,7 @@ def _train(config: Config, faults: FaultReporter | None) -> int:
     phases = Phases(enabled=chief)
     with phases("tokenizer and tokens"):
         data = open_data(config, progress=chief)
-    device = process_group.local_device()
+    device = process_group.local_device(checked_device)
     flight_recorder.enable(config.comm.trace_buf_size, traces_prefix(config))
     with phases("process group"):
         process_group.start(device, timeout_seconds=config.comm.init_timeout_seconds)
@@ -63,6 +65,7 @@ def _train(config: Config, faults: FaultReporter | None) -> int:
 def main(argv: Sequence[str]) -> int:
     """Run the training that ``argv`` describes and return the exit code."""
     rank, faults, debug = 0, None, "--debug" in argv
+    checked = os.environ.get(CHECKED_DEVICE, "")
     try:
         rank = whole_number(os.environ, "RANK", 0, 0)
         world_size = whole_number(os.environ, "WORLD_SIZE", 1, 1)
@@ -72,20 +75,25 @@ def main(argv: Sequence[str]) -> int:
             from toolkit.plan.dry_run import dry_run
 
             return dry_run(config, os.environ)
+        if config.training.device == "cpu":  # before torch looks for them
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if SUPERVISED not in os.environ:  # else the launch has
             from toolkit import preflight
             from toolkit.hardware import detect
 
-            preflight.check_and_tell(config, world_size=world_size, hardware=detect(), tell=rank == 0)
+            hardware = detect(config.training.device)
+            preflight.check_and_tell(config, world_size=world_size, hardware=hardware, tell=rank == 0)
+            checked = hardware.device
     except ToolkitError as error:  # the same on every rank
         return report(error, show=rank == 0, debug=debug)
     if world_size > 1:
         faults = FaultReporter(traces_prefix(config), rank, world_size, supervised=SUPERVISED in os.environ)
     try:
-        return _train(config, faults)
+        return _train(config, faults, checked)
     except ToolkitError as error:
-        # A rank may be alone in failing to read or to find memory; the other errors are agreed upon.
-        return report(error, show=rank == 0 or isinstance(error, DataError | OutOfMemory), debug=debug)
+        # A rank may be alone in failing to read or to find device or memory; the others are agreed upon.
+        alone = isinstance(error, DataError | DeviceError | OutOfMemory)
+        return report(error, show=rank == 0 or alone, debug=debug)
     except Exception as error:
         if not faults or not lost_peers(error):
             return report(error, show=True)

@@ -59,20 +59,21 @@ def test_neighbours_are_those_of_the_mesh() -> None:
 
 
 def test_the_world_is_a_launchs() -> None:
-    assert world_size({"NGPU": "8", "NNODES": "2048", "WORLD_SIZE": "3"}) == 16384
-    assert world_size({"NGPU": "16384"}) == 16384
-    assert world_size({"WORLD_SIZE": "24"}) == 24  # as torchrun says it
-    assert world_size({"NGPU": "", "NNODES": "3"}) == 3 * detect().count
+    assert world_size({"NGPU": "8", "NNODES": "2048", "WORLD_SIZE": "3"}, "auto") == 16384
+    assert world_size({"NGPU": "16384"}, "auto") == 16384
+    assert world_size({"WORLD_SIZE": "24"}, "auto") == 24  # as torchrun says it
+    assert world_size({"NGPU": "", "NNODES": "3"}, "auto") == 3 * detect().count
     with pytest.raises(ConfigError, match="NGPU"):
-        world_size({"NGPU": "many"})
+        world_size({"NGPU": "many"}, "auto")
 
 
 def test_a_machine_without_gpus_checks_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     detect.cache_clear()
     try:
-        assert target({}).device == "cuda" and "none is here" in target({}).name
-        assert target({"CUDA_VISIBLE_DEVICES": ""}).device == "cpu"
+        assert target({}, "auto").device == "cuda" and "none is here" in target({}, "auto").name
+        assert target({"CUDA_VISIBLE_DEVICES": ""}, "auto").device == "cpu"
+        assert target({}, "cpu").device == "cpu"
     finally:
         detect.cache_clear()
 

@@ -52,6 +52,7 @@ OPTIONS = [
     bad("built_options", "memory_estimation.enable", "memory_estimation.enable = true is not built yet"),
     bad("supported_options", "fault_tolerance.enable", "torchft"),
     bad("supported_options", "parallelism.expert_parallel_degree=2", "mixture-of-experts"),
+    bad("device_is_here", "training.device=cuda", "no GPU here that nvidia-smi shows"),
     bad("loader_workers", "training.dataloader.prefetch_factor=2", "num_workers is 0"),
     bad("loader_workers", "validation.dataloader.persistent_workers", "num_workers is 0"),
     bad(

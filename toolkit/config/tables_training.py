@@ -175,6 +175,9 @@ class Training(Table):
     """Optimizer steps."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in CPU memory."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where to train: on the GPUs that nvidia-smi shows, or else the CPU (auto); or one of the two, whatever
+    there is. Ranks that find another device than the checks before them refuse to start."""
     dtype: Literal["bfloat16", "float32", "float64"] = "float32"
     """Precision in which parameters and optimizer state are kept."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32", "float64"] = "auto"

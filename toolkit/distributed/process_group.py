@@ -8,25 +8,50 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from toolkit.errors import TrainingError
+from toolkit.errors import DeviceError, Problem
 
 PATIENCE = timedelta(hours=1)
 _SEND, _RECEIVE = 12, 13  # c10d's OpType, which Python does not have
 _wait = dist.Work.wait
 
 
-def local_device() -> torch.device:
-    """The device of this rank: its own GPU where there are GPUs, else the CPU."""
-    if not torch.cuda.is_available():
+def local_device(checked: str = "") -> torch.device:
+    """The device of this rank: its own GPU where there are GPUs, else the CPU.
+
+    Raises:
+        DeviceError: the checks before the start were made for another kind than torch finds ("cuda" or
+            "cpu", if any were ``checked``), or there are fewer GPUs than ranks here.
+    """
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    if checked == "cuda" != found:
+        why, fix = _why_no_gpu()
+        raise _unlike(f"nvidia-smi shows GPUs here, and torch can use none: {why}", fix)
+    if checked == "cpu" != found:
+        rule = f"nvidia-smi shows no GPU here, and torch finds {torch.cuda.device_count()}"
+        raise _unlike(rule, "have nvidia-smi work where the run starts (its folder in PATH)")
+    if found == "cpu":
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if index >= torch.cuda.device_count():
-        raise TrainingError(
-            f"local rank {index} has no GPU: {torch.cuda.device_count()} visible on this machine; "
-            "start no more processes per node than GPUs (NGPU), or hide the GPUs to train on CPU "
-            "(CUDA_VISIBLE_DEVICES=)"
-        )
+        rule = f"local rank {index} has no GPU: torch finds {torch.cuda.device_count()} on this machine"
+        fix = "start no more processes here than GPUs (NGPU), or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+        raise DeviceError(Problem(rule, fix))
     return torch.device("cuda", index)
+
+
+def _unlike(rule: str, fix: str) -> DeviceError:
+    return DeviceError(Problem(rule, f"{fix}, or train on the CPU with --training.device cpu"))
+
+
+def _why_no_gpu() -> tuple[str, str]:
+    """The reason, and the fix."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA", "install torch's build for CUDA"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # the words of the driver
+        return str(error).split("\n")[0], f"install a driver for CUDA {torch.version.cuda}, or an older torch"
+    return "it says no more", "see what torch.cuda.init() says"
 
 
 def start(device: torch.device, *, timeout_seconds: int) -> None:

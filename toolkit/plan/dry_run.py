@@ -39,7 +39,8 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
         ConfigError: the run cannot be.
         DataError, CheckpointError: it cannot be here, for want of a file; raised after the description.
     """
-    run = Run(config, world_size(environ), target(environ))
+    device = config.training.device
+    run = Run(config, world_size(environ, device), target(environ, device))
     missing = None
     try:
         preflight.run(config, world_size=run.world_size, hardware=run.hardware)
@@ -65,19 +66,19 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
     return EXIT_FINISHED
 
 
-def world_size(environ: Mapping[str, str]) -> int:
+def world_size(environ: Mapping[str, str], device: str) -> int:
     """NGPU × NNODES as of a launch, else WORLD_SIZE as of torchrun, else what is here."""
-    here = detect().count
+    here = detect(device).count
     if environ.get("NGPU") or environ.get("NNODES"):
         return whole_number(environ, "NGPU", here, 1) * whole_number(environ, "NNODES", 1, 1)
     return whole_number(environ, "WORLD_SIZE", here, 1)
 
 
-def target(environ: Mapping[str, str]) -> Hardware:
-    """What the run is meant for: GPUs such as are here, or any where there is none; the CPU for who hides
-    them by an empty CUDA_VISIBLE_DEVICES."""
-    here = detect()
-    if here.device == "cuda" or "CUDA_VISIBLE_DEVICES" in environ:
+def target(environ: Mapping[str, str], device: str) -> Hardware:
+    """What the run is meant for: GPUs such as are here, or any where there is none; the CPU for who asks for
+    that ``device``, or hides the GPUs by an empty CUDA_VISIBLE_DEVICES."""
+    here = detect(device)
+    if device == "cpu" or here.device == "cuda" or "CUDA_VISIBLE_DEVICES" in environ:
         return here
     name = "GPUs, of which none is here"
     return replace(here, device="cuda", name=name, native_bf16=True, float8=True, capability=9.0)

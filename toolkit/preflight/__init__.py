@@ -71,7 +71,7 @@ def run(
         ConfigError: a rule about the config itself is broken; it names the others as well.
         DataError, CheckpointError: only tokenizer, corpus or checkpoint cannot be used.
     """
-    broken = _broken(Run(config, world_size, hardware or detect()), only)
+    broken = _broken(Run(config, world_size, hardware or detect(config.training.device)), only)
     problems = [problem for _, problem in broken]
     errors = [rule.error for rule, _ in broken]
     if ConfigError in errors:

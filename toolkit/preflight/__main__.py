@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
         if words and not words[0].startswith("-"):
             words = ["--job.config_file", *words]
         config = load_config(words)
-        hardware = detect()
+        hardware = detect(config.training.device)
         world_size = world_size or int(os.environ.get("WORLD_SIZE", hardware.count))
         preflight.run(config, world_size=world_size, hardware=hardware)
     except ToolkitError as error:

@@ -44,6 +44,15 @@ def _leave(field: Field) -> str:
 
 
 @rule()
+def device_is_here(run: Run) -> list[Problem]:
+    """Who asks for GPUs does not mean the CPU."""
+    if run.config.training.device != "cuda" or run.hardware.device == "cuda":
+        return []
+    fix = 'have nvidia-smi show one (driver, PATH, CUDA_VISIBLE_DEVICES), or set it to "auto" or "cpu"'
+    return [run.problem("training.device", "there is no GPU here that nvidia-smi shows", fix)]
+
+
+@rule()
 def loader_workers(run: Run) -> list[Problem]:
     """Two options of the DataLoader speak of its workers."""
     problems = []

@@ -1,0 +1,88 @@
+"""The device of a rank: that for which the checks before the start were made, or a refusal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit.distributed.process_group import local_device
+from toolkit.errors import DeviceError
+
+ROOT = Path(__file__).parents[2]
+
+
+def _sees(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+
+def test_what_was_checked_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    _sees(monkeypatch, 0)
+    assert local_device("cpu") == local_device() == torch.device("cpu")
+    _sees(monkeypatch, 4)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert local_device("cuda") == local_device() == torch.device("cuda", 3)
+
+
+def _refused(checked: str) -> str:
+    with pytest.raises(DeviceError) as caught:
+        local_device(checked)
+    return str(caught.value)
+
+
+def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    _sees(monkeypatch, 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    told = _refused("cuda")
+    assert "a build without CUDA" in told and "install torch's build for CUDA" in told
+    assert "--training.device cpu" in told
+
+    def old_driver() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nMore words")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", old_driver)
+    told = _refused("cuda")
+    assert "too old (found version 11040)" in told and "More" not in told and "driver for CUDA 13.0" in told
+
+
+def test_gpus_that_the_checks_did_not_see_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _sees(monkeypatch, 2)
+    assert "nvidia-smi shows no GPU here, and torch finds 2" in _refused("cpu")
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _sees(monkeypatch, 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert "local rank 2 has no GPU: torch finds 2" in _refused("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use a GPU here")
+@pytest.mark.parametrize(("device", "code"), [("auto", 2), ("cpu", 0)])
+def test_no_run_says_gpu_and_trains_on_the_cpu(device: str, code: int, tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, GPU-1, NVIDIA H100, 9.0'\n")
+    tool.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    ended = subprocess.run(
+        [
+            sys.executable, "-m", "toolkit.launch", "--job.config_file=train_configs/debug_model.toml",
+            "--model.dim=64", "--model.n_layers=1", "--model.n_heads=4", "--training.seq_len=64",
+            "--training.dataset=embedded_validation", "--training.steps=1", "--training.global_batch_size=2",
+            "--validation.enable=false", "--checkpoint.enable=false", f"--training.device={device}",
+            f"--job.dump_folder={tmp_path}",
+        ],
+        cwd=ROOT,
+        env=environment | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "NGPU": "1"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr and ended.stderr.count("torch can use none") == (code == 2)
+    assert ("on NVIDIA H100" in ended.stdout) == (device == "auto") and ("step 1/1" in ended.stdout) == (
+        code == 0
+    )
