@@ -36,6 +36,7 @@ def _run(config: Config) -> dict[str, Any]:
     return {
         "code": code,
         "losses": {record["step"]: record["loss"] for record in trainer.history if "loss" in record},
+        "rates": {record["step"]: record["lr"] for record in trainer.history if "lr" in record},
         "tokens": trainer.progress.tokens,
         "weights": weights_digest(trainer.execution.models[0]),
     }
@@ -142,6 +143,22 @@ def _in_background(folder: str) -> dict[str, Any]:
     return _run(_config(Path(folder, "background"), checkpoint=saving))
 
 
+def _parts_left_out(folder: str) -> dict[str, dict[int, float]]:
+    """Learning rates of runs that go on after the fourth step of the whole one."""
+    source = {
+        "initial_load_path": str(Path(folder, "whole", "checkpoint", "step-4")),
+        "initial_load_model_only": False,
+    }
+    anew, counted = Path(folder, "anew"), Path(folder, "counted")
+    first = source | {"exclude_from_loading": ["lr_scheduler"]}
+    second = source | {"exclude_from_loading": ["train_state", "dataloader"]}
+    return {
+        "schedule": _run(_config(anew, steps=6, checkpoint=first))["rates"],
+        "schedule, resumed": _run(_config(anew, checkpoint=source))["rates"],
+        "step": _run(_config(counted, steps=2, checkpoint=second))["rates"],
+    }
+
+
 def _from_seed(folder: str) -> tuple[int, list[int], dict[str, Any]]:
     """A run that saves its initial weights and ends, and the run that goes on from them."""
     seeding = small_trainer(_config(Path(folder, "seeded"), checkpoint={"create_seed_checkpoint": True}))
@@ -180,6 +197,7 @@ def _everything(folder: str) -> dict[str, Any]:
         "break": _break(folder),
         "same": _losses_on_the_same_data(folder),
         "child": _start_from_weights(folder),
+        "left out": _parts_left_out(folder),
         "shared": _two_runs_in_one_folder(folder),
         "background": _in_background(folder),
         "seed": _from_seed(folder),
@@ -242,6 +260,16 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_update(results: 
 def test_a_new_run_starts_from_another_runs_weights(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["child"] == {"step": 0, "weights": result["resume"]["whole"]["weights"]}
+
+
+def test_a_schedule_that_is_left_out_starts_again_and_one_that_is_not_goes_on(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        rates, left_out = result["resume"]["whole"]["rates"], result["left out"]
+        assert left_out["schedule"] == {5: rates[1], 6: rates[2]}
+        assert left_out["schedule, resumed"] == {7: rates[3], 8: rates[4]}  # from its own checkpoint
+        assert left_out["step"] == {1: rates[5], 2: rates[6]}
 
 
 def test_a_folder_that_another_run_writes_to_is_refused_on_every_rank(results: list[dict[str, Any]]) -> None:

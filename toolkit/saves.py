@@ -26,10 +26,16 @@ from toolkit.shape import weights_folder
 
 @dataclass
 class Progress:
-    """How far a run is."""
+    """How far a run is.
+
+    The schedule of the learning rate counts steps from ``schedule_start``. That is not 0 where a part of the
+    checkpoint that the run goes on from was not loaded: below it where the step was left out, so that the
+    run counts anew and the schedule does not.
+    """
 
     step: int = 0
     tokens: int = 0
+    schedule_start: int = 0
     best_validation: float | None = None
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # rank 0's is saved
 
@@ -129,6 +135,8 @@ class Saves:
             progress.tokens = run["tokens"]
             progress.best_validation = run["best_validation"]
             progress.run_id = run.get("id", progress.run_id)
+        done = 0 if "lr_scheduler" in excluded else manifest["step"] - run.get("schedule_start", 0)
+        progress.schedule_start = progress.step - done
         if "dataloader" not in excluded:
             self._position.load_state_dict(run["loader"])
 
@@ -157,6 +165,7 @@ class Saves:
             "id": progress.run_id,
             "model_only": model_only,
             "tokens": progress.tokens,
+            "schedule_start": progress.schedule_start,
             "best_validation": progress.best_validation,
             "loader": self._position.state_dict(),
         }

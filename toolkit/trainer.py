@@ -268,7 +268,7 @@ class Trainer:
     def _rate(self) -> float:
         options = self.config.lr_scheduler
         return learning_rate(
-            self.progress.step - 1,
+            self.progress.step - self.progress.schedule_start - 1,
             lr=self.config.optimizer.lr,
             total_steps=options.total_steps or self.total_steps,
             warmup_steps=options.warmup_steps,

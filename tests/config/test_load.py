@@ -174,6 +174,12 @@ def test_mistake_in_a_file(text: str, said: str, tmp_path: Path) -> None:
         (["--parallelism.fsdp_reshard_after_forward", "1"], "or an integer of at least 2"),
         (["--parallelism.fsdp_reshard_after_forward", "Never"], "did you mean --parallelism.fsdp_reshard"),
         (["--help", "trainings"], "did you mean training?"),
+        (["--model.converters", "flaot8"], "did you mean --model.converters float8?"),
+        (
+            ["--checkpoint.exclude_from_loading", "model,lr_schedule"],
+            "did you mean --checkpoint.exclude_from_loading model,lr_scheduler?",
+        ),
+        (["--compile.components", "model,xyz"], "for example --compile.components model,loss, the default"),
         (["--job.config_file", "no/such.toml"], "there is no file no/such.toml"),
     ],
 )
@@ -321,7 +327,8 @@ def test_help_lists_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert "--parallelism.data_parallel_shard_degree -1|int  (default -1)" in shown
-    assert "[acts with parallelism.tensor_parallel_degree]" in shown and "--training.steps" not in shown
+    assert "--training.steps" not in shown
+    assert "[acts with parallelism.tensor_parallel_degree above 1]" in " ".join(shown.split())
 
 
 def test_help_whose_reader_has_gone_ends_quietly():

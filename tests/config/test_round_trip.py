@@ -108,5 +108,5 @@ def test_flag_round_trip(chosen: dict[str, Any]) -> None:
 def test_lists_with_commas(items: list[str]) -> None:
     if items == [""]:
         return
-    config = load_config([f"--model.converters={','.join(items)}"])
-    assert config.model.converters == items
+    config = load_config([f"--optimizer.no_decay={','.join(items)}"])
+    assert config.optimizer.no_decay == items

@@ -86,7 +86,7 @@ CASES = [
         "has columns",
         prepare=lambda folder: (folder / "a.txt").write_text("text"),
     ),
-    bad("dataset_choices_act", "training.dataset_split=test", "'c4_test' has no split to choose"),
+    bad("dataset_choices_act", "training.dataset_split=test", "'embedded' has no split to choose"),
     bad("dataset_choices_act", f"{CODE}.dataset_subset=en", "'c4_test' has no subset to choose"),
     bad(
         "dataset_choices_act",

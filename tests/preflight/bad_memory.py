@@ -10,7 +10,12 @@ COMPILE = "compile.enable compile.backend=aot_eager"
 
 CASES: list[Bad] = [
     bad("selective_checkpointing", "activation_checkpoint.selective_ac_option=0", "at least 1", '"op"'),
-    bad("selective_checkpointing", "activation_checkpoint.selective_ac_option=ops", "at least 1", '"op"'),
+    bad(
+        "selective_checkpointing",
+        "activation_checkpoint.selective_ac_option=ops activation_checkpoint.mode=none",
+        "at least 1",
+        '"op"',
+    ),
     bad(
         "checkpointing_debug",
         "activation_checkpoint.debug activation_checkpoint.selective_ac_option=op",
@@ -55,6 +60,12 @@ CASES: list[Bad] = [
     bad("compiled_components", "compile.components=[] compile.enable", "nothing to compile"),
     bad(
         "compile_backend", "compile.backend=inducter compile.enable", "aot_eager", 'did you mean "inductor"?'
+    ),
+    bad("compile_backend", "compile.backend=inducter", "aot_eager", 'did you mean "inductor"?'),
+    bad(
+        "parts_are_a_cut",
+        'parallelism.module_fqns_per_model_part=[["norms"]]',
+        "the model has no norms",
     ),
     bad("compile_backend", "compile.backend=cudagraphs compile.enable", "need a CUDA device"),
     bad(

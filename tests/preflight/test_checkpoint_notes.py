@@ -39,6 +39,15 @@ def test_a_key_that_the_older_run_did_not_have_is_no_difference(folder: Path) ->
     assert _told([]) == []
 
 
+def test_what_becomes_of_the_schedule_is_told(folder: Path) -> None:
+    save(folder, 5)
+    [note] = _told(["--checkpoint.exclude_from_loading=lr_scheduler,train_state"])
+    assert note.startswith("the schedule of the learning rate starts again after outputs/checkpoint/step-5")
+    [note] = _told(["--checkpoint.exclude_from_loading=train_state"])
+    assert note.startswith("steps are counted anew after outputs/checkpoint/step-5, and the schedule")
+    assert _told(["--checkpoint.exclude_from_loading=dataloader"]) == []
+
+
 def test_a_checkpoint_of_another_run_among_its_own_is_told(folder: Path) -> None:
     save(folder, 5, id="a")
     save(folder, 10, id="a")

@@ -31,7 +31,7 @@ def _problems(config: Config) -> list[str]:
 def test_epochs_that_are_set_nearer_replace_steps() -> None:
     assert _problems(_with_files("steps = 600", "", EPOCHS)) == []
     assert _problems(_with_files("", "steps = 600", EPOCHS)) == []
-    config = _with_files("steps = 600", "epochs = 2")
+    config = _with_files("steps = 600", "epochs = 2", "--training.dataset=embedded")
     assert _problems(config) == []
     assert notes(config, world_size=1, hardware=CPU) == [
         "training.epochs 2 replaces training.steps 600 (base.toml:2)"

@@ -25,6 +25,7 @@ from tests.preflight.bad_runs import (
     CPU,
     OLD_CPU,
     REPLICATE,
+    ROOT,
     SHARD,
     TP,
     V100,
@@ -61,6 +62,12 @@ OPTIONS = [
         "batches of a rank",
         "leave one of the two out",
     ),
+    bad("built_options", "model.converters=float8", "not built yet"),
+    bad("built_options", "model.converters=quantize.linear.float8", "not built yet"),
+    bad("supported_options", "model.converters=mx", "compute capability 10.0"),
+    bad("supported_options", "model.converters=quantize.linear.mx", "compute capability 10.0"),
+    bad("supported_options", "model.converters=quantize.grouped_mm.mx", "mixture-of-experts"),
+    bad("supported_options", "quantize.linear.mx.recipe_name=x", "compute capability 10.0"),
     bad("deterministic_options_act", "debug.deterministic_warn_only", "without debug.deterministic"),
 ]
 
@@ -130,6 +137,7 @@ MESH = [
 
 FILES = [
     bad("corpus_readable", "training.dataset=c5", "embedded"),
+    bad("idle_datasets_exist", "validation.dataset=c5", "no dataset of this name"),
     bad("corpus_readable", "training.dataset_path=none.txt", "no such file"),
     bad("corpus_readable", "training.dataset_path=~no-one-here/a.txt", "no such file"),
     bad("corpus_readable", "training.dataset_path=", "names no file"),
@@ -333,6 +341,16 @@ def test_what_is_not_loaded_need_not_be_there(run: dict[str, Any], part: str, fo
     assert check(configure(flags), world_size=1, hardware=CPU) == []
 
 
+def test_a_batch_that_follows_the_mesh_goes_on_elsewhere_where_the_data_starts_anew(folder: Path) -> None:
+    """As torchtitan's own optional-checkpoint test does."""
+    save(folder, 5)  # at data-parallel degree 1
+    flags = ["--checkpoint.enable", "--training.global_batch_size=-1"]
+    [problem] = check(configure(flags), world_size=2, hardware=CPU)
+    assert problem.key == "training.global_batch_size" and '["dataloader"]' in problem.fix
+    flags.append("--checkpoint.exclude_from_loading=lr_scheduler,dataloader,optimizer")
+    assert check(configure(flags), world_size=2, hardware=CPU) == []
+
+
 def test_the_home_folder_is_where_checkpoints_are_looked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,8 +412,21 @@ def test_what_cannot_be_used_ends_in_3(flag: str, error: type[Exception], folder
         (["--training.steps=400", "--lr_scheduler.decay_ratio=0.8"], 1, CPU, "cut to the 200 after"),
         (["--parallelism.fsdp_wrap_policy=size"], 2, CPU, "a block has 852,480"),
         (["--parallelism.fsdp_sync_each_batch=false"], 2, CPU, "a step is one micro-batch"),
-        (["--parallelism.fsdp_backward_prefetch=2"], 1, CPU, "each rank has all parameters"),
+        (
+            ["--parallelism.fsdp_backward_prefetch=2"],
+            1,
+            CPU,
+            "fsdp_backward_prefetch: changes nothing, since each rank has all",
+        ),
         (["--training.mixed_precision_output=float32"], 1, CPU, "hands out none"),
+        (["--training.dataset=c4_test"], 1, CPU, "c4_test is not C4 here but a stand-in: the books"),
+        (["--validation.enable", "--validation.seq_len=256"], 1, CPU, "own name is embedded_validation"),
+        (
+            [f"--training.dataset_path={ROOT}/toolkit/data/embedded", "--training.dataset=c4"],
+            1,
+            CPU,
+            "training.dataset c4 (--training.dataset) gives way to training.dataset_path",
+        ),
         (["--compile.enable"], 1, CPU, "the first step compiles"),
         (
             ["--validation.enable", "--validation.dataset=embedded_validation", "--validation.steps=3"],

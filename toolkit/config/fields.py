@@ -6,6 +6,7 @@ value that would otherwise be ignored in silence.
 
 from __future__ import annotations
 
+import json
 import types
 import typing
 from dataclasses import dataclass
@@ -24,6 +25,15 @@ Momentum = Annotated[float, Interval(ge=0), Lt(1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]
 """What a user calls a table in a table of tables, ``dict[Name, SomeTable]``: a bare key of TOML."""
 
+FLOAT8 = ("float8", "quantize.linear.float8")
+"""What torchtitan's releases call the converter of linear layers to float8."""
+
+NO_MOE = "mixture-of-experts models are not supported"
+NO_MX = (
+    "MX formats are not supported, nor planned: only GPUs of compute capability 10.0 and above multiply "
+    "them, and on none of these has this toolkit run"
+)
+
 NONE = "None"
 """How TOML and the command line, which have no null, write it for a key that may be None."""
 
@@ -35,7 +45,7 @@ class NotBuilt:
     values: tuple[Any, ...] = ()
 
     def refuses(self, value: object, default: object) -> bool:
-        return value in self.values if self.values else value != default
+        return _holds(value, self.values) if self.values else value != default
 
 
 @dataclass(frozen=True)
@@ -47,14 +57,31 @@ class DefaultOnly:
     values: tuple[Any, ...] = ()
 
     def refuses(self, value: object, default: object) -> bool:
-        return value in self.values if self.values else value != default
+        return _holds(value, self.values) if self.values else value != default
 
 
 @dataclass(frozen=True)
 class ActsWith:
-    """Read only when ``switch`` is on: any value is accepted where it is not."""
+    """A key, or a table of keys, that is read only where the key ``switch`` is one of ``values``, or names
+    one; or where it is ``above`` a number. Of several such marks one is enough. What is set and not read is
+    noted at start-up."""
 
     switch: str
+    values: tuple[Any, ...] = (True,)
+    above: int | None = None
+
+    def acts(self, switch: Any) -> bool:
+        return _holds(switch, self.values) if self.above is None else switch > self.above
+
+    def __str__(self) -> str:
+        if self.above is not None:
+            return f"{self.switch} above {self.above}"
+        return f"{self.switch} = {' or '.join(json.dumps(value) for value in self.values)}"
+
+
+def _holds(value: object, values: tuple[Any, ...]) -> bool:
+    """Whether a value is one of ``values``, or a list with one."""
+    return any(item in values for item in (value if isinstance(value, list) else [value]))
 
 
 def allows_none(annotation: object) -> bool:

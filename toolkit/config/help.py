@@ -65,7 +65,9 @@ def _default(field: Field) -> str:
 def meaning(field: Field) -> str:
     """Describe a key, and say where it does not act."""
     notes = [note for note in map(_note, field.marks) if note]
-    return " ".join([field.description, *notes])
+    switches = [str(mark) for mark in field.marks if isinstance(mark, ActsWith)]
+    acts = [f"[acts with {' or '.join(switches)}]"] if switches else []
+    return " ".join([field.description, *notes, *acts])
 
 
 def _note(mark: object) -> str:
@@ -75,4 +77,4 @@ def _note(mark: object) -> str:
     if isinstance(mark, DefaultOnly):
         allowed = f"not {' or '.join(map(format_toml, mark.values))}" if mark.values else "only the default"
         return f"[{allowed}: {mark.reason}]"
-    return f"[acts with {mark.switch}]" if isinstance(mark, ActsWith) else ""
+    return ""

@@ -95,14 +95,25 @@ def _fix(field: Field, setting: Setting) -> str:
 
     def write(value: object) -> str:
         if setting.origin.startswith("--"):
-            text = value if isinstance(value, str) else format_toml(value).strip('"')
+            words = ",".join(value) if isinstance(value, list) and value else value
+            text = words if isinstance(words, str) else format_toml(words).strip('"')
             return f"{setting.origin} {text}"
         return f"{field.name} = {format_toml(value)}"
 
-    if isinstance(setting.value, str):
-        meant = closest(setting.value, choices(field.annotation)) or parse(setting.value, field.annotation)
-        if meant != setting.value:
-            return f"did you mean {write(meant)}?"
+    meant = _meant(setting.value, field.annotation)
+    if meant != setting.value:
+        return f"did you mean {write(meant)}?"
     if field.default is None:
         return f"leave {field.name} out, or give it such a value"
     return f"for example {write(field.default)}, the default"
+
+
+def _meant(value: object, annotation: Any) -> object:
+    """What a value that is not allowed looks most like, of a list item by item; itself, if like nothing."""
+    named = choices(annotation)
+    if isinstance(value, str):
+        return closest(value, named) or parse(value, annotation)
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        near = [closest(item, named) for item in value]
+        return near if all(near) else value
+    return value

@@ -7,11 +7,11 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import PrivateAttr
 
-from toolkit.config.fields import Table
+from toolkit.config.fields import ActsWith, Table
 from toolkit.config.tables_parallel import ActivationCheckpoint, Compile, Parallelism, Quantize
 from toolkit.config.tables_run import (
     Checkpoint,
@@ -54,15 +54,15 @@ class Config(Table):
     training: Training = Training()
     data: Data = Data()
     parallelism: Parallelism = Parallelism()
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: Annotated[Checkpoint, ActsWith("checkpoint.enable")] = Checkpoint()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
-    compile: Compile = Compile()
+    compile: Annotated[Compile, ActsWith("compile.enable")] = Compile()
     quantize: Quantize = Quantize()
     comm: Comm = Comm()
-    memory_estimation: MemoryEstimation = MemoryEstimation()
+    memory_estimation: Annotated[MemoryEstimation, ActsWith("memory_estimation.enable")] = MemoryEstimation()
     fault_tolerance: FaultTolerance = FaultTolerance()
     experimental: Experimental = Experimental()
-    validation: Validation = Validation()
+    validation: Annotated[Validation, ActsWith("validation.enable")] = Validation()
     debug: Debug = Debug()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -200,23 +200,26 @@ def table_of(annotation: Any) -> type[Table] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Table) else None
 
 
-def _walk(table: type[Table], prefix: str) -> Iterator[Field]:
+def _walk(table: type[Table], prefix: str, marks: tuple[ActsWith, ...] = ()) -> Iterator[Field]:
     for name, info in table.model_fields.items():
         if table_of(info.annotation) is None:
             description = " ".join((info.description or "").split())
-            yield Field(prefix + name, info.annotation, tuple(info.metadata), info.default, description)
-    for name, inner in _inner(table):
-        yield from _walk(inner, f"{prefix}{name}.")
+            given = (*info.metadata, *(mark for mark in marks if mark.switch != prefix + name))
+            yield Field(prefix + name, info.annotation, given, info.default, description)
+    for name, inner, of_table in _inner(table):
+        yield from _walk(inner, f"{prefix}{name}.", (*marks, *of_table))
 
 
 def _walk_tables(table: type[Table], prefix: str) -> Iterator[tuple[str, type[Table]]]:
-    for name, inner in _inner(table):
+    for name, inner, _ in _inner(table):
         yield prefix + name, inner
         yield from _walk_tables(inner, f"{prefix}{name}.")
 
 
-def _inner(table: type[Table]) -> Iterator[tuple[str, type[Table]]]:
-    """The tables in a table, by name; of a table of tables, what stands under any name."""
+def _inner(table: type[Table]) -> Iterator[tuple[str, type[Table], list[ActsWith]]]:
+    """The tables in a table, by name, with the marks of all their keys; of a table of tables, what stands
+    under any name."""
     for name, info in table.model_fields.items():
         if inner := table_of(info.annotation):
-            yield name if inner is info.annotation else f"{name}.{NAME}", inner
+            marks = [mark for mark in info.metadata if isinstance(mark, ActsWith)]
+            yield name if inner is info.annotation else f"{name}.{NAME}", inner, marks

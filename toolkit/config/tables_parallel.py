@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from toolkit.config.fields import (
+    FLOAT8,
+    NO_MOE,
+    NO_MX,
     ActsWith,
     AutoOrPositive,
     DefaultOnly,
@@ -16,12 +19,11 @@ from toolkit.config.fields import (
     Table,
 )
 
-_MOE = DefaultOnly("mixture-of-experts models are not supported")
-_MX = DefaultOnly("MX formats are not supported")
-_TP = ActsWith("parallelism.tensor_parallel_degree")
-_PP = ActsWith("parallelism.pipeline_parallel_degree")
-_CP = ActsWith("parallelism.context_parallel_degree")
-_FLOAT8 = ActsWith("model.converters")
+_MOE = DefaultOnly(NO_MOE)
+_MX = DefaultOnly(NO_MX)
+_TP = ActsWith("parallelism.tensor_parallel_degree", above=1)
+_PP = ActsWith("parallelism.pipeline_parallel_degree", above=1)
+_CP = ActsWith("parallelism.context_parallel_degree", above=1)
 
 
 class Parallelism(Table):
@@ -126,7 +128,7 @@ class ActivationCheckpoint(Table):
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
     """none keeps all, full only the inputs of blocks, selective chooses blocks or operations;
     memory_budget lets torch.compile choose, and needs it."""
-    selective_ac_option: str = "2"
+    selective_ac_option: Annotated[str, ActsWith("activation_checkpoint.mode", ("selective",))] = "2"
     """For selective: an integer n recomputes every n-th block; op recomputes what is cheap for its size."""
     per_op_sac_force_recompute_mm_shapes_by_fqns: Annotated[list[str], _MOE] = ["moe.router.gate"]
     """Matmuls that op always computes again."""
@@ -161,7 +163,9 @@ class Compile(Table):
     """Back end of torch.compile."""
     fullgraph: bool = True
     """A block that cannot be compiled whole is an error; false falls back to eager at graph breaks."""
-    cache_folder: str = "~/.cache/llama-toolkit/compile"
+    cache_folder: Annotated[str, ActsWith("model.attention", ("auto", "flex"))] = (
+        "~/.cache/llama-toolkit/compile"
+    )
     """Folder of compiled code, which makes the second start fast. TORCHINDUCTOR_CACHE_DIR, if set, is used
     in its place."""
 
@@ -174,15 +178,15 @@ class Compile(Table):
 class Float8Linear(Table):
     """float8 matmuls; used when model.converters names float8."""
 
-    enable_fsdp_float8_all_gather: Annotated[bool, _FLOAT8] = False
+    enable_fsdp_float8_all_gather: bool = False
     """Gather FSDP's parameters in float8."""
-    precompute_float8_dynamic_scale_for_fsdp: Annotated[bool, _FLOAT8] = False
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute all scales of the parameters at once after each step."""
-    recipe_name: Annotated[Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None, _FLOAT8] = None
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     """Granularity of the scales."""
-    filter_fqns: Annotated[list[str], _FLOAT8] = []
+    filter_fqns: list[str] = []
     """Modules to leave alone, by parts of their names."""
-    emulate: Annotated[bool, _FLOAT8] = False
+    emulate: bool = False
     """Compute in higher precision what float8 would give, on devices without it."""
 
 
@@ -200,7 +204,7 @@ class MXLinear(Table):
 class QuantizeLinear(Table):
     """Linear layers."""
 
-    float8: Float8Linear = Float8Linear()
+    float8: Annotated[Float8Linear, ActsWith("model.converters", FLOAT8)] = Float8Linear()
     mx: MXLinear = MXLinear()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from toolkit.config.fields import (
+    NO_MOE,
     ActsWith,
     DefaultOnly,
     NonNegative,
@@ -15,6 +16,9 @@ from toolkit.config.fields import (
 )
 
 _TORCHFT = DefaultOnly("fault tolerance through torchft is not supported")
+_PROFILER = ActsWith("profiling.enable_profiling")
+_SNAPSHOT = ActsWith("profiling.enable_memory_snapshot")
+_RECORDER = ActsWith("comm.trace_buf_size", above=0)
 
 
 class Job(Table):
@@ -46,17 +50,17 @@ class Profiling(Table):
 
     enable_profiling: bool = False
     """Write a trace every profile_freq steps, and say where the time of the step went."""
-    save_traces_folder: str = "profile_traces"
+    save_traces_folder: Annotated[str, _PROFILER] = "profile_traces"
     """Folder of the traces, inside job.dump_folder."""
-    profile_freq: Positive = 10
+    profile_freq: Annotated[Positive, _PROFILER, _SNAPSHOT] = 10
     """Steps from one trace, or memory snapshot, to the next."""
-    profiler_active: Positive = 1
+    profiler_active: Annotated[Positive, _PROFILER] = 1
     """Steps that a trace covers."""
-    profiler_warmup: NonNegative = 3
+    profiler_warmup: Annotated[NonNegative, _PROFILER] = 3
     """Steps that the profiler runs before each trace."""
     enable_memory_snapshot: bool = False
     """Write the CUDA allocator's history every profile_freq steps and when memory runs out."""
-    save_memory_snapshot_folder: str = "memory_snapshot"
+    save_memory_snapshot_folder: Annotated[str, _SNAPSHOT] = "memory_snapshot"
     """Folder of the snapshots, inside job.dump_folder."""
 
 
@@ -69,7 +73,7 @@ class Metrics(Table):
     """Write TensorBoard events (torchtitan's default is false)."""
     disable_color_printing: bool = False
     """Print the console lines without colour."""
-    save_tb_folder: str = "tb"
+    save_tb_folder: Annotated[str, ActsWith("metrics.enable_tensorboard")] = "tb"
     """Folder of the TensorBoard events, inside job.dump_folder."""
     save_for_all_ranks: bool = False
     """Write JSON lines and TensorBoard events on every rank, each its own, instead of rank 0 alone."""
@@ -126,8 +130,8 @@ class Checkpoint(Table):
     exclude_from_loading: list[
         Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]
     ] = []
-    """Parts not to load. train_state is the step count; the learning rate follows from it, so that
-    lr_scheduler holds nothing."""
+    """Parts not to load, whose fresh values the run goes on with. train_state is the step and the tokens so
+    far; without lr_scheduler the schedule starts again, warm-up included, at the step that the run is at."""
     enable_first_step_checkpoint: bool = False
     """Also save after the first step, to learn early that saving works."""
     create_seed_checkpoint: bool = False
@@ -145,9 +149,9 @@ class Comm(Table):
     """Time-out of collectives after the first step."""
     trace_buf_size: NonNegative = 20000
     """Collectives that a rank's flight recorder remembers, for the trace of one that failed; 0 is off."""
-    save_traces_folder: str = "comm_traces"
+    save_traces_folder: Annotated[str, _RECORDER] = "comm_traces"
     """Folder of the flight recorder's traces, inside job.dump_folder."""
-    save_traces_file_prefix: str = "rank_"
+    save_traces_file_prefix: Annotated[str, _RECORDER] = "rank_"
     """First part of the name of a flight recorder's trace."""
     mode: Annotated[
         Literal["default", "fake_backend", "local_tensor"],
@@ -165,7 +169,7 @@ class MemoryEstimation(Table):
 
     enable: Annotated[bool, NotBuilt()] = False
     """Estimate instead of training."""
-    disable_fake_mode: Annotated[bool, ActsWith("memory_estimation.enable")] = False
+    disable_fake_mode: bool = False
     """Estimate with real tensors."""
 
 
@@ -208,7 +212,5 @@ class Debug(Table):
     """Deterministic algorithms only, at some cost in speed; an operation without one is an error."""
     deterministic_warn_only: bool = False
     """With deterministic, an operation without such an algorithm is only a warning."""
-    moe_force_load_balance: Annotated[bool, DefaultOnly("mixture-of-experts models are not supported")] = (
-        False
-    )
+    moe_force_load_balance: Annotated[bool, DefaultOnly(NO_MOE)] = False
     """Spread tokens evenly over experts."""

@@ -8,8 +8,12 @@ from annotated_types import Ge, Gt, Interval
 from pydantic import Field as Constraint
 
 from toolkit.config.fields import (
+    FLOAT8,
+    NO_MOE,
+    NO_MX,
     ActsWith,
     AutoOrPositive,
+    DefaultOnly,
     Fraction,
     Momentum,
     Name,
@@ -40,9 +44,23 @@ class Model(Table):
     add_bos_token: bool | None = None
     """Begin each document with BOS. None: as tokenizer.json says, else add_bos_token of
     tokenizer_config.json, else true."""
-    converters: Annotated[list[str], NotBuilt()] = []
-    """Changes of the model before sharding, such as float8."""
-    print_after_conversion: Annotated[bool, ActsWith("model.converters")] = False
+    converters: Annotated[
+        list[
+            Literal[
+                "float8",
+                "mx",
+                "quantize.linear.float8",
+                "quantize.linear.mx",
+                "quantize.grouped_mm.float8",
+                "quantize.grouped_mm.mx",
+            ]
+        ],
+        NotBuilt(FLOAT8),
+        DefaultOnly(NO_MX, ("mx", "quantize.linear.mx")),
+        DefaultOnly(NO_MOE, ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx")),
+    ] = []
+    """Changes of the model before sharding."""
+    print_after_conversion: Annotated[bool, ActsWith("model.converters", FLOAT8)] = False
     """Print the converted model."""
     dim: Positive | None = None
     """Model dimension."""

@@ -29,6 +29,8 @@ EMBEDDED = {
     "embedded_validation": "validation.jsonl.gz",
     "c4_validation": "validation.jsonl.gz",
 }
+STAND_INS = {"c4_test": "embedded", "c4_validation": "embedded_validation"}
+"""torchtitan's names for samples of C4, which run offline on the embedded books, and the names of these."""
 TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".txt.gz", ".jsonl.gz", ".json.gz")
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
 _LIKE_AN_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -134,17 +136,26 @@ def choices_read(name: str, path: str | None) -> set[str]:
     return set() if name in EMBEDDED else {"subset", "split"}
 
 
+def check_name(name: str) -> Problem | None:
+    """Why no corpus can be called ``name``, or None."""
+    from toolkit.data import hub
+
+    if name in EMBEDDED or name in hub.KNOWN or "/" in name:
+        return None
+    names = ", ".join([*EMBEDDED, *hub.KNOWN])
+    there = (
+        f"the names are {names}; a dataset of the Hugging Face hub is named with its owner, such as "
+        f"Salesforce/wikitext; for files of your own set dataset_path"
+    )
+    fix = did_you_mean(name, [*EMBEDDED, *hub.KNOWN], there)
+    return Problem("there is no dataset of this name", fix, "dataset", name)
+
+
 def _hub_source(name: str, text_column: str, subset: str | None, split: str) -> Source:
     from toolkit.data import hub
 
-    if name not in hub.KNOWN and "/" not in name:
-        names = ", ".join([*EMBEDDED, *hub.KNOWN])
-        there = (
-            f"the names are {names}; a dataset of the Hugging Face hub is named with its owner, such as "
-            f"Salesforce/wikitext; for files of your own set dataset_path"
-        )
-        fix = did_you_mean(name, [*EMBEDDED, *hub.KNOWN], there)
-        raise SourceError(Problem("there is no dataset of this name", fix, "dataset", name))
+    if unknown := check_name(name):
+        raise SourceError(unknown)
     if os.path.exists(os.path.expanduser(name)):
         rule = "this is a file or folder here, where dataset names a corpus"
         raise SourceError(Problem(rule, f"set dataset_path = {name!r}", "dataset", name))

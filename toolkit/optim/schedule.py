@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step: nothing to save, nothing to restore. Imports no torch.
+"""Learning rate as a pure function of the step of its schedule: no state of its own. Imports no torch.
 
 Linear warm-up, a stable phase, then decay, with the values of torchtitan 0.2::
 

@@ -105,11 +105,13 @@ def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
     facts = Run(config, world_size, hardware)
     training = config.training
     said = [
+        *rules_options.options_notes(facts),
         *rules_optim.optim_notes(facts),
         *rules_attention.attention_notes(facts),
         *rules_tensor.tensor_notes(facts),
         *rules_pipeline.pipeline_notes(facts),
         *rules_sharding.sharding_notes(facts),
+        *rules_corpora.corpora_notes(facts),
         *rules_mixture.mixture_notes(facts),
         *rules_observing.observing_notes(facts),
         *rules_checkpoint.checkpoint_notes(facts),

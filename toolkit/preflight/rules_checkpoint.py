@@ -137,8 +137,10 @@ def data_position_fits(run: Run) -> list[Problem]:
 
 @rule()
 def batch_resumable(run: Run) -> list[Problem]:
-    """A batch that follows the mesh would change in the middle of a run that goes on elsewhere."""
-    if run.manifest is None or run.mesh is None or not run.resumes:
+    """A batch that follows the mesh would change in the middle of a run that goes on elsewhere, and with it
+    the place in the data, unless that is left out."""
+    excluded = run.config.checkpoint.exclude_from_loading
+    if run.manifest is None or run.mesh is None or not run.resumes or "dataloader" in excluded:
         return []
     saved = run.manifest["run"]
     dp = saved.get("data_parallel_degree", run.mesh.dp)
@@ -149,7 +151,8 @@ def batch_resumable(run: Run) -> list[Problem]:
             "training.global_batch_size",
             f"the checkpoint {run.loaded} was trained at data-parallel degree {dp}, this run has "
             f"{run.mesh.dp}, and -1 would change the batch",
-            f"set it to {saved.get('global_batch_size')}, which was the batch so far",
+            f"set it to {saved.get('global_batch_size')}, which was the batch so far, or start the data anew "
+            'with checkpoint.exclude_from_loading = ["dataloader"]',
         )
     ]
 
@@ -160,12 +163,28 @@ def checkpoint_notes(run: Run) -> list[str]:
         return []
     changes = list(_changes(run))
     said = [f"not as in {run.loaded}: {', '.join(changes)}"] if changes else []
+    said += _left_out(run)
     own = run.manifest["run"].get("id")
     ids = {step: read_manifest(step_folder(run.checkpoints, step))["run"].get("id") for step in run.steps}
     strange = [f"step-{step}" for step in run.steps if ids[step] != own]
     if strange and run.loaded.parent == run.checkpoints:
         said.append(f"{run.loaded} is of another run than {first_few(strange, 3)} beside it")
     return said
+
+
+def _left_out(run: Run) -> Iterator[str]:
+    """What becomes of the schedule of the learning rate where it, or the step, is not loaded."""
+    excluded = run.config.checkpoint.exclude_from_loading
+    if "lr_scheduler" in excluded:
+        yield (
+            f"the schedule of the learning rate starts again after {run.loaded}, and so at every start with "
+            "lr_scheduler in checkpoint.exclude_from_loading"
+        )
+    elif "train_state" in excluded:
+        yield (
+            f"steps are counted anew after {run.loaded}, and the schedule of the learning rate goes on: "
+            "checkpoint.exclude_from_loading names train_state without lr_scheduler"
+        )
 
 
 def _changes(run: Run) -> Iterator[str]:

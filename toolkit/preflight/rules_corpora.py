@@ -13,7 +13,15 @@ from toolkit.config import Config
 from toolkit.config.corpora import CorpusOptions, corpora
 from toolkit.config.schema import find_field
 from toolkit.data.content import too_large, unread
-from toolkit.data.sources import EMBEDDED, check_source, choices_read, kind, open_source
+from toolkit.data.sources import (
+    EMBEDDED,
+    STAND_INS,
+    check_name,
+    check_source,
+    choices_read,
+    kind,
+    open_source,
+)
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.facts import Run, rule
 
@@ -36,6 +44,38 @@ def corpus_readable(run: Run) -> list[Problem]:
         elif found:
             problems.append(run.problem(f"{corpus.table}.{found.key}", found.rule, found.fix))
     return list(dict.fromkeys(problems))
+
+
+@rule(DataError)
+def idle_datasets_exist(run: Run) -> list[Problem]:
+    """A name that no corpus has is wrong, too, where the corpus is not read."""
+    config, problems = run.config, []
+    read = {corpus.table for corpus in corpora(config)}
+    for table in ("training", "validation"):
+        key = f"{table}.dataset"
+        if table in read or config.value(f"{table}.dataset_path") is not None:
+            continue
+        if unknown := check_name(config.value(key)):
+            problems.append(run.problem(key, unknown.rule, unknown.fix))
+    return problems
+
+
+def corpora_notes(run: Run) -> list[str]:
+    """Names that stand for other text than they say, and names that are not looked at."""
+    said = []
+    for corpus in corpora(run.config):
+        key = f"{corpus.table}.dataset"
+        field = find_field(key)
+        if corpus.dataset_path is None and corpus.dataset in STAND_INS:
+            name = STAND_INS[corpus.dataset]
+            said.append(
+                f"{key} {corpus.dataset} is not C4 here but a stand-in: the books that are shipped, whose "
+                f"own name is {name}; C4 itself is c4"
+            )
+        elif corpus.dataset_path is not None and field and corpus.dataset != field.default:
+            where = run.config.origin(key)
+            said.append(f"{key} {corpus.dataset} ({where}) gives way to {corpus.table}.dataset_path")
+    return said
 
 
 @rule()

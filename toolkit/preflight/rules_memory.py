@@ -36,9 +36,8 @@ _BACKENDS = (*_CHOOSING, "aot_eager_default_partitioner", "eager", "eager_noexce
 @rule()
 def selective_checkpointing(run: Run) -> list[Problem]:
     """``selective_ac_option`` is a stride over blocks, or by operator."""
-    options = run.config.activation_checkpoint
-    stride = options.selective_ac_option
-    if options.mode != "selective" or stride == "op" or (stride.isdecimal() and int(stride) >= 1):
+    stride = run.config.activation_checkpoint.selective_ac_option
+    if stride == "op" or (stride.isdecimal() and int(stride) >= 1):
         return []
     return [
         run.problem(_STRIDE, 'must be a whole number of at least 1, in quotes, or "op"', 'for example "2"')
@@ -107,13 +106,13 @@ def compiled_components(run: Run) -> list[Problem]:
 def compile_backend(run: Run) -> list[Problem]:
     """The back end exists, and has what it needs."""
     backend, key = run.config.compile.backend, "compile.backend"
-    if not run.config.compile.enable:
-        return []
     known = [*_BACKENDS, *(found.name for found in entry_points(group="torch_dynamo_backends"))]
     if backend not in known:
         near = closest(backend, known)
         fix = f'did you mean "{near}"?' if near else 'set it to "inductor"'
         return [run.problem(key, f"the back ends are {', '.join(known)}", fix)]
+    if not run.config.compile.enable:
+        return []
     if backend == "cudagraphs" and run.hardware.device != "cuda":
         return [run.problem(key, "CUDA graphs need a CUDA device", 'set it to "inductor"')]
     if backend == "inductor" and run.hardware.device == "cpu" and not shutil.which(_compiler()):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from toolkit.config.fields import DefaultOnly, NotBuilt
+from collections import defaultdict
+from typing import TypeVar
+
+from toolkit.config.fields import ActsWith, DefaultOnly, NotBuilt
 from toolkit.config.schema import Field
 from toolkit.config.values import format_toml
 from toolkit.errors import Problem
 from toolkit.preflight.facts import Run, rule
+
+Mark = TypeVar("Mark", NotBuilt, DefaultOnly)
 
 
 @rule()
@@ -16,23 +21,18 @@ def built_options(run: Run) -> list[Problem]:
     def words(field: Field) -> str:
         return f"{field.key} = {format_toml(run.config.value(field.key))} is not built yet"
 
-    return [run.problem(field.key, words(field), _leave(field)) for field in _refused(run, NotBuilt)]
+    return [run.problem(field.key, words(field), _leave(field)) for field, _ in _refused(run, NotBuilt)]
 
 
 @rule()
 def supported_options(run: Run) -> list[Problem]:
     """torchtitan's options that have no meaning here, at other than their defaults."""
-    return [
-        run.problem(field.key, mark.reason, _leave(field))
-        for field in _refused(run, DefaultOnly)
-        for mark in field.marks
-        if isinstance(mark, DefaultOnly)
-    ]
+    return [run.problem(field.key, mark.reason, _leave(field)) for field, mark in _refused(run, DefaultOnly)]
 
 
-def _refused(run: Run, kind: type[NotBuilt] | type[DefaultOnly]) -> list[Field]:
+def _refused(run: Run, kind: type[Mark]) -> list[tuple[Field, Mark]]:
     return [
-        field
+        (field, mark)
         for field in run.config.present_fields()
         for mark in field.marks
         if isinstance(mark, kind) and mark.refuses(run.config.value(field.key), field.default)
@@ -41,6 +41,25 @@ def _refused(run: Run, kind: type[NotBuilt] | type[DefaultOnly]) -> list[Field]:
 
 def _leave(field: Field) -> str:
     return f"remove it, or set {field.name} = {format_toml(field.default)}, the default"
+
+
+def options_notes(run: Run) -> list[str]:
+    """The keys that are set and that nothing reads, by what they would act with."""
+    idle = defaultdict(list)
+    for field in run.config.present_fields():
+        switches = [mark for mark in field.marks if isinstance(mark, ActsWith)]
+        if run.config.value(field.key) == field.default or not switches:
+            continue
+        if not any(mark.acts(run.config.value(mark.switch)) for mark in switches):
+            idle[" or ".join(map(str, switches))].append(field.key)
+    if run.hardware.device == "cpu":
+        pinned = ("training.dataloader.pin_memory", "validation.dataloader.pin_memory")
+        idle["a GPU"] = [key for key in pinned if run.config.value(key)]
+    return [
+        f"{', '.join(keys)} {'do' if len(keys) > 1 else 'does'} nothing without {needed}"
+        for needed, keys in idle.items()
+        if keys
+    ]
 
 
 @rule()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from toolkit.config.layout import reshard_after_forward, strategy
+from toolkit.config.replaced import is_set
 from toolkit.config.schema import fields_by_key
 from toolkit.errors import Problem
 from toolkit.models.llama.presets import INNER_CLASSES, WRAP_CLASSES, LlamaArgs, block_parameters
@@ -192,18 +193,17 @@ def sharding_notes(run: Run) -> list[str]:
                 f"no module has {_MIN_PARAMS} = {options.fsdp_min_num_params:,} parameters: the whole model "
                 f"is gathered at once; a block has {block:,}"
             )
-    deeper = options.fsdp_forward_prefetch > 0 or options.fsdp_backward_prefetch > 1
+    keys = ("parallelism.fsdp_forward_prefetch", "parallelism.fsdp_backward_prefetch")
+    deeper = " and ".join(key for key in keys if is_set(run.config, key))
     if deeper and run.mesh and run.mesh.dp_shard * run.mesh.cp == 1:
-        said.append("parallelism.fsdp_*_prefetch changes nothing: each rank has all parameters")
+        said.append(f"{deeper}: changes nothing, since each rank has all parameters")
     elif (
         deeper
         and run.stages
         and len(run.stages.modules) > run.pp
         and reshard_after_forward(options) == "never"
     ):
-        said.append(
-            "parallelism.fsdp_*_prefetch changes nothing: of several stages a rank gathers one at once"
-        )
+        said.append(f"{deeper}: changes nothing, since of several stages a rank gathers one at once")
     if run.pp == 1 and not options.fsdp_sync_each_batch and run.batch and run.batch.accumulation == 1:
         said.append("parallelism.fsdp_sync_each_batch changes nothing: a step is one micro-batch")
     return said

@@ -148,7 +148,7 @@ def _and(fix: str, ends: str) -> str:
 def parts_are_a_cut(run: Run) -> list[Problem]:
     """Stages named by hand hold each module once, in the order of the forward."""
     parts = run.config.parallelism.module_fqns_per_model_part
-    if parts is None or run.stages is None or run.model is None:
+    if parts is None or run.model is None:
         return []
     names = module_names(run.model.n_layers)
     places: dict[str, list[int]] = {}
