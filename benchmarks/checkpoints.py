@@ -101,7 +101,7 @@ def waited_for(folder: Path, billions: float, repeats: int) -> Samples:
 
 def in_background(folder: Path, billions: float, repeats: int) -> Samples:
     tensors, found = state(billions), defaultdict(list)
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group()
     manager = CheckpointManager(folder / "ours", background=Background(), group=group, say=lambda text: None)
     copies = [torch.empty_like(_local(tensor)) for tensor in tensors.values()]
 

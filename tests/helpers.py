@@ -28,14 +28,15 @@ def _rank_main(connection: Any, fn: Callable[..., Any], rank: int, size: int, po
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
     )  # fmt: skip
     import torch
-    import torch.distributed as dist
+
+    from toolkit.distributed import process_group
 
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo")
+        process_group.start(torch.device("cpu"), timeout_seconds=1800)
         # By value: torch would hand tensors over as files that this process keeps open, and it ends.
         connection.send_bytes(pickle.dumps((True, fn(*args))))
-        dist.destroy_process_group()
+        process_group.stop()
     except BaseException:
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:

@@ -1,4 +1,4 @@
-"""The device of a rank: that for which the checks before the start were made, or a refusal."""
+"""The device of a rank, that for which the checks before the start were made or a refusal, and its groups."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.helpers import run_world
+from toolkit.distributed import process_group
 from toolkit.distributed.process_group import local_device
 from toolkit.errors import DeviceError
+from toolkit.parallel.mesh import build_mesh
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,3 +90,16 @@ def test_no_run_says_gpu_and_trains_on_the_cpu(device: str, code: int, tmp_path:
     assert ("on NVIDIA H100" in ended.stdout) == (device == "auto") and ("step 1/1" in ended.stdout) == (
         code == 0
     )
+
+
+def _threads_of_groups() -> list[int]:
+    build_mesh(torch.device("cpu"), pp=2, tp=2)
+    process_group.patient_group()
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return [group._get_backend(torch.device("cpu")).options._threads for group in groups]
+
+
+def test_each_gloo_group_has_one_worker_thread() -> None:
+    for threads in run_world(_threads_of_groups, 4):
+        # Those of all ranks, of each dimension of the mesh, and for files.
+        assert len(threads) >= 4 and set(threads) == {1}

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from toolkit.errors import DeviceError, Problem
 
+GLOO = "gloo_one_thread"
+"""The back end of CPU tensors: torch's gloo with one worker thread a group.
+
+torch gives a group two, and both write the name of the work that they finish into one string without a lock:
+all-gathers of tensor and context parallelism then break the heap (docs/parallelism.md)."""
 PATIENCE = timedelta(hours=1)
 _SEND, _RECEIVE = 12, 13  # c10d's OpType, which Python does not have
 _wait = dist.Work.wait
@@ -54,12 +60,32 @@ def _why_no_gpu() -> tuple[str, str]:
     return "it says no more", "see what torch.cuda.init() says"
 
 
+def _with_one_thread(group: Any, _: Any) -> dist.ProcessGroupGloo:
+    """A gloo group as torch makes it, of one thread in place of two."""
+    gloo = dist.ProcessGroupGloo
+    options = gloo._Options()  # type: ignore[attr-defined]
+    # A thread talks through one device: of several interfaces it takes the first.
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    options._devices = [
+        gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+    ]
+    options._threads = 1
+    options._timeout = group.timeout
+    options.group_name = group.group_id
+    options.global_ranks_in_group = group.global_ranks_in_group
+    return gloo(group.store, group.group_rank, group.group_size, options)
+
+
+# Since `new_group` hands no options on to gloo.
+dist.Backend.register_backend(GLOO, _with_one_thread, extended_api=True, devices=["cpu"])
+
+
 def start(device: torch.device, *, timeout_seconds: int) -> None:
     """Join the group that the launcher's environment describes, or form one of a single process.
 
     On CUDA, gloo carries the CPU tensors beside NCCL, so that checkpoints need no device copy.
     """
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = f"cpu:{GLOO},cuda:nccl" if device.type == "cuda" else GLOO
     timeout = timedelta(seconds=timeout_seconds)
     device_id = None
     if device.type == "cuda":
@@ -76,7 +102,7 @@ def start(device: torch.device, *, timeout_seconds: int) -> None:
 
 def patient_group() -> dist.ProcessGroup:
     """A gloo group of all ranks for file systems, which may keep one rank busy long after the others."""
-    return dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="files")
+    return dist.new_group(backend=GLOO, timeout=PATIENCE, group_desc="files")
 
 
 def set_timeout(timeout_seconds: int, *, except_for: dist.ProcessGroup | None = None) -> None:
