@@ -48,6 +48,7 @@ LIMIT_SECONDS = 60.0
 IN_FLIGHT = 512
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["benchmarks.gloo_heap"])
 
 
 def gather(threads: int, seconds: float) -> int:
@@ -117,8 +118,9 @@ def run_batch(folder: Path, layout: str, threads: int, worlds: int) -> dict[str,
         if any(process.exitcode for process in ranks):  # its peers fail of it, or wait in vain
             wait(left, timeout=2)
             break
-    died = [signal.Signals(-process.exitcode).name for process in ranks if (process.exitcode or 0) < 0]
-    failed = not died and (bool(left) or any(process.exitcode for process in ranks))
+    codes = [process.exitcode for process in ranks]
+    died = [signal.Signals(-code).name for code in codes if code and code < 0]
+    failed = not died and any(codes) or None in codes
     for process in ranks:
         process.kill()
         process.join()
