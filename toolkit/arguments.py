@@ -8,6 +8,7 @@ import os
 import torch
 
 from toolkit.distributed import process_group
+from toolkit.environment import place
 from toolkit.generation.sampling import Sampling
 from toolkit.inference import Loaded, load_model
 from toolkit.precision import native_dtype
@@ -55,7 +56,7 @@ def load_as_asked(arguments: argparse.Namespace, *, add_bos: bool | None = None)
         ConfigError, DataError, CheckpointError: as :func:`load_model`.
     """
     device = process_group.local_device()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if place(os.environ).world_size > 1:
         process_group.start(device, timeout_seconds=_PATIENCE)
     dtype = native_dtype(device) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
     return load_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from toolkit.errors import ConfigError, Problem
 
@@ -30,6 +31,40 @@ def whole_number(
         bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
         raise environment_error(name, text, f"{name} is a whole number {bounds}")
     return int(text)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a process among those that a launcher started."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+def place(environ: Mapping[str, str]) -> Place:
+    """What RANK, LOCAL_RANK and WORLD_SIZE say; a single process where they are unset or empty.
+
+    Raises:
+        ConfigError: they are no such numbers, or one of several ranks does not know its own or where
+            they meet.
+    """
+    world_size = whole_number(environ, "WORLD_SIZE", 1, 1)
+    rank = whole_number(environ, "RANK", 0, 0)
+    if rank >= world_size:
+        raise environment_error("RANK", str(rank), f"with WORLD_SIZE = {world_size} it is below {world_size}")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 else ():
+        if not environ.get(name, "").strip():
+            rule = f"WORLD_SIZE = {world_size} speaks of several ranks, and {name} is not set"
+            fix = "start them with run_train.sh or torchrun, which set it, or unset WORLD_SIZE"
+            raise environment_error(name, "", rule, fix)
+    return Place(rank, whole_number(environ, "LOCAL_RANK", 0, 0), world_size)
+
+
+def speaks(environ: Mapping[str, str]) -> bool:
+    """Whether this process tells the user what all ranks know: rank 0 does, and one whose RANK is wrong."""
+    rank = environ.get("RANK", "").strip()
+    return not rank.isdecimal() or int(rank) == 0
 
 
 def shown_ranks(environ: Mapping[str, str], world_size: int, default: str) -> list[int]:

@@ -25,9 +25,10 @@ from toolkit import output, preflight
 from toolkit.checkpoint.manifest import committed_steps
 from toolkit.config import Config, load_config
 from toolkit.corpora import open_data
+from toolkit.distributed.signals import Stopped, stop_at_once
 from toolkit.distributed.supervisor import Launch, say, supervise
 from toolkit.environment import environment_error, shown_ranks, whole_number
-from toolkit.errors import EXIT_FINISHED, ToolkitError, report
+from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ToolkitError, report
 from toolkit.hardware import CHECKED_DEVICE, Hardware, detect
 from toolkit.run_folder import traces_prefix
 
@@ -72,16 +73,20 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
 def main(argv: Sequence[str]) -> int:
     """Check the configuration that ``argv`` describes, tokenise its corpus, then run ``toolkit.train``."""
     try:
-        config = load_config(argv)
-        if config.comm.mode == "fake_backend":  # one process that takes the place of all, which needs torch
-            os.execv(sys.executable, [sys.executable, "-m", "toolkit.train", *argv])
-        hardware = detect(config.training.device)
-        launch = launch_from(os.environ, hardware)
-        tell = launch.node_rank == 0
-        preflight.check_and_tell(config, world_size=launch.world_size, hardware=hardware, tell=tell)
-        open_data(config, progress=True)
+        with stop_at_once():
+            config = load_config(argv)
+            if config.comm.mode == "fake_backend":  # one process in place of all, which needs torch
+                os.execv(sys.executable, [sys.executable, "-m", "toolkit.train", *argv])
+            hardware = detect(config.training.device)
+            launch = launch_from(os.environ, hardware)
+            tell = launch.node_rank == 0
+            preflight.check_and_tell(config, world_size=launch.world_size, hardware=hardware, tell=tell)
+            open_data(config, progress=True)
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)
+    except Stopped as stopped:
+        say(f"{stopped.name}: stopped before the ranks started; the same command starts again")
+        return EXIT_REQUEUE
     os.environ[CHECKED_DEVICE] = hardware.device
     ranks = f"{launch.processes} ranks" if launch.processes > 1 else "1 rank"
     say(f"configuration checked, corpus tokenised; starting {ranks}")

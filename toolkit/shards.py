@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from toolkit.environment import whole_number
 from toolkit.hardware import cores
 
 BLOCKS_BYTES = 1 << 30
@@ -27,7 +28,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def threads() -> int:
     """This process's share of the cores, to fill its parts with; torch's own thread count is 1 under
     torchrun."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processes = whole_number(os.environ, "LOCAL_WORLD_SIZE", 1, 1)
     return max(1, cores() // processes)
 
 

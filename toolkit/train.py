@@ -19,7 +19,7 @@ from toolkit.config import Config, load_config
 from toolkit.corpora import open_data
 from toolkit.distributed.fault_reporter import FaultReporter, lost_peers
 from toolkit.distributed.fault_reports import SUPERVISED
-from toolkit.environment import whole_number
+from toolkit.environment import place, speaks
 from toolkit.errors import (
     EXIT_ERROR,
     EXIT_FINISHED,
@@ -42,7 +42,7 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     from toolkit.metrics.phases import Phases
     from toolkit.trainer import Trainer
 
-    chief = os.environ.get("RANK", "0") == "0"
+    chief = place(os.environ).rank == 0
     phases = Phases(enabled=chief)
     with phases("tokenizer and tokens"):
         data = open_data(config, progress=chief)
@@ -67,8 +67,8 @@ def main(argv: Sequence[str]) -> int:
     rank, faults, debug = 0, None, "--debug" in argv
     checked = os.environ.get(CHECKED_DEVICE, "")
     try:
-        rank = whole_number(os.environ, "RANK", 0, 0)
-        world_size = whole_number(os.environ, "WORLD_SIZE", 1, 1)
+        here = place(os.environ)
+        rank, world_size = here.rank, here.world_size
         config = load_config(argv)
         debug = config.job.debug
         if config.comm.mode == "fake_backend":
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
             preflight.check_and_tell(config, world_size=world_size, hardware=hardware, tell=rank == 0)
             checked = hardware.device
     except ToolkitError as error:  # the same on every rank
-        return report(error, show=rank == 0, debug=debug)
+        return report(error, show=speaks(os.environ), debug=debug)
     if world_size > 1:
         faults = FaultReporter(traces_prefix(config), rank, world_size, supervised=SUPERVISED in os.environ)
     try:

@@ -34,6 +34,7 @@ from toolkit.corpora import Data, run_tokenizer
 from toolkit.data.cache import tokenized
 from toolkit.data.sources import open_source
 from toolkit.distributed import process_group
+from toolkit.environment import speaks
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
 from toolkit.evaluation import Evaluator, Loss, documents, text_loss
 from toolkit.inference import Loaded, needed_tokenizer
@@ -130,7 +131,7 @@ def of_tasks(loaded: Loaded, evaluator: Evaluator, asked: argparse.Namespace, le
 
 
 def _is_chief() -> bool:
-    return os.environ.get("RANK", "0") == "0"  # also before the ranks have met
+    return speaks(os.environ)  # also before the ranks have met
 
 
 def _say(text: str) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -38,6 +39,7 @@ from toolkit.arguments import (
 )
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import process_group
+from toolkit.environment import speaks
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
 from toolkit.generation.generator import Generator
 from toolkit.generation.text import TextStream
@@ -199,8 +201,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         _run(arguments)
     except ToolkitError as error:  # the same on every rank
-        shown = not dist.is_initialized() or dist.get_rank() == 0
-        return report(error, show=shown, debug=arguments.debug)
+        return report(error, show=speaks(os.environ), debug=arguments.debug)
     process_group.stop()
     return EXIT_FINISHED
 

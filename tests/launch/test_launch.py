@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import toolkit.launch
+from toolkit.environment import Place, place
 from toolkit.errors import ConfigError
 from toolkit.hardware import Hardware
 from toolkit.launch import launch_from
@@ -119,14 +122,45 @@ def test_a_console_that_goes_ends_no_run(tmp_path):
     assert sum("console_lost" in record for record in records) == 1
 
 
-@pytest.mark.parametrize(("name", "value"), [("RANK", "abc"), ("WORLD_SIZE", "0")])
-def test_a_rank_that_cannot_know_its_place_says_so(name, value):
+@pytest.mark.parametrize(
+    ("program", "said", "name"),
+    [
+        ("toolkit.train", {"RANK": "abc"}, "RANK"),
+        ("toolkit.train", {"WORLD_SIZE": "0"}, "WORLD_SIZE"),
+        ("toolkit.train", {"WORLD_SIZE": "2"}, "RANK"),
+        ("toolkit.preflight", {"WORLD_SIZE": "-1"}, "WORLD_SIZE"),
+        ("tools.generate", {"WORLD_SIZE": "abc"}, "WORLD_SIZE"),
+        ("tools.chat", {"RANK": "abc"}, "RANK"),
+    ],
+)
+def test_a_process_that_cannot_know_its_place_says_so(program, said, name, tmp_path):
+    words = {"tools.generate": [str(tmp_path)], "tools.chat": [str(tmp_path)]}.get(program, [])
     result = subprocess.run(
-        [sys.executable, "-m", "toolkit.train"], cwd=ROOT, env=os.environ | {name: value},
+        [sys.executable, "-m", program, *words], cwd=ROOT, env=os.environ | said,
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert result.returncode == 2
-    assert f"{name} = '{value}'" in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 2, result.stderr
+    assert f"{name} = '{said.get(name, '')}'" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_variable_is_one_that_is_not_set(value):
+    assert place({"WORLD_SIZE": value, "RANK": value, "LOCAL_RANK": value}) == Place(0, 0, 1)
+
+
+def test_a_rank_beyond_the_world_is_refused():
+    with pytest.raises(ConfigError, match="below 2"):
+        place({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_before_the_ranks_start_says_so_and_may_be_started_again(number, monkeypatch, capsys):
+    monkeypatch.setattr(toolkit.launch, "open_data", lambda *_, **__: os.kill(os.getpid(), number))
+    before = signal.getsignal(number)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert toolkit.launch.main([*SMALL, "--checkpoint.enable=false"]) == 75
+    assert f"{number.name}: stopped before the ranks started" in capsys.readouterr().err
+    assert signal.getsignal(number) == before
 
 
 def test_the_launcher_never_imports_torch():

@@ -362,7 +362,7 @@ def test_a_later_signal_of_the_scheduler_does_not_disturb_the_save():
 
 
 def test_a_second_interrupt_ends_at_once():
-    launched = Launched(STUBBORN)
+    launched = Launched(STUBBORN, insist_after=0)
     launched.process.send_signal(signal.SIGTERM)
     assert "SIGTERM" in launched.process.stderr.readline()
     launched.process.send_signal(signal.SIGINT)
@@ -370,6 +370,16 @@ def test_a_second_interrupt_ends_at_once():
     assert code == 1
     assert "SIGKILL to rank 0, 1" in err
     assert not any(map(alive, launched.pids))
+
+
+def test_an_interrupt_that_comes_twice_at_once_saves():
+    launched = Launched(SAVES, insist_after=60)
+    launched.process.send_signal(signal.SIGINT)
+    assert "SIGINT" in launched.process.stderr.readline()
+    launched.process.send_signal(signal.SIGINT)  # while the ranks take 0.3 s to save
+    code, out, err = launched.end()
+    assert code == 75
+    assert out.count("saved") == 2 and "SIGKILL" not in err
 
 
 def test_ranks_that_do_not_stop_in_time_are_ended():

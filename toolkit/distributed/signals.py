@@ -4,17 +4,46 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from toolkit.distributed.deadline import Deadline
 
 INSISTING_SECONDS = 2.0
+"""A SIGINT so long after the first signal is of a person who does not want to wait, not of a scheduler."""
 
 
 def asking() -> tuple[signal.Signals, ...]:
     """The signals that ask to stop; a hang-up is none under nohup."""
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     return signals if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*signals, signal.SIGHUP)
+
+
+class Stopped(BaseException):
+    """A signal asked to stop where nothing is to be saved."""
+
+    def __init__(self, signum: int):
+        self.name = signal.Signals(signum).name
+
+
+@contextmanager
+def stop_at_once() -> Iterator[None]:
+    """Raise :class:`Stopped` at the first signal that asks to stop; the next ones change nothing."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        raise Stopped(signum)
+
+    before = {number: signal.getsignal(number) for number in asking()}
+    try:
+        for number in before:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopRequest:

@@ -25,7 +25,7 @@ from typing import IO
 
 from toolkit.distributed import fault_reports
 from toolkit.distributed.fault_reports import QUESTION, SUPERVISED
-from toolkit.distributed.signals import asking
+from toolkit.distributed.signals import INSISTING_SECONDS, asking
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE
 from toolkit.hardware import cores
 
@@ -39,8 +39,9 @@ class Launch:
     """How many ranks to start here, and where they meet the others. Times are in seconds.
 
     ``shown`` are the global ranks whose output reaches the terminal. After a signal the ranks have
-    ``shutdown_timeout`` to save and end. Once a rank has failed, its peers have ``peer_grace`` to end by
-    themselves before they are asked where they are, and ``kill_grace`` to answer and end before SIGKILL.
+    ``shutdown_timeout`` to save and end, unless a SIGINT comes ``insist_after`` later. Once a rank has
+    failed, its peers have ``peer_grace`` to end by themselves before they are asked where they are, and
+    ``kill_grace`` to answer and end before SIGKILL.
     """
 
     processes: int
@@ -50,6 +51,7 @@ class Launch:
     master_port: int = 0  # 0: a free port, for a single node
     shown: frozenset[int] = frozenset({0})
     shutdown_timeout: float = 600.0
+    insist_after: float = INSISTING_SECONDS
     peer_grace: float = 5.0
     kill_grace: float = 10.0
 
@@ -202,6 +204,7 @@ class _Watch:
     running: list[_Worker]
     ended: list[_Worker] = field(default_factory=list)  # in the order in which they ended
     stopped_by: int = 0  # the signal that has been passed on
+    stopped_at: float = 0.0
     failed: bool = False
     ended_by_us: dict[int, str] = field(default_factory=dict)  # ranks, and what is known of them
     plan: list[tuple[float, signal.Signals]] = field(default_factory=list)  # (when, what), soonest first
@@ -230,15 +233,15 @@ class _Watch:
         if signum == signal.SIGCHLD:
             return
         if self.stopped_by:
-            # A scheduler may send SIGUSR1, then SIGTERM, while a save goes on: only a person insists.
-            if signum == signal.SIGINT:
+            # A scheduler may repeat itself, or send SIGUSR1, then SIGTERM: only a person insists.
+            if signum == signal.SIGINT and time.monotonic() > self.stopped_at + self.launch.insist_after:
                 self._end_peers(signal.SIGKILL)
             return
-        self.stopped_by = signum
+        self.stopped_by, self.stopped_at = signum, time.monotonic()
         patience = self.launch.shutdown_timeout
         say(
             f"{signal.Signals(signum).name}: the ranks save and stop, in at most {patience:.0f} s"
-            " (Ctrl-C ends them at once, unsaved)"
+            f" (Ctrl-C after {self.launch.insist_after:g} s ends them at once, unsaved)"
         )
         self.plan = self.plan or [(time.monotonic() + patience, signal.SIGKILL)]
         for worker in self.running:
@@ -342,8 +345,9 @@ def supervise(command: Sequence[str], launch: Launch, reports: Path | None = Non
     Ranks that lose their peers leave reports whose names begin with ``reports``.
 
     SIGTERM, SIGINT, SIGUSR1 or SIGHUP is passed on once, and the ranks get ``launch.shutdown_timeout``
-    seconds; a further SIGINT ends them at once. Ranks that end of the signal, as they do while they start
-    up, have lost nothing: that too is 75. No rank outlives this call or, on Linux, this process.
+    seconds; a SIGINT that comes ``launch.insist_after`` seconds later ends them at once. Ranks that end of
+    the signal, as they do while they start up, have lost nothing: that too is 75. No rank outlives this call
+    or, on Linux, this process.
     """
     logs = Path(tempfile.mkdtemp(prefix="toolkit-logs-"))
     if reports:

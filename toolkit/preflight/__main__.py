@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from toolkit import output, preflight
 from toolkit.config import load_config
+from toolkit.environment import whole_number
 from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, report
 from toolkit.hardware import detect
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
             words = ["--job.config_file", *words]
         config = load_config(words)
         hardware = detect(config.training.device)
-        world_size = world_size or int(os.environ.get("WORLD_SIZE", hardware.count))
+        world_size = world_size or whole_number(os.environ, "WORLD_SIZE", hardware.count, 1)
         preflight.run(config, world_size=world_size, hardware=hardware)
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)
