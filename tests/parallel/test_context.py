@@ -76,7 +76,7 @@ CASES = [
     *(Case("sdpa", *them) for them in product((2, 4), (True, False), (8, 2), (0, None))),
     *(Case("varlen", *them) for them in product((2, 4), (True, False), (2,), (0, 2))),
     *(Case("flash", size, balanced, 2, None) for size, balanced in product((2, 4), (True, False))),
-    *(Case("ring", *them, None) for them in product((2, 4), (True, False), (8, 2))),
+    *(Case("ring", *them) for them in product((2, 4), (True, False), (8, 2), (0, 1, 2, None))),
     *(Case("flex", size, True, 2, packing) for size, packing in product((2, 4), (0, None))),
 ]
 
@@ -132,16 +132,21 @@ def _costs(case: Case, mesh: DeviceMesh) -> tuple[dict[str, int], int]:
 
 TRAINED: dict[str, dict[str, Any]] = {
     "tp, recomputed": {
+        "documents": True,
         "parallelism": {"tensor_parallel_degree": 2},
         "activation_checkpoint": {"mode": "selective"},
     },
-    "pp": {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2}},
+    "pp": {
+        "documents": False,
+        "parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2},
+    },
 }
 
 
 def _trained(folder: str, name: str, method: str) -> list[tuple[float, float]]:
     """Losses and norms of a run of the trainer whose keys and values reach the other ranks by ``method``."""
     tables = dict(TRAINED[name])
+    documents = tables.pop("documents")
     how = {"context_parallel_degree": 2, "context_parallel_rotate_method": method}
     precision = dict.fromkeys(("dtype", "mixed_precision_param", "mixed_precision_reduce"), "float64")
     trainer = small_trainer(
@@ -149,7 +154,7 @@ def _trained(folder: str, name: str, method: str) -> list[tuple[float, float]]:
             Path(folder, f"{name} {method}"),
             model={"vocab_size": 4104, "dim": 32, "n_layers": 2, "ffn_dim": 48},
             training={"steps": 2, "seq_len": 32, "local_batch_size": 4, **precision},
-            data={"document_mask": False},
+            data={"document_mask": documents},
             **tables | {"parallelism": tables["parallelism"] | how},
         )
     )
@@ -209,7 +214,7 @@ def test_a_run_with_a_ring_is_the_run_that_gathers(world: list[dict[str, Any]], 
             assert step[0] == pytest.approx(step[1], rel=1e-11)  # fp64 in another order, through an update
 
 
-def test_a_ring_has_no_documents() -> None:
+def test_a_ring_on_cuda_has_no_documents() -> None:
     ring = RingAttention.__new__(RingAttention)
     with pytest.raises(ValueError, match="takes no mask"):
-        ring.mask(PACKED, ROWS, LENGTH, torch.device("cpu"))
+        ring.mask(PACKED, ROWS, LENGTH, torch.device("cuda"))

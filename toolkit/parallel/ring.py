@@ -5,8 +5,8 @@ holds meanwhile; the log-sum-exps of the parts make them one softmax. In backwar
 their gradients with them. A rank holds its own and those under way, never all, and keeps its own alone for
 backward; in return it sends them twice, and calls a kernel for each two pieces.
 
-It takes a kernel that hands out its log-sum-exp and takes one back: torch's flash attention, which has no
-mask for documents, and computes in 16 bits on CUDA.
+It takes a kernel that hands out its log-sum-exp and takes one back: torch's flash attention. The CPU's takes
+a mask for the documents of two pieces; CUDA's has none, and computes in 16 bits.
 
 Shapes: B batch, S a rank's part of the sequence, P a piece of it, H heads, K key/value heads, E head dim.
 """
@@ -24,6 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from toolkit.parallel.context import SequenceShards
 
 _aten, _ops = torch.ops.aten, torch.ops._c10d_functional
+_UNSEEN = -1e30
+"""Added to the score of a key that a query may not see. Finite, for queries that see none of a piece: their
+part has a finite result then, and next to no weight beside the others."""
 
 
 class RingAttention:
@@ -35,18 +38,26 @@ class RingAttention:
 
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
-    ) -> None:
-        if documents_BS is not None:
+    ) -> Tensor | None:
+        """``documents_BS`` of whole sequences: each two pieces make their own mask of them."""
+        if documents_BS is not None and device.type == "cuda":
             raise ValueError("the flash kernel takes no mask, so that documents would see one another")
+        return documents_BS
 
-    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: None) -> Tensor:
-        return _Ring.apply(q_BSHE, k_BSKE, v_BSKE, self.shards, self.group)
+    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:
+        return _Ring.apply(q_BSHE, k_BSKE, v_BSKE, mask, self.shards, self.group)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, shards: SequenceShards, group: dist.ProcessGroup
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        shards: SequenceShards,
+        group: dist.ProcessGroup,
     ) -> Tensor:
         pieces = shards.of(shards.rank)
         queries = q.transpose(1, 2).chunk(len(pieces), dim=2)
@@ -54,19 +65,20 @@ class _Ring(torch.autograd.Function):
         held = torch.stack([k, v])
         for step in range(shards.size):
             arriving = _hand_on(held, shards, group) if step + 1 < shards.size else held
-            for i, j, causal in _seen(shards, step):
+            for i, j, one, other in _seen(shards, step):
                 keys, values = _piece(held, j, len(pieces))
-                sums[i] = _merged(sums[i], _attend(queries[i], keys, values, causal))
+                mask = _mask(documents, shards, one, other, q.dtype)
+                sums[i] = _merged(sums[i], _attend(queries[i], keys, values, one == other, mask))
             held = _arrived(arriving, held)
         found = [part for part in sums if part is not None]
         out = torch.cat([part for part, _ in found], dim=2).to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, torch.cat([lse for _, lse in found], dim=2))
+        ctx.save_for_backward(q, k, v, documents, out, torch.cat([lse for _, lse in found], dim=2))
         ctx.shards, ctx.group = shards, group
         return out.transpose(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        q, k, v, documents, out, lse = ctx.saved_tensors
         shards, group = ctx.shards, ctx.group
         n = len(shards.of(shards.rank))
         precise = torch.promote_types(q.dtype, torch.float32)
@@ -77,9 +89,10 @@ class _Ring(torch.autograd.Function):
         grad_held = torch.zeros(held.shape, dtype=precise, device=q.device)
         for step in range(shards.size):
             arriving = _hand_on(held, shards, group) if step + 1 < shards.size else held
-            for i, j, causal in _seen(shards, step):
+            for i, j, one, other in _seen(shards, step):
                 keys, values = _piece(held, j, n)
-                parts = _attend_backward(queries[i], keys, values, causal)
+                mask = _mask(documents, shards, one, other, q.dtype)
+                parts = _attend_backward(queries[i], keys, values, one == other, mask)
                 sums = (_piece(grad_q[None], i, n)[0], *_piece(grad_held, j, n))
                 for total, part in zip(sums, parts, strict=True):
                     total += part
@@ -87,16 +100,30 @@ class _Ring(torch.autograd.Function):
             # After the last step these have come home.
             grad_held = _arrived(_hand_on(grad_held, shards, group), grad_held)
         grad_k, grad_v = grad_held.to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
-def _seen(shards: SequenceShards, step: int) -> list[tuple[int, int, bool]]:
-    """Which of this rank's pieces see which of those that it holds at ``step``, and whether causally (or
-    wholly): a piece sees those before it, and of itself what is before each token."""
+def _seen(shards: SequenceShards, step: int) -> list[tuple[int, int, int, int]]:
+    """Which of this rank's pieces see which of those that it holds at ``step``, by their places here and then
+    in the sequence: a piece sees those before it, and of itself what is before each token."""
     mine, theirs = shards.of(shards.rank), shards.of((shards.rank - step) % shards.size)
     return [
-        (i, j, one == other) for i, one in enumerate(mine) for j, other in enumerate(theirs) if other <= one
+        (i, j, one, other) for i, one in enumerate(mine) for j, other in enumerate(theirs) if other <= one
     ]
+
+
+def _mask(
+    documents: Tensor | None, shards: SequenceShards, one: int, other: int, dtype: torch.dtype
+) -> Tensor | None:
+    """What keeps the queries of piece ``one`` within their documents among the keys of piece ``other``, to be
+    added to scores: (B, 1, P, P); None for whole rows."""
+    if documents is None:
+        return None
+    parts = documents.chunk(shards.pieces, dim=1)
+    same = parts[one][:, None, :, None] == parts[other][:, None, None, :]
+    if one == other:
+        same = same.tril()
+    return torch.zeros_like(same, dtype=dtype).masked_fill(~same, _UNSEEN)
 
 
 def _piece(held: Tensor, index: int, of: int) -> list[Tensor]:
@@ -127,17 +154,18 @@ def _merged(sums: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor]) -> 
     return before * weights[0] + out * weights[1], total
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """The result (B, H, P, E) and its log-sum-exp (B, H, P)."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The result (B, H, P, E) and its log-sum-exp (B, H, P). A mask has the causal order in it."""
     if q.is_cuda:
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    causal = causal and mask is None
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
 
 
 def _attend_backward(
-    queries: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool
+    queries: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. ``queries`` are q, its result and log-sum-exp over all keys, of which
     these have their share, and the result's gradient."""
@@ -152,7 +180,7 @@ def _attend_backward(
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     grad_q, *grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal
+        grad, q, k, v, out, lse, 0.0, causal and mask is None, attn_mask=mask
     )
     grad_k, grad_v = (x.unflatten(1, (-1, group)).sum(2) for x in grads)
     return grad_q, grad_k, grad_v
