@@ -86,7 +86,7 @@ WORDS: dict[str, Settings] = {
     "reduce-once": {"parallelism.fsdp_sync_each_batch": False},
     "whole-logits": {"parallelism.disable_loss_parallel": True},
     "head-first": {"parallelism.context_parallel_load_balancer": None},
-    "ring": {"parallelism.context_parallel_rotate_method": "alltoall"},  # has no masks
+    "ring": {"parallelism.context_parallel_rotate_method": "alltoall"},
     "light-ends": {
         "parallelism.pipeline_parallel_first_stage_less_layers": 1,
         "parallelism.pipeline_parallel_last_stage_less_layers": 1,
@@ -162,6 +162,7 @@ FAST = [
     "tp2 tied accumulate3 whole-logits",
     "cp2 tied AC-op",
     "cp2 accumulate3 head-first",
+    "cp2 ring tied AC-2",
     "pp2 GPipe accumulate3",
     "pp2 1F1B tied AC-full",
     "pp2 LoopedBFS tied AC-op",
@@ -220,6 +221,14 @@ MORE = [
     "cp2 tp2 unmasked ring AC-full",
     "pp2 cp2 unmasked ring 1F1B",
     "shard2 cp2 tp2 unmasked ring",
+    "cp4 ring tied accumulate3",
+    "cp4 ring head-first AC-op",
+    "cp2 tp2 ring",
+    "pp2 cp2 ring ZBVZeroBubble tied",
+    "pp2 cp2 tp2 ring Interleaved1F1B bare-ends",
+    "shard2 cp2 ring AC-full accumulate3 reduce-once",
+    "cp2 compiled ring tied",
+    "cp2 ring bfloat16",
     # Every schedule at other depths, with other cuts.
     "pp4 GPipe tied never",
     "pp4 1F1B accumulate3",

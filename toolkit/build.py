@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.config import Config
-from toolkit.config.layout import reshard_after_forward
+from toolkit.config.layout import reshard_after_forward, takes_ring
 from toolkit.config.stages import Stages, may_split_backward, pipeline_stages
 from toolkit.models.llama.model import Llama, init_rule
 from toolkit.models.llama.presets import LlamaArgs, attention_choice
@@ -158,7 +158,7 @@ def build_model(
             wrapping=_wrapping(config),
             sharding=how,
             shards=shards,
-            ring=config.parallelism.context_parallel_rotate_method == "alltoall",
+            ring=takes_ring(config.parallelism, device=device.type, documents=config.data.document_mask),
             loss_parallel=not config.parallelism.disable_loss_parallel,
         )
         models.append(model.to_empty(device="cpu" if how.cpu_offload else device) if storage else model)

@@ -141,6 +141,15 @@ def test_a_rank_holds_what_it_holds_in_a_real_run(name, ran, tmp_path):
     assert not dist.is_initialized()
 
 
+def test_a_ring_within_documents_is_planned_as_its_device_runs_it(tmp_path: Path) -> None:
+    config = mesh_runs.configure(tmp_path, "cp2 ring")
+    run = Run(config, 2, detect())
+    assert run.mesh and run.model
+    for target, operations in (("cpu", {"send"}), ("cuda", {"all_gather", "reduce_scatter"})):
+        found = holding(config, run.model, run.mesh, 0, param_dtype=torch.float64, target=target)
+        assert {each.operation for each in found.exchanges if each.dimension == "cp"} == operations
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -84,13 +84,6 @@ CASES = [
     ),
     bad(
         "ring_has_a_kernel",
-        f"{ROTATE}=alltoall {CP}=2",
-        "no mask for documents",
-        "data.document_mask = false",
-        world=2,
-    ),
-    bad(
-        "ring_has_a_kernel",
         f"{ROTATE}=alltoall {CP}=2 data.document_mask=false model.attention=flex",
         "is not flex",
         'model.attention = "flash"',

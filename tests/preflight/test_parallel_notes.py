@@ -15,6 +15,7 @@ SIZE = "--parallelism.pipeline_parallel_microbatch_size"
 BATCH = "--training.global_batch_size"
 PIPELINE = f"--{PP}=2"
 PREFETCH = "--parallelism.fsdp_forward_prefetch=2"
+WHOLE_ROWS = "--data.document_mask=false"
 RESHARD = "--parallelism.fsdp_reshard_after_forward"
 
 
@@ -141,6 +142,14 @@ def test_async_tensor_parallelism_has_its_place() -> None:
     assert [problem.key for problem in check(config, world_size=2, hardware=a100)] == [
         "parallelism.enable_async_tensor_parallel"
     ]
+
+
+def test_a_ring_within_documents_gathers_on_cuda_and_says_so() -> None:
+    ring = [f"--{CP}=2", "--parallelism.context_parallel_rotate_method=alltoall"]
+    for flags, hardware, said in ((ring, H100, 1), (ring, CPU, 0), ([*ring, WHOLE_ROWS], H100, 0)):
+        config = configure(flags)
+        assert check(config, world_size=2, hardware=hardware) == []
+        assert sum("gathers, as" in note for note in notes(config, world_size=2, hardware=hardware)) == said
 
 
 def test_a_schedule_of_ones_own_is_taken(tmp_path: Path) -> None:

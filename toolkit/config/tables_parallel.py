@@ -113,7 +113,7 @@ class Parallelism(Table):
     costs all the same."""
     context_parallel_rotate_method: Annotated[Literal["allgather", "alltoall"], _CP] = "allgather"
     """How keys and values reach the other ranks: gathered, or in a ring, from rank to rank, which keeps less
-    and sends more, and has no document masks."""
+    and sends more; on CUDA with document masks they are gathered."""
     expert_parallel_degree: Annotated[int, _MOE] = 1
     """Ranks over which experts are spread."""
     expert_tensor_parallel_degree: Annotated[int, _MOE] = 1

@@ -59,7 +59,14 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
     assert run.mesh and run.model, "the preflight found nothing wrong with the config"
     alike = _distinct(run)
     for rank in shown_ranks(environ, run.world_size, ",".join(map(str, alike))):
-        found = holding(config, run.model, run.mesh, rank, param_dtype=DTYPES[_compute_dtype(run)])
+        found = holding(
+            config,
+            run.model,
+            run.mesh,
+            rank,
+            param_dtype=DTYPES[_compute_dtype(run)],
+            target=run.hardware.device,
+        )
         print("\n".join(_describe_rank(run, found, alike.get(rank, []))), flush=True)
     if missing:
         raise missing

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.build import build_model, model_optimizer, sharding
 from toolkit.config import Config
-from toolkit.config.layout import Degrees, batch_shape
+from toolkit.config.layout import Degrees, batch_shape, takes_ring
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.names import clean_name
 from toolkit.optim.optimizer import optimizer_tensors
@@ -64,10 +64,21 @@ class Holding:
 
 
 def holding(
-    config: Config, args: LlamaArgs, layout: Degrees, rank: int, *, param_dtype: torch.dtype
+    config: Config,
+    args: LlamaArgs,
+    layout: Degrees,
+    rank: int,
+    *,
+    param_dtype: torch.dtype,
+    target: str = "cpu",
 ) -> Holding:
     """What ``rank`` of a run that passed the preflight holds after its first step, and sends in each; it
-    computes in ``param_dtype``. Needs no process group, and must not be called where there is one."""
+    computes in ``param_dtype`` on the device ``target``. Needs no process group, and must not be called where
+    there is one."""
+    options = config.parallelism
+    if not takes_ring(options, device=target, documents=config.data.document_mask):
+        gathers = options.model_copy(update={"context_parallel_rotate_method": "allgather"})
+        config = config.model_copy(update={"parallelism": gathers})
     with _pretended(rank, layout.world_size):
         device = torch.device("cpu")
         how = sharding(config, param_dtype=param_dtype)

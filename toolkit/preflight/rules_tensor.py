@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 
+from toolkit.config.layout import takes_ring
 from toolkit.errors import Problem
 from toolkit.preflight.facts import Run, divisors, rule
 from toolkit.preflight.rules_attention import attention_of, precision_of
@@ -13,6 +14,7 @@ from toolkit.wording import either, nearest_multiple
 _TP = "parallelism.tensor_parallel_degree"
 _CP = "parallelism.context_parallel_degree"
 _PP = "parallelism.pipeline_parallel_degree"
+_ROTATE = "parallelism.context_parallel_rotate_method"
 _ASYNC = "parallelism.enable_async_tensor_parallel"
 _SYMMETRIC_MEMORY = 9.0
 """Compute capability from which GPUs have the copies between them that async TP is made of."""
@@ -89,13 +91,11 @@ def sequence_divides(run: Run) -> list[Problem]:
 @rule()
 def ring_has_a_kernel(run: Run) -> list[Problem]:
     """A ring adds up parts of attention, for which only the flash kernel says what it needs to know."""
-    options, key = run.config.parallelism, "parallelism.context_parallel_rotate_method"
-    if options.context_parallel_degree == 1 or options.context_parallel_rotate_method == "allgather":
+    if not _takes_ring(run):
         return []
     choice, on_gpu = attention_of(run), run.hardware.device != "cpu"
     head_dim = run.model.head_dim if run.model else 8
     misfits = [
-        (run.config.data.document_mask, "has no mask for documents", "data.document_mask = false"),
         (choice not in ("sdpa", "flash"), f"is not {choice}", 'model.attention = "flash"'),
         (
             on_gpu and precision_of(run) != "bfloat16",
@@ -109,14 +109,19 @@ def ring_has_a_kernel(run: Run) -> list[Problem]:
         ),
     ]
     return [
-        run.problem(key, f"a ring takes the flash kernel, which {why}", f'set {fix}, or keep "allgather"')
+        run.problem(_ROTATE, f"a ring takes the flash kernel, which {why}", f'set {fix}, or keep "allgather"')
         for wrong, why, fix in misfits
         if wrong
     ]
 
 
+def _takes_ring(run: Run) -> bool:
+    options, documents = run.config.parallelism, run.config.data.document_mask
+    return takes_ring(options, device=run.hardware.device, documents=documents)
+
+
 def tensor_notes(run: Run) -> list[str]:
-    """Layouts that work and are slow."""
+    """Layouts that work and are slow, and what is computed otherwise than asked."""
     options, said = run.config.parallelism, []
     tp, here = options.tensor_parallel_degree, _ranks_of_a_node()
     if here and tp > here:
@@ -128,6 +133,12 @@ def tensor_notes(run: Run) -> list[str]:
         said.append(
             f"parallelism.disable_loss_parallel gathers all logits on each of {tp} ranks, which then compute "
             "the same loss; without it three numbers a token are exchanged"
+        )
+    ring = options.context_parallel_rotate_method == "alltoall" and options.context_parallel_degree > 1
+    if ring and not _takes_ring(run):
+        said.append(
+            f'{_ROTATE} = "alltoall" gathers, as "allgather" does: a ring takes the flash kernel, which '
+            "on CUDA has no mask for documents; data.document_mask = false has a ring"
         )
     return said
 
