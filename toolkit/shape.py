@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from toolkit.config import Config
-from toolkit.models.llama.presets import LlamaArgs, changed, resolve
+from toolkit.models.llama.presets import LlamaArgs, changed, resolve, takes_vocabulary
 from toolkit.weights import hf_config
 
 _NAME, _FLAVOR = "llama3", "debugmodel"
@@ -30,6 +30,12 @@ def model_args(config: Config, *, tokenizer_vocab: int | None) -> LlamaArgs:
         return changed(hf_config.args_of(folder), **model.overrides())
     name, flavor = model.name or _NAME, model.flavor or _FLAVOR
     return resolve(name, flavor, tokenizer_vocab=tokenizer_vocab, **model.overrides())
+
+
+def needs_tokenizer(config: Config) -> bool:
+    """Whether the shape of the model is known only with its tokenizer."""
+    named = config_folder(config) is None and takes_vocabulary(config.model.flavor or _FLAVOR)
+    return named and config.model.vocab_size is None
 
 
 def model_named(config: Config) -> str:

@@ -184,12 +184,34 @@ def test_mistakes_are_those_of_a_start(here: pytest.MonkeyPatch, capsys: pytest.
     assert done.returncode == 2 and "NGPU = 'many'" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_what_is_missing_here_is_told_last(
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--training.dataset_path=/no/corpus"], "training.dataset_path = '/no/corpus': there is no such"),
+        (
+            ["--training.dataset_path=/no/corpus", "--training.dataset_split=test"],
+            "training.dataset_path = '/no/corpus': there is no such",
+        ),
+        (["--model.hf_assets_path=no/such", "--model.vocab_size=4352"], "model.hf_assets_path = 'no/such'"),
+        (["--checkpoint.enable", "--checkpoint.load_step=7"], "checkpoint.load_step = 7"),
+        (["--job.dump_folder=README.md/run"], "job.dump_folder = 'README.md/run'"),
+    ],
+)
+def test_a_description_needs_no_files_and_says_what_a_start_would_miss(
+    flags: list[str], says: str, here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _main(*flags) == 0
+    said = capsys.readouterr()
+    assert f"note   a start here would end: {says}" in said.out and "optimizer state" in said.out
+    assert said.out.count("a start here would end") == 1 and said.err == ""
+
+
+def test_a_debugmodel_needs_its_tokenizer(
     here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _main("--model.hf_assets_path=no/such", "--model.vocab_size=4352") == 3
+    assert _main("--model.hf_assets_path=no/such", "--training.dataset_path=/no/corpus") == 3
     said = capsys.readouterr()
-    assert "no/such" in said.err and "optimizer state" in said.out
+    assert "no/such" in said.err and "/no/corpus" not in said.err and said.out == ""
 
 
 @pytest.mark.parametrize(
@@ -242,9 +264,6 @@ def test_405b_on_16384_ranks() -> None:
         "--parallelism.tensor_parallel_degree=8",
         "--parallelism.pipeline_parallel_degree=16",
         "--training.global_batch_size=2048",
-        "--model.hf_assets_path=tests/assets/tokenizer",
-        "--training.dataset=embedded",
-        "--training.dataset_path=None",
         NNODES="2048",
         NGPU="8",
     )

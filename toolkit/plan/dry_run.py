@@ -5,7 +5,8 @@
 The preflight, then the mesh, the stages of a pipeline and what single ranks hold and send. These are the
 ranks of LOG_RANK, by default the first of each pipeline stage that differs from the others: of the ranks of a
 stage the first has the largest part, where parameters do not divide evenly. No step is taken: activations are
-not counted, and neither corpus nor checkpoint is read.
+not counted, and neither corpus nor checkpoint is read: where they are not here, or no start could use them,
+a note says so.
 """
 
 from __future__ import annotations
@@ -20,16 +21,21 @@ from toolkit import preflight
 from toolkit.config import Config
 from toolkit.config.layout import Degrees, reshard_after_forward
 from toolkit.environment import shown_ranks, whole_number
-from toolkit.errors import EXIT_FINISHED, CheckpointError, DataError
+from toolkit.errors import EXIT_FINISHED, ConfigError
 from toolkit.hardware import Hardware, detect
 from toolkit.models.llama.presets import block_parameters
 from toolkit.preflight.facts import Run
+from toolkit.shape import needs_tokenizer
 
 if TYPE_CHECKING:  # it imports torch, which a mistake shall not wait for
     from toolkit.plan.ranks import Holding, Part
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _SHOWN = 3
+_OF_THIS_MACHINE = ("folders_writable", "wandb_ready")
+"""Rules about where a run writes, which a description does not."""
+_OF_MODEL = ("architecture_readable", "tokenizer_readable", "weights_readable")
+"""Rules about the files that may say what the model is."""
 
 
 def dry_run(config: Config, environ: Mapping[str, str]) -> int:
@@ -37,19 +43,17 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
 
     Raises:
         ConfigError: the run cannot be.
-        DataError, CheckpointError: it cannot be here, for want of a file; raised after the description.
+        DataError: the file that says what the model is cannot be read.
     """
     device = config.training.device
     run = Run(config, world_size(environ, device), target(environ, device))
-    missing = None
-    try:
-        preflight.run(config, world_size=run.world_size, hardware=run.hardware)
-    except (DataError, CheckpointError) as error:
-        missing = error
+    preflight.run(config, world_size=run.world_size, hardware=run.hardware, only=_needed(run))
     if config.job.print_config:
         print(config.to_toml())
     print("dry    nothing is trained, and no corpus or checkpoint is read")
     print(preflight.describe(config, world_size=run.world_size, hardware=run.hardware))
+    for problem in preflight.check(config, world_size=run.world_size, hardware=run.hardware):
+        print(f"note   a start here would end: {problem.key} = {problem.value!r}: {problem.rule}")
     print("\n".join(_describe_mesh(run)))
     if run.stages:
         print("\n".join(_describe_stages(run)))
@@ -68,9 +72,15 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
             target=run.hardware.device,
         )
         print("\n".join(_describe_rank(run, found, alike.get(rank, []))), flush=True)
-    if missing:
-        raise missing
     return EXIT_FINISHED
+
+
+def _needed(run: Run) -> list[str]:
+    """The rules that a description cannot do without: those of the config, and those about the files that say
+    what the model is, where nothing else does."""
+    found = [name for name, rule in preflight.RULES.items() if rule.error is ConfigError]
+    unknown = run.model is None or (needs_tokenizer(run.config) and run.vocabulary is None)
+    return [name for name in found if name not in _OF_THIS_MACHINE] + (list(_OF_MODEL) if unknown else [])
 
 
 def world_size(environ: Mapping[str, str], device: str) -> int:

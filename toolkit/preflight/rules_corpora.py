@@ -97,6 +97,8 @@ def dataset_choices_act(run: Run) -> list[Problem]:
     """A subset or a split chooses from what has several: a dataset of the hub, or splits that were saved."""
     problems = []
     for corpus in corpora(run.config):
+        if check_source(**corpus.arguments()):
+            continue  # another rule says what is wrong
         for choice in sorted({"subset", "split"} - choices_read(corpus.dataset, corpus.dataset_path)):
             key = f"{corpus.table}.dataset_{choice}"
             field = find_field(key)

@@ -48,7 +48,8 @@ WRAP_CLASSES = ("TransformerBlock", "Embedding", "OutputHead", *INNER_CLASSES)
 """Classes of the modules of a Llama: what FSDP may take as its units."""
 
 
-def _is_debug(flavor: str) -> bool:
+def takes_vocabulary(flavor: str) -> bool:
+    """Whether a tokenizer says how large the vocabulary is, unless ``vocab_size`` does: of a debugmodel."""
     return flavor.startswith("debugmodel")
 
 
@@ -84,7 +85,7 @@ class _Family:
 
     def args(self, flavor: str) -> LlamaArgs:
         size = self.sizes[flavor]
-        debug = _is_debug(flavor)
+        debug = takes_vocabulary(flavor)
         return LlamaArgs(
             dim=size.dim,
             n_layers=size.n_layers,
@@ -167,7 +168,7 @@ def resolve(name: str, flavor: str, *, tokenizer_vocab: int | None = None, **ove
         ConfigError: no such name or flavor, or values that do not fit together; all of them at once.
     """
     preset = _find(name, flavor)
-    if _is_debug(flavor) and tokenizer_vocab is not None and overrides.get("vocab_size") is None:
+    if takes_vocabulary(flavor) and tokenizer_vocab is not None and overrides.get("vocab_size") is None:
         overrides["vocab_size"] = tokenizer_vocab
     return changed(preset, ffn_rule=_FAMILIES[name].sizes[flavor].ffn_dim, **overrides)
 
