@@ -53,6 +53,17 @@ def test_parameter_names_are_known_without_the_model(name):
     assert parameter_names(args) == [name for name, _ in Llama(args).named_parameters()]
 
 
+def test_a_stage_without_blocks_makes_no_mask(monkeypatch):
+    model, (tokens, labels) = build(small()), tokens_and_labels(2, 10)
+    hidden = model.tok_embeddings(tokens)
+    head = model.output(model.norm(hidden), labels)
+    model.layers.clear()
+    monkeypatch.delattr(type(model.attention), "mask")
+    assert model(tokens, documents=tokens, labels=labels) == head
+    model.norm = model.output = None
+    assert model(tokens, documents=tokens).equal(hidden)
+
+
 def test_a_tied_head_stays_tied_when_storage_is_replaced():
     with torch.device("meta"):
         model = Llama(small("llama3.2"))

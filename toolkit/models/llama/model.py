@@ -57,10 +57,11 @@ class Llama(nn.Module):
         h_BSD = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=h_BSD.device)
-        rotations = rope_rotations(self.args, positions, h_BSD.dtype)
-        mask = self.attention.mask(documents, len(h_BSD), positions.shape[-1], h_BSD.device)
-        for block in self.layers.values():
-            h_BSD = block(h_BSD, rotations, mask)
+        if self.layers:  # a stage of embedding or head alone has none, and needs no large mask
+            rotations = rope_rotations(self.args, positions, h_BSD.dtype)
+            mask = self.attention.mask(documents, len(h_BSD), positions.shape[-1], h_BSD.device)
+            for block in self.layers.values():
+                h_BSD = block(h_BSD, rotations, mask)
         if self.norm is None or self.output is None:
             return h_BSD
         tied_VD = None
