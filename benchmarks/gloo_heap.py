@@ -48,7 +48,7 @@ LIMIT_SECONDS = 60.0
 IN_FLIGHT = 512
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["benchmarks.gloo_heap"])
+_CONTEXT.set_forkserver_preload(["tests.mesh_runs", "tests.training"])
 
 
 def gather(threads: int, seconds: float) -> int:
@@ -79,10 +79,10 @@ def _as_torch(*arguments: Any) -> dist.ProcessGroupGloo:
 # Worlds
 
 
-def _rank(rank: int, port: int, folder: str, layout: str, threads: int, worlds: int, ended: Any) -> None:
+def _rank(rank: int, ports: list[int], folder: str, layout: str, threads: int, ended: Any) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="8", LOCAL_WORLD_SIZE="8", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
     torch.set_num_threads(1)
     _use(threads)
@@ -90,8 +90,8 @@ def _rank(rank: int, port: int, folder: str, layout: str, threads: int, worlds: 
     training = config.training.model_copy(update={"steps": STEPS})
     validation = config.validation.model_copy(update={"enable": False})
     config = config.model_copy(update={"training": training, "validation": validation})
-    for world in range(worlds):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(world)  # keeps apart what worlds write to the store
+    for port in ports:
+        os.environ["MASTER_PORT"] = str(port)
         process_group.start(torch.device("cpu"), timeout_seconds=60)
         with contextlib.redirect_stdout(io.StringIO()):
             small_trainer(config).run()
@@ -104,10 +104,11 @@ def _rank(rank: int, port: int, folder: str, layout: str, threads: int, worlds: 
 
 def run_batch(folder: Path, layout: str, threads: int, worlds: int) -> dict[str, Any]:
     """Run worlds in the same eight processes; tell how many ended, and how processes died that did."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(worlds)]
+    ports = [store.port for store in stores]
     ended = _CONTEXT.Value("i", 0)
     ranks = [
-        _CONTEXT.Process(target=_rank, args=(rank, store.port, str(folder), layout, threads, worlds, ended))
+        _CONTEXT.Process(target=_rank, args=(rank, ports, str(folder), layout, threads, ended))
         for rank in range(8)
     ]
     for process in ranks:
@@ -120,7 +121,7 @@ def run_batch(folder: Path, layout: str, threads: int, worlds: int) -> dict[str,
             break
     codes = [process.exitcode for process in ranks]
     died = [signal.Signals(-code).name for code in codes if code and code < 0]
-    failed = not died and any(codes) or None in codes
+    failed = not died and (any(codes) or None in codes)
     for process in ranks:
         process.kill()
         process.join()
