@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tests import layouts
+from tests.helpers import in_layout
 from tests.training import small_config, small_trainer, weights_digest
 from toolkit.config import Config
 from toolkit.config.layout import degrees
@@ -96,11 +97,8 @@ def train_all(folder: str, jobs: Sequence[tuple[layouts.Row, str]]) -> list[Run]
     """Run one row and precision after the other, all of them of as many ranks as the world has."""
     runs = []
     for row, precision in jobs:
-        try:
+        with in_layout(f"{layouts.name(row)}, {precision}"):
             runs.append(train(folder, row, precision))
-        except Exception as error:
-            error.add_note(f"in the layout: {layouts.name(row)}, {precision}")
-            raise
     return runs
 
 

@@ -8,7 +8,8 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -41,6 +42,15 @@ def _rank_main(connection: Any, fn: Callable[..., Any], rank: int, size: int, po
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         connection.close()
+
+
+@contextmanager
+def in_layout(layout: str) -> Iterator[None]:
+    """Names the layout in which something fails, where a world runs one after the other."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"in the layout: {layout}") from error
 
 
 def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:

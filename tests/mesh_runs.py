@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from tests import meshes
 from tests.curves import differences, write_tokenizer
+from tests.helpers import in_layout
 from tests.traffic import Sent, Traffic, label
 from tests.training import small_config, small_trainer
 from toolkit.build import DTYPES
@@ -274,9 +275,6 @@ def compare_all(folder: str, layouts: Sequence[str]) -> list[Result]:
     """One layout after the other, all of as many ranks as the world has; one that fails is named."""
     results = []
     for layout in layouts:
-        try:
+        with in_layout(layout):
             results.append(compare(folder, layout))
-        except Exception as error:
-            error.add_note(f"in the layout: {layout}")
-            raise
     return results

@@ -99,10 +99,12 @@ def _read_by_buffer(descriptor: int, place: Place, region: Region, out: Tensor, 
             block = block.unflatten(0, (-1, 2, group // 2)).transpose(1, 2)
             if (begin, end) == (start, stop):
                 target = target.unflatten(0, (-1, group // 2, 2))
-                target.copy_(block[(slice(None), slice(None), slice(None), *columns)])
+                pairs = (slice(None), slice(None), slice(None), *columns)
+                target.copy_(block[pairs])
                 continue
             block = block.flatten(0, 2)
-        target.copy_(block[(slice(begin - start, end - start), *columns)])
+        part = (slice(begin - start, end - start), *columns)
+        target.copy_(block[part])
 
 
 def _fill(descriptor: int, place: Place, offset: int, out: Tensor) -> None:

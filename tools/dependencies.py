@@ -3,14 +3,14 @@
     python tools/dependencies.py [EXTRA]
 
 Reads versions from the installed packages' metadata, so that it takes milliseconds. The standard
-library and ``packaging`` are all it needs; where ``packaging`` is absent, so is most else.
+library, ``packaging`` and, on Python 3.10, ``tomli`` are all it needs; where they are absent, so is most
+else.
 """
 
 from __future__ import annotations
 
 import platform
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,6 +30,8 @@ def missing(project: Mapping[str, Any], extra: str = "") -> Iterator[str]:
     wanted = [*project["dependencies"], *(extras[extra] if extra else ())]
     while wanted:
         requirement = Requirement(wanted.pop(0))
+        if requirement.marker and not requirement.marker.evaluate():
+            continue
         if requirement.name == project["name"]:  # an extra that includes another
             wanted += [item for name in requirement.extras for item in extras[name]]
             continue
@@ -43,11 +45,14 @@ def missing(project: Mapping[str, Any], extra: str = "") -> Iterator[str]:
 
 
 def main() -> int:
-    project = tomllib.loads(PYPROJECT.read_text())["project"]
     try:
-        lacking = list(missing(project, *sys.argv[1:2]))
-    except ImportError:
-        lacking = ["packaging"]
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:
+            import tomli as tomllib
+        lacking = list(missing(tomllib.loads(PYPROJECT.read_text())["project"], *sys.argv[1:2]))
+    except ModuleNotFoundError as error:
+        lacking = [str(error.name)]
     print(", ".join(lacking))
     return 1 if lacking else 0
 

@@ -52,7 +52,8 @@ class InitialWeights:
         shape = self.tensors[name].shape
         rows, *columns = whole(shape) if region is None else region
         drawn = initial_rows(name, self.seed, init_rule(name, self.args), shape, rows)
-        part = drawn[(slice(None), *columns)].to(self.dtype).contiguous()
+        wanted = (slice(None), *columns)
+        part = drawn[wanted].to(self.dtype).contiguous()
         return part if out is None else out.copy_(part)
 
 

@@ -18,8 +18,8 @@ extra=${1:-}
 
 say() { printf 'set-up: %s\n' "$*" >&2; }
 
-# Some commands named python only say that there is none (pyenv's), so each is tried.
-supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
+# The versions of pyproject.toml. Some commands named python only say that there is none (pyenv's), so each is tried.
+supported() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; }
 can_make_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
 
 has_dependencies() { "$1" "$root/tools/dependencies.py" "$extra" >/dev/null 2>&1; }
@@ -40,7 +40,7 @@ ready() {
 
 find_base() {
   local name candidate without_venv=""
-  for name in python3 python3.12 python3.11 python; do
+  for name in python3 python3.1{3,2,1,0,4} python; do
     while read -r candidate; do
       supported "$candidate" || continue
       if can_make_venv "$candidate"; then
@@ -56,9 +56,9 @@ find_base() {
     say "$without_venv cannot make virtual environments (no venv or ensurepip)"
     say "  fix: apt install python$version-venv (Debian, Ubuntu)"
   else
-    say "no Python 3.11 or 3.12 found (python3 here: $(python3 --version 2>/dev/null || echo none))"
-    say "  fix: apt install python3.11 python3.11-venv (Debian 12), apt install python3.12 python3.12-venv"
-    say "       (Ubuntu 24.04), dnf install python3.12 (Fedora, RHEL), or activate such an environment"
+    say "no Python 3.10 to 3.14 found (python3 here: $(python3 --version 2>/dev/null || echo none))"
+    say "  fix: apt install python3-venv (Debian 12 and 13, Ubuntu 22.04 and later), dnf install python3 (Fedora),"
+    say "       dnf install python3.12 (RHEL), or activate such an environment"
   fi
   return 1
 }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolkit.compat import tomllib
 from toolkit.config.lines import key_lines
 
 TRICKY = '''\

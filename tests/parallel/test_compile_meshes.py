@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from tests import meshes
-from tests.helpers import run_world
+from tests.helpers import in_layout, run_world
 from tests.mesh_runs import error
 from tests.training import small_config
 from toolkit.build import build_model, sharding
@@ -123,11 +123,8 @@ def _compare(folder: str, layouts: Sequence[str], backend: str) -> dict[str, Any
     """Of each layout the error of each gradient on this rank, and how many graphs it took."""
     found = {}
     for layout in layouts:
-        try:
+        with in_layout(layout):
             mine = gradients(folder, layout, backend)
-        except Exception as problem:
-            problem.add_note(f"in the layout: {layout}")
-            raise
         reference = torch.load(Path(folder, f"{meshes.reference(layout)}.pt"))
         errors = {name: error(gradient, reference[name]) for name, gradient in mine.items()}
         found[layout] = errors, counters["stats"]["unique_graphs"]

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from toolkit.compat import file_digest
 from toolkit.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -51,7 +52,7 @@ def build_manifest(
         "format": FORMAT,
         "version": VERSION,
         "step": step,
-        "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "files": dict(sorted(files.items())),
         "tensors": {"count": tensor_count, "bytes": tensor_bytes},
         # through JSON once, so that keys and tuples are already what a reader will see
@@ -187,4 +188,4 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_digest(file, "sha256").hexdigest()

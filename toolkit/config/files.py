@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolkit.compat import tomllib
 from toolkit.config.lines import Path, key_lines
 from toolkit.config.schema import find_field, find_table, is_group
 from toolkit.config.suggest import unknown_key

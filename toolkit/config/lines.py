@@ -7,9 +7,10 @@ comes before the fault, which is enough to name a key given twice.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from typing import Any
+
+from toolkit.compat import tomllib
 
 Path = tuple[str, ...]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 import types
 import typing
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
+from toolkit.compat import tomllib
 from toolkit.config.fields import NONE, allows_none
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}

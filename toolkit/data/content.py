@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from toolkit.compat import file_digest
 from toolkit.data.sources import Source
 from toolkit.errors import DataError, Problem
 from toolkit.hardware import cores
@@ -112,7 +113,7 @@ def _known(record: Path) -> dict[str, list]:
 def _file_hash(path: Path) -> str:
     try:
         with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            return file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
 

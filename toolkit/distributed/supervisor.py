@@ -113,19 +113,19 @@ def _environment(launch: Launch, rank: int, port: int) -> dict[str, str]:
     return environment
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """What a new rank runs first, so that it does not outlive a launcher that is killed (Linux only)."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
+def _first_of_rank() -> Callable[[], None]:
+    """What a new rank runs first: a process group of its own, and the end of a launcher that is killed."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     parent = os.getpid()
 
-    def ask() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before we asked
-            os._exit(EXIT_ERROR)
+    def first() -> None:
+        os.setpgid(0, 0)
+        if libc is not None:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # it ended before we asked
+                os._exit(EXIT_ERROR)
 
-    return ask
+    return first
 
 
 def _forward_lines(worker: _Worker) -> None:
@@ -142,7 +142,7 @@ def _start(command: Sequence[str], launch: Launch, port: int, logs: Path) -> lis
     So Ctrl-C reaches them once, through the launcher. A single shown rank owns the terminal (a progress
     bar needs one); several share it line by line; the others write to a file in ``logs``.
     """
-    die_with_parent = _die_with_parent()
+    first = _first_of_rank()
 
     def popen(rank: int, output: IO[bytes] | int | None) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -151,8 +151,7 @@ def _start(command: Sequence[str], launch: Launch, port: int, logs: Path) -> lis
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
-            process_group=0,
-            preexec_fn=die_with_parent,  # safe: no other thread runs yet
+            preexec_fn=first,  # safe: no other thread runs yet
         )
 
     workers: list[_Worker] = []

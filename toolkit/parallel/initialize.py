@@ -78,8 +78,8 @@ def _fills(
     def one(block: int, rows: tuple[int, int]) -> None:
         numbers = _draw(f"{key}/{block}", (rows[1] - rows[0], *shape[1:]), rule)
         start, stop = max(rows[0], first), min(rows[1], last)
-        cut = numbers[(slice(start - rows[0], stop - rows[0]), *columns)]
-        local[start - first : stop - first].copy_(torch.from_numpy(np.ascontiguousarray(cut)))
+        mine = (slice(start - rows[0], stop - rows[0]), *columns)
+        local[start - first : stop - first].copy_(torch.from_numpy(np.ascontiguousarray(numbers[mine])))
 
     for block, rows in _row_blocks(shape, first, last):
         yield partial(one, block, rows)

@@ -185,9 +185,8 @@ def _keep(part: Part, block: Tensor, rows: slice) -> None:
     local, offset = part
     start, stop = max(rows.start, offset[0]), min(rows.stop, offset[0] + len(local))
     if start < stop:
-        columns = _region(offset, slice(0, 0), local.shape)[1:]
-        cut = block[(slice(start - rows.start, stop - rows.start), *columns)]
-        local[start - offset[0] : stop - offset[0]].copy_(cut)
+        mine = (slice(start - rows.start, stop - rows.start), *_region(offset, slice(0, 0), local.shape)[1:])
+        local[start - offset[0] : stop - offset[0]].copy_(block[mine])
 
 
 def _region(offset: Sequence[int], rows: slice, shape: Sequence[int]) -> tuple[slice, ...]:
