@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -11,14 +12,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
+from toolkit.compat import tomllib
 from tools.dependencies import missing
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYTHONS = [f"3.{minor}" for minor in range(8, 20) if f"3.{minor}" in SpecifierSet(PROJECT["requires-python"])]
 COMMANDS = """
 bash cat chmod cksum cp dirname env find flock grep head mkdir printf readlink rm sed sleep tail touch
 """
-# "-m venv DIR" copies itself there; pip notes its arguments, waits while there is a pipe, fails if told to.
+# The Python that runs the tests, or 3.$MINOR. "-m venv DIR" copies itself there; pip notes its arguments,
+# waits while there is a pipe, fails if told to.
 STAND_IN = f"""#!/usr/bin/env bash
 here=$STAND_IN_NOTES
 case "$*" in
@@ -30,6 +38,8 @@ case "$*" in
     if [[ -e $here/fail ]]; then echo "ERROR: no such version" >&2; exit 1; fi ;;
   *dependencies.py*) [[ -e $here/complete ]] || {{ echo torch, numpy; exit 1; }} ;;
   "-m toolkit.launch"*) printf '%s\\n' "$PWD" "$@" >"$here/launch" ;;
+  "-c import sys; "*) exec {sys.executable} -c "import sys; ${{MINOR:+sys.version_info = (3, $MINOR)}}
+${{2#import sys; }}" ;;
   *) exec {sys.executable} "$@" ;;
 esac
 """
@@ -154,8 +164,23 @@ def test_a_command_that_only_pretends_to_be_python_is_passed_over(sandbox):
     sandbox.add_python("python3", "#!/usr/bin/env bash\necho 'python3: command not found' >&2; exit 127\n")
     sandbox.add_python("python3.12", "#!/usr/bin/env bash\nexit 127\n")
     code, _, err = sandbox.set_up()
-    assert code == 1 and "no Python 3.11 or 3.12 found" in err and "apt install python3.11" in err
+    assert code == 1 and f"no Python {PYTHONS[0]} to {PYTHONS[-1]} found" in err
+    assert "apt install python3-venv" in err and "dnf install python3 " in err
     sandbox.add_python("python3.11")
+    assert sandbox.set_up()[0] == 0
+
+
+@pytest.mark.parametrize("minor", [9, *(int(python[2:]) for python in PYTHONS), 15])
+def test_the_pythons_of_pyproject_are_used_and_no_others(sandbox, minor):
+    sandbox.environment["MINOR"] = str(minor)
+    code, _, err = sandbox.set_up()
+    assert (code == 0) == (f"3.{minor}" in PYTHONS), err
+
+
+@pytest.mark.parametrize("name", [f"python{python}" for python in PYTHONS])
+def test_a_python_that_is_not_the_system_s_is_found(sandbox, name):
+    (sandbox.bin / "python3").unlink()
+    sandbox.add_python(name)
     assert sandbox.set_up()[0] == 0
 
 
@@ -188,7 +213,12 @@ def test_missing_dependencies_are_named_with_versions():
     project = {
         "name": "this",
         "requires-python": ">=3.11",
-        "dependencies": ["packaging>=1", "numpy>=999", "no-such-package-here>1"],
+        "dependencies": [
+            "packaging>=1",
+            "numpy>=999",
+            "no-such-package-here>1",
+            "nor-this; python_version < '3'",
+        ],
         "optional-dependencies": {"test": ["pytest>=999"], "dev": ["this[test]", "absent-too"]},
     }
     base = list(missing(project))
@@ -198,3 +228,34 @@ def test_missing_dependencies_are_named_with_versions():
     assert sorted(names) == ["absent-too", "no-such-package-here", "numpy", "pytest"]
     (python,) = missing({"requires-python": "<3", "dependencies": [], "optional-dependencies": {}})
     assert python.startswith("Python 3.") and "needs <3" in python
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_constraints_give_each_requirement_one_version_that_it_takes(python):
+    where = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    pinned: dict[str, list[str]] = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            pin = Requirement(line)
+            if pin.marker is None or pin.marker.evaluate(where):
+                (version,) = pin.specifier
+                pinned.setdefault(canonicalize_name(pin.name), []).append(version.version)
+    assert {name: versions for name, versions in pinned.items() if len(versions) > 1} == {}
+    for text in [*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])]:
+        requirement = Requirement(text)
+        needed = requirement.marker is None or requirement.marker.evaluate(where)
+        if needed and requirement.name != PROJECT["name"]:  # an extra that includes others
+            assert pinned[canonicalize_name(requirement.name)][0] in requirement.specifier, text
+
+
+def test_each_extra_is_imported_by_some_code():
+    used = set()
+    for file in (file for folder in ("toolkit", "tools") for file in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                used.add((node.module or "").split(".")[0])
+            elif isinstance(node, ast.Import):
+                used.update(name.name.split(".")[0] for name in node.names)
+    for extra in PROJECT["optional-dependencies"].keys() - {"test", "dev"}:
+        packages = {Requirement(text).name for text in PROJECT["optional-dependencies"][extra]}
+        assert {name for name in packages if name.replace("-", "_") not in used} == set(), extra
