@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,15 @@ def test_defaults_that_torchtitan_does_not_share_are_as_documented() -> None:
     for key, default in OUR_DEFAULTS.items():
         assert fields_by_key()[key].default == default
         assert f"`{key}`" in (ROOT / "docs" / "configuration.md").read_text()
+
+
+def test_the_readme_says_which_options_have_never_run_on_a_gpu() -> None:
+    readme = (ROOT / "README.md").read_text()
+    untried = readme.partition("## What no GPU has run yet\n")[2].partition("\n## ")[0]
+    of_a_gpu = {field.key for field in fields() if re.search("CUDA|GPU", field.description)}
+    of_a_gpu -= {"comm.mode", "training.device"}  # how to do without
+    assert "checkpoint.async_mode" in of_a_gpu
+    assert {key for key in of_a_gpu if f"{key.rpartition('.')[2]}`" not in untried} == set()
 
 
 def test_committed_json_schema_is_up_to_date() -> None:
