@@ -79,6 +79,8 @@ def _runs(folder: str) -> dict[str, Any]:
         for name, parameter in trainer.execution.named_parameters()
         if not torch.equal(_whole(parameter), exported.read(name))
     ]
+    step = {"initial_load_path": str(Path(folder, "export/checkpoint/step-2"))}
+    found["from the step"] = _losses(small_trainer(_config(Path(folder, "on"), checkpoint=step, steps=1)))
     often = {"interval": 1, "hf_export_interval": 2, "export_dtype": "bfloat16"}
     trainer = small_trainer(_config(Path(folder, "often"), checkpoint=often, steps=5))
     trainer.run()
@@ -116,4 +118,6 @@ def test_the_loss_starts_where_transformers_says_on_every_layout(tmp_path: Path)
     assert first["not exported"] == second["not exported"] == []
     assert first["exports"] == {"step-2": {"torch.bfloat16"}, "step-4": {"torch.bfloat16"}}
     # two small steps later, on the batch of the first of them
-    assert expected - 0.1 < _loss_of_transformers(tmp_path / "export/hf/step-2", first["batches"]) < expected
+    exported = _loss_of_transformers(tmp_path / "export/hf/step-2", first["batches"])
+    assert expected - 0.1 < exported < expected
+    assert first["from the step"][1] == pytest.approx(exported, abs=2e-5)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.preflight.bad_runs import CPU, TOKENIZER
+from tests.preflight.bad_runs import CPU, TOKENIZER, save
 from tests.preflight.bad_weights import SHAPE, write_config, write_model
 from toolkit.config import Config, load_config
 from toolkit.models.llama.presets import PRESETS, RopeScaling, parameter_shapes
-from toolkit.preflight import check, summary
+from toolkit.preflight import check, notes, summary
 from toolkit.shape import config_folder, model_args, weights_folder
 from toolkit.weights.hf_names import to_hf
 
@@ -28,6 +28,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def configure(*flags: str) -> Config:
     short = ["--training.seq_len=256", "--data.cache_folder=cache", f"--model.tokenizer_path={TOKENIZER}"]
     return load_config([*short, *(f"--{flag}" for flag in flags)])
+
+
+@pytest.mark.parametrize("inside", ["checkpoint", "a/b", "/absolute"])
+def test_a_checkpoint_stands_for_the_hugging_face_folder_that_its_run_wrote(
+    inside: str, folder: Path
+) -> None:
+    """torchtitan's second command names the step-N folder in which its first wrote the safetensors."""
+    inside = inside.replace("/absolute", str(folder / "elsewhere"))
+    first = load_config(["--job.dump_folder=first", f"--checkpoint.folder={inside}"])
+    step = folder / "first" / inside / "step-10"
+    step.parent.mkdir(parents=True)
+    save(folder, 10, config=first.to_toml(origins=False)).rename(step)
+    flags = [f"checkpoint.initial_load_path={step.relative_to(folder)}/", "checkpoint.initial_load_in_hf"]
+    second = configure("checkpoint.enable", "job.dump_folder=second", *flags)
+    said = "\n".join(map(str, check(second, world_size=1, hardware=CPU)))
+    assert "holds a checkpoint of this toolkit, not a Hugging Face model" in said
+    (folder / "first" / "hf").mkdir(parents=True)
+    written = write_model(folder / "first" / "hf", "step-10")
+    assert weights_folder(second) == config_folder(second) == written.relative_to(folder)
+    assert check(second, world_size=1, hardware=CPU) == []
+    [note] = [said for said in notes(second, world_size=1, hardware=CPU) if "initial_load_path" in said]
+    assert note.endswith("that its run wrote at that step is read, first/hf/step-10")
+    assert model_args(second, tokenizer_vocab=4096) == SHAPE
 
 
 def test_a_folder_alone_says_what_the_model_is(folder: Path) -> None:

@@ -21,7 +21,7 @@ from toolkit.config import Config
 from toolkit.errors import CheckpointError, DataError
 from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.parallel.execution import Execution
-from toolkit.shape import weights_folder
+from toolkit.shape import EXPORTS, weights_folder
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Saves:
         self._progress = progress
         self._about = about
         self._group = group
-        self._exports = run_folder / "hf"
+        self._exports = run_folder / EXPORTS
         self.say: Callable[[str], None] = print
         background = None
         if options.async_mode != "disabled":

@@ -8,12 +8,19 @@ Hugging Face folder that the run starts from (``checkpoint.initial_load_in_hf``)
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from toolkit.checkpoint.manifest import read_manifest
 from toolkit.config import Config
+from toolkit.config.values import dotted
+from toolkit.errors import CheckpointError
 from toolkit.models.llama.presets import LlamaArgs, changed, resolve, takes_vocabulary
 from toolkit.weights import hf_config
 
+EXPORTS = "hf"
+"""Folder, inside that of a run, of the Hugging Face folders that it writes, one a step."""
 _NAME, _FLAVOR = "llama3", "debugmodel"
 
 
@@ -62,7 +69,7 @@ def architecture_key(config: Config) -> str:
 def config_folder(config: Config) -> Path | None:
     """The folder whose config.json is the architecture; None where a preset is."""
     key = architecture_key(config)
-    return None if key == "model.flavor" else _local(config.value(key))
+    return None if key == "model.flavor" else hugging_face_folder(config.value(key))
 
 
 def weights_folder(config: Config) -> Path | None:
@@ -70,7 +77,28 @@ def weights_folder(config: Config) -> Path | None:
     options = config.checkpoint
     if not options.enable or not options.initial_load_in_hf:
         return None
-    return _local(options.initial_load_path or config.model.hf_assets_path)
+    return hugging_face_folder(options.initial_load_path or config.model.hf_assets_path)
+
+
+def hugging_face_folder(path: str) -> Path:
+    """The folder that a user means by ``path``: that, or of a checkpoint the folder that its run has written
+    beside it at the same step. torchtitan's ``last_save_in_hf`` writes it in the checkpoint's place."""
+    folder = _local(path)
+    try:
+        saved = dotted(read_manifest(folder)["run"].get("config", ""))
+    except CheckpointError:
+        return folder  # no checkpoint, or one of which another check tells what is wrong
+    exported = _run_folder(folder, saved) / EXPORTS / folder.name
+    return exported if exported.is_dir() else folder
+
+
+def _run_folder(step: Path, saved: Mapping[str, Any]) -> Path:
+    """The folder of the run with the config ``saved``: as many levels above its checkpoint as that says,
+    wherever the folder was moved since."""
+    inside = Path(saved.get("checkpoint.folder", "checkpoint"))
+    if inside.is_absolute():
+        return _local(saved["job.dump_folder"])
+    return Path(os.path.normpath(step.joinpath("..", *[".."] * len(inside.parts))))
 
 
 def _local(path: str) -> Path:

@@ -96,7 +96,7 @@ class Checkpoint(Table):
     """Steps from one checkpoint to the next; the last step is always saved."""
     initial_load_path: str | None = None
     """A step-N folder to start from when the run has no checkpoint of its own, or with initial_load_in_hf a
-    Hugging Face folder."""
+    Hugging Face folder, or a step-N beside which its run has written one."""
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path, not optimizer, step and data position."""
     initial_load_in_hf: bool = False

@@ -115,6 +115,7 @@ def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
         *rules_mixture.mixture_notes(facts),
         *rules_observing.observing_notes(facts),
         *rules_checkpoint.checkpoint_notes(facts),
+        *rules_weights.weights_notes(facts),
     ]
     if facts.mesh and facts.batch:
         total, local, per_rank = facts.batch.total, facts.batch.local, facts.batch.total // facts.mesh.dp

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 
 from toolkit.data.tokenizer_files import vocabulary_size
 from toolkit.errors import DataError, Problem
@@ -46,6 +48,17 @@ def weights_options_act(run: Run) -> list[Problem]:
             rule = "is written from a save, and checkpoint.load_only saves nothing"
             problems.append(run.problem(f"checkpoint.{key}", rule, "leave one of them out"))
     return problems
+
+
+def weights_notes(run: Run) -> list[str]:
+    """Another folder is read than the one that is named."""
+    path = run.config.checkpoint.initial_load_path
+    if run.weights is None or not path or run.weights == Path(os.path.expanduser(path)):
+        return []
+    return [
+        f"checkpoint.initial_load_path {path} is a checkpoint: the Hugging Face folder that its run wrote at "
+        f"that step is read, {run.weights}"
+    ]
 
 
 @rule()
