@@ -1,4 +1,5 @@
-"""Words of a command line as settings: ``--table.key value``, ``--table.key=value``, ``--table.key``."""
+"""Words of a command line as settings: ``--table.key value``, ``--table.key=value``, ``--table.key``, and for
+false ``--table.no-key``; hyphens may stand for the underscores of tables and keys."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from toolkit.config.files import Setting
-from toolkit.config.schema import Field, find_field
+from toolkit.config.schema import Field, find_field, is_group
 from toolkit.config.suggest import unknown_key
 from toolkit.config.values import parse
 from toolkit.errors import Problem
@@ -38,8 +39,11 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
             arguments.problems.append(_stray(word, words))
             continue
         flag, equals, text = word.partition("=")
-        key = flag.removeprefix("--")
+        key = _spelled(flag.removeprefix("--"))
         known = find_field(key)
+        if known is None and not equals and (denied := _denied(key)):
+            arguments.settings[denied.key] = Setting(False, flag)
+            continue
         if known is None:
             value = text if equals else _take_value(words)
             arguments.problems.append(unknown_key(key, value, flag))
@@ -50,6 +54,21 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
             continue
         arguments.settings[key] = Setting(parse(value, known.annotation), flag)
     return arguments
+
+
+def _spelled(key: str) -> str:
+    """A dotted key with underscores for hyphens, save in names that users give."""
+    parts: list[str] = []
+    for part in key.split("."):
+        parts.append(part if is_group(".".join(parts)) else part.replace("-", "_"))
+    return ".".join(parts)
+
+
+def _denied(key: str) -> Field | None:
+    """The boolean of which ``table.no_key`` says that it is false."""
+    table, _, name = key.rpartition(".")
+    field = find_field(f"{table}.{name.removeprefix('no_')}") if name.startswith("no_") else None
+    return field if field and field.annotation is bool else None
 
 
 def _following(words: list[str], known: Field) -> str | None:
@@ -67,7 +86,7 @@ def _stray(word: str, words: list[str]) -> Problem:
     if word.endswith(".toml"):
         return Problem(f"{word!r} stands alone", f"write --job.config_file {word}")
     flag = f"-{word}"
-    if find_field(flag.partition("=")[0].removeprefix("--")):
+    if find_field(_spelled(flag.partition("=")[0].removeprefix("--"))):
         if "=" not in flag:
             _take_value(words)
         return Problem(f"{word!r} has one dash", f"write {flag}")

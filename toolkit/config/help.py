@@ -14,8 +14,9 @@ _USAGE = """\
 usage: python -m toolkit.train [--job.config_file FILE.toml] [--table.key VALUE ...]
        python -m toolkit.preflight [FILE.toml] [--world-size N] [--table.key VALUE ...]
 
-  --table.key VALUE   or --table.key=VALUE sets a key over the file; booleans also as a bare --table.key;
-                      lists as a,b; None where a key may be None
+  --table.key VALUE   or --table.key=VALUE sets a key over the file; booleans also as --table.key and
+                      --table.no-key; lists as a,b; None where a key may be None; hyphens may stand for
+                      underscores
   --help [TABLE]      this text, for one table
   --job.print_config  print the resolved config, with the origin of each value
   --debug             show tracebacks (same as --job.debug)
