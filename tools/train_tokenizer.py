@@ -27,8 +27,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from toolkit import output
 from toolkit.data.sources import open_source
-from toolkit.data.tokenizer import LLAMA3_PATTERN
-from toolkit.data.tokenizer_files import N_LLAMA3_SPECIAL, llama3_names
+from toolkit.data.tokenizer_files import LLAMA3_PATTERN, N_LLAMA3_SPECIAL, llama3_names, of_llama3
 from toolkit.errors import ConfigError, Problem, ToolkitError
 
 FILE_NAMES = {"tiktoken": "tokenizer.model", "sentencepiece": "tokenizer.model", "json": "tokenizer.json"}
@@ -158,6 +157,8 @@ def run(corpus: Iterable[str], form: str, size: int) -> bytes:
     """The content of a tokenizer file of ``size`` entries, in one of the forms."""
     if form == "sentencepiece":
         return sentencepiece_file(corpus, size)
+    if form == "tiktoken" and not of_llama3(size - N_LLAMA3_SPECIAL):
+        raise _bad_size(size, "a tiktoken file of so many ranks would be read as another model's")
     ranks = train_ranks(corpus, size - N_LLAMA3_SPECIAL)
     return tiktoken_file(ranks) if form == "tiktoken" else json_file(ranks)
 

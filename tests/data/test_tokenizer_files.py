@@ -1,14 +1,25 @@
 from __future__ import annotations
 
+import base64
+import itertools
 import json
 import shutil
+import string
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiktoken
 
+from tests.data.unicode_strings import unicode_strings
 from toolkit.data.tokenizer import load_tokenizer, vocabulary_size
-from toolkit.data.tokenizer_files import TokenizerFiles, find, llama3_names, special_tokens_llama3
+from toolkit.data.tokenizer_files import (
+    TokenizerFiles,
+    find,
+    llama3_names,
+    read_ranks,
+    tiktoken_special_tokens,
+)
 from toolkit.errors import DataError
 
 IN_TREE = Path(__file__).parents[1] / "assets"
@@ -107,7 +118,7 @@ def test_the_folder_says_which_release(tmp_path: Path, file: str, content: dict,
     (tmp_path / file).write_text(json.dumps(content))
     shutil.copy(TIKTOKEN, tmp_path)
     files = find(tmp_path)
-    names = special_tokens_llama3(files, n_ranks=128_000)
+    names = tiktoken_special_tokens(files, n_ranks=128_000)
     assert names == {name: 128_000 + i for i, name in enumerate(llama3_names(older=older))}
     # A tokenizer that is not Meta's is of no release: the newer names, which have a padding token.
     assert load_tokenizer(tmp_path).pad_id == 3844
@@ -159,7 +170,7 @@ def test_original_is_named_by_the_folder_above(tmp_path: Path) -> None:
 
 def test_special_tokens_start_after_the_ranks() -> None:
     files = TokenizerFiles(Path("tokenizer.model"), Path(), "tiktoken", b"")
-    assert list(special_tokens_llama3(files, 300).values()) == list(range(300, 556))
+    assert list(tiktoken_special_tokens(files, 300).values()) == list(range(300, 556))
 
 
 ADDING = json.loads(JSON.read_bytes())["post_processor"]
@@ -223,3 +234,56 @@ def test_a_bos_that_is_not_there_is_not_forced(tmp_path: Path) -> None:
     assert not load_tokenizer(tmp_path).adds_bos
     with pytest.raises(DataError, match="no BOS token"):
         load_tokenizer(tmp_path, add_bos=True)
+
+
+LLAMA4_TOKENS = {
+    "<|begin_of_text|>": 200_000, "<|fim_suffix|>": 200_004, "<|header_start|>": 200_005, "<|eot|>": 200_008,
+    "<|finetune_right_pad|>": 200_018, "<|text_post_train_reserved_special_token_68|>": 200_079,
+    "<|image_start|>": 200_080, "<|image|>": 200_090, "<|patch|>": 200_092,
+    "<|vision_reserved_special_token_1047|>": 201_133, "<|reasoning_thinking_end|>": 201_143,
+    "<|reserved_special_token_0|>": 201_144, "<|reserved_special_token_903|>": 202_047,
+}  # fmt: skip
+LLAMA4_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def tiktoken_of(folder: Path, n_ranks: int, *tokens: bytes) -> Path:
+    """A file of the 256 bytes, ``tokens`` and as many words of four letters as make ``n_ranks``."""
+    words = map(bytes, itertools.product(string.ascii_lowercase.encode(), repeat=4))
+    ranks = [*(bytes([byte]) for byte in range(256)), *tokens]
+    ranks += itertools.islice(words, n_ranks - len(ranks))
+    lines = (b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(ranks))
+    (folder / "tokenizer.model").write_bytes(b"".join(lines))
+    return folder
+
+
+def test_llama_4s_file_has_its_word_pattern_and_special_tokens(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiktoken_of(tmp_path, 200_000, b"oW", b"n'", b"'t", b"./"))
+    assert tokenizer.n_words == vocabulary_size(tmp_path) == 202_048
+    assert LLAMA4_TOKENS.items() <= tokenizer.special_tokens.items()
+    assert sorted(tokenizer.special_tokens.values()) == list(range(200_000, 202_048))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (200_000, 200_001, 200_018)
+    assert tokenizer.stop_ids == (200_001, 200_007, 200_008)
+    ranks = read_ranks((tmp_path / "tokenizer.model").read_bytes(), tmp_path)
+    theirs = tiktoken.Encoding("theirs", pat_str=LLAMA4_WORDS, mergeable_ranks=ranks, special_tokens={})
+    for text in ("helloWorld don't a./b", *unicode_strings(500, seed=4)):
+        assert tokenizer.encode(text) == theirs.encode_ordinary(text)
+    assert len(tokenizer.encode("oW")) == 2  # one word of Llama 3's pattern, two of this
+
+
+@pytest.mark.parametrize("n_ranks", [128_001, 151_643, 199_998, 200_001, 100_256])
+def test_ranks_of_another_model_are_refused(tmp_path: Path, n_ranks: int) -> None:
+    tiktoken_of(tmp_path, n_ranks)
+    for use in (load_tokenizer, vocabulary_size):
+        with pytest.raises(DataError, match=f"has {n_ranks:,} tiktoken ranks.*128,000.*200,000") as raised:
+            use(tmp_path)
+        assert "fix:  name the tokenizer.json" in str(raised.value)
+
+
+def test_ranks_of_another_word_pattern_are_refused(tmp_path: Path) -> None:
+    assert load_tokenizer(tiktoken_of(tmp_path, 5_000, b"201")).n_words == 5_256
+    with pytest.raises(DataError, match="has a token '2017', which Llama 3's words do not have"):
+        load_tokenizer(tiktoken_of(tmp_path, 5_000, b"20", b"17", b"2017"))

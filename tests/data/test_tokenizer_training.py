@@ -48,6 +48,7 @@ def test_the_program_writes_a_tokenizer_of_the_size_asked_for(
     ("form", "size", "rule"),
     [
         ("tiktoken", 511, "need 512 entries"),
+        ("tiktoken", 200_256, "another model's"),
         ("json", 2000, "not 1744"),
         ("sentencepiece", 2000, "SentencePiece: .*Vocabulary size too high"),
     ],

@@ -26,26 +26,25 @@ from itertools import groupby
 from pathlib import Path
 
 from toolkit.data.tokenizer_files import (
+    N_LLAMA3_RANKS,
     PAD_LLAMA3,
+    PAD_LLAMA4,
     Kind,
     TokenizerFiles,
     adds_bos,
+    check_ranks,
     find,
     json_vocabulary_size,
+    not_llamas,
     read_ranks,
     sentencepiece_processor,
-    special_tokens_llama3,
+    tiktoken_pattern,
+    tiktoken_special_tokens,
     vocabulary_size,
 )
 from toolkit.errors import DataError
 
-__all__ = ["LLAMA3_PATTERN", "Tokenizer", "load_tokenizer", "vocabulary_size"]
-
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""How Llama 3 cuts text into words before merging bytes; a tiktoken file does not say it."""
+__all__ = ["Tokenizer", "load_tokenizer", "vocabulary_size"]
 
 # Meta's Llama 3 code hands tiktoken at most so many characters, and at most so many consecutive
 # characters that are all whitespace or all not: merging is quadratic in the length of a word.
@@ -56,8 +55,8 @@ MAX_RUN = 25_000
 # <|end_of_text|> even where an instruct model's tokenizer_config.json names <|eot_id|>, the end of a turn.
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|endoftext|>")
 _EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
-_PAD_NAMES = (PAD_LLAMA3, "<pad>", "[PAD]")
-_STOP_NAMES = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+_PAD_NAMES = (PAD_LLAMA3, PAD_LLAMA4, "<pad>", "[PAD]")
+_STOP_NAMES = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|eom|>", "<|eot|>")
 
 
 def load_tokenizer(path: str | Path, *, add_bos: bool | None = None) -> Tokenizer:
@@ -167,17 +166,32 @@ class Tokenizer(ABC):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Llama 3's: byte-level BPE by ranks, with Llama 3's word pattern and special tokens."""
+    """Llama 3's and Llama 4's: byte-level BPE by ranks, with the word pattern and special tokens that belong
+    to so many."""
 
     def __init__(self, files: TokenizerFiles):
         import tiktoken
 
         ranks = read_ranks(files.content, files.path)
-        special = special_tokens_llama3(files, len(ranks))
+        check_ranks(len(ranks), files.path)
+        special = tiktoken_special_tokens(files, len(ranks))
         super().__init__(files, max(special.values()) + 1, special)
+        pattern = tiktoken_pattern(len(ranks))
         self._encoding = tiktoken.Encoding(
-            name=files.path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+            name=files.path.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
         )
+        if len(ranks) < N_LLAMA3_RANKS:
+            self._refuse_other_pattern(ranks)
+
+    def _refuse_other_pattern(self, ranks: dict[bytes, int]) -> None:
+        """Ranks learnt for the word pattern have no token that it cuts in two, as GPT-2's have "2017"."""
+        for token, rank in ranks.items():
+            try:
+                text = token.decode()
+            except UnicodeDecodeError:  # part of a character
+                continue
+            if self._encoding.encode_ordinary(text) != [rank]:
+                raise not_llamas(f"{self.path} has a token {text!r}, which Llama 3's words do not have")
 
     def _encode(self, text: str) -> list[int]:
         if len(text) <= MAX_RUN:

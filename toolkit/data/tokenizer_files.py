@@ -2,7 +2,7 @@
 
 A folder is searched for, in this order,
 
-1. ``tokenizer.model``            tiktoken ranks (Llama 3) or a SentencePiece model (Llama 2)
+1. ``tokenizer.model``            tiktoken ranks (Llama 3 and 4) or a SentencePiece model (Llama 2)
 2. ``original/tokenizer.model``   the same, where Hugging Face repositories of Meta keep it
 3. ``tokenizer.json``             Hugging Face tokenizers
 
@@ -34,12 +34,28 @@ Kind = Literal["tiktoken", "sentencepiece", "json"]
 
 CANDIDATES = ("tokenizer.model", "original/tokenizer.model", "tokenizer.json")
 ACCEPTED = (
-    "accepted are tokenizer.model (tiktoken ranks as of Llama 3, or SentencePiece as of Llama 2), "
+    "accepted are tokenizer.model (tiktoken ranks as of Llama 3 and 4, or SentencePiece as of Llama 2), "
     "original/tokenizer.model and tokenizer.json (Hugging Face tokenizers)"
 )
 N_LLAMA3_RANKS = 128_000
 N_LLAMA3_SPECIAL = 256
 PAD_LLAMA3 = "<|finetune_right_pad_id|>"
+N_LLAMA4_RANKS = 200_000
+N_LLAMA4_SPECIAL = 2048
+PAD_LLAMA4 = "<|finetune_right_pad|>"
+N_CL100K_RANKS = 100_256  # GPT-4's: its ranks would pass for Llama 3's, and its special tokens are others
+
+# How text is cut into words before bytes are merged; a tiktoken file does not say it.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+LLAMA4_PATTERN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?\n")
 
@@ -138,15 +154,47 @@ def read_ranks(content: bytes, path: Path) -> dict[bytes, int]:
     return ranks
 
 
-def special_tokens_llama3(files: TokenizerFiles, n_ranks: int) -> dict[str, int]:
-    """Names and ids of the special tokens after ``n_ranks`` ranks: Llama 3's 256, then what was added.
+def of_llama3(n_ranks: int) -> bool:
+    """Whether a tiktoken file of ``n_ranks`` ranks has Llama 3's form: its own, and the smaller ones of
+    tools/train_tokenizer."""
+    return n_ranks <= N_LLAMA3_RANKS and n_ranks != N_CL100K_RANKS
+
+
+def check_ranks(n_ranks: int, path: Path) -> None:
+    """Tell by the number of ranks whether word pattern and special tokens of a tiktoken file are known.
+
+    Raises:
+        DataError: they are not.
+    """
+    if not of_llama3(n_ranks) and n_ranks != N_LLAMA4_RANKS:
+        raise not_llamas(f"{path} has {n_ranks:,} tiktoken ranks")
+
+
+def not_llamas(what: str) -> DataError:
+    """The error for a tiktoken file of another model, from ``what`` shows it."""
+    return DataError(
+        f"{what}, and is of no known tokenizer: {N_LLAMA3_RANKS:,} ranks are Llama 3's, {N_LLAMA4_RANKS:,} "
+        "Llama 4's, and fewer those of tools/train_tokenizer, for Llama 3's word pattern\n"
+        "  fix:  name the tokenizer.json of the same tokenizer, which says its pattern and special tokens"
+    )
+
+
+def tiktoken_pattern(n_ranks: int) -> str:
+    """The word pattern for a tiktoken file of ``n_ranks`` ranks."""
+    return LLAMA4_PATTERN if n_ranks == N_LLAMA4_RANKS else LLAMA3_PATTERN
+
+
+def tiktoken_special_tokens(files: TokenizerFiles, n_ranks: int) -> dict[str, int]:
+    """Names and ids of the special tokens after ``n_ranks`` ranks: Llama 3's 256 or Llama 4's 2048, then what
+    was added.
 
     Ids are the same in all Llama 3 releases; names are not. Those that ``tokenizer_config.json``
     lists win, then 3.0's where the folder's model is of that release, and else those of 3.1 to 3.3.
     """
     listed = {name: token for name, token in files.added.items() if token >= n_ranks}
     older = files.older_names and n_ranks == N_LLAMA3_RANKS
-    names = dict(enumerate(llama3_names(older=older), start=n_ranks))
+    of_model = llama4_names() if n_ranks == N_LLAMA4_RANKS else llama3_names(older=older)
+    names = dict(enumerate(of_model, start=n_ranks))
     by_id = {token: name for token, name in names.items() if name not in listed}
     by_id.update({token: name for name, token in listed.items()})
     return {by_id[token]: token for token in sorted(by_id)}
@@ -156,7 +204,7 @@ def vocabulary_size(path: str | Path) -> int:
     """Entries of the tokenizer at ``path`` (largest id + 1), without building it: a peek for checks.
 
     Raises:
-        DataError: as :func:`find`, or a JSON file that is no tokenizer.
+        DataError: as :func:`find`, or a JSON file that is no tokenizer, or a tiktoken file of another model.
     """
     files = find(path)
     if files.kind == "json":
@@ -164,7 +212,8 @@ def vocabulary_size(path: str | Path) -> int:
     added = max(files.added.values(), default=-1) + 1
     if files.kind == "tiktoken":
         lines = files.content.count(b"\n") + (not files.content.endswith(b"\n"))
-        return max(lines + N_LLAMA3_SPECIAL, added)
+        check_ranks(lines, files.path)
+        return max(lines + (N_LLAMA4_SPECIAL if lines == N_LLAMA4_RANKS else N_LLAMA3_SPECIAL), added)
     return max(sentencepiece_processor(files).get_piece_size(), added)
 
 
@@ -238,6 +287,25 @@ def llama3_names(*, older: bool = False) -> list[str]:
         names[4], names[8], names[10] = PAD_LLAMA3, "<|eom_id|>", "<|python_tag|>"
     reserved = (f"<|reserved_special_token_{index}|>" for index in range(N_LLAMA3_SPECIAL))
     return [name or next(reserved) for name in names]
+
+
+def llama4_names() -> list[str]:
+    """The 2048 special tokens of Llama 4 by offset."""
+
+    def reserved(part: str, first: int, last: int) -> list[str]:
+        return [f"{part}reserved_special_token_{index}" for index in range(first, last + 1)]
+
+    text, vision, reasoning = "text_post_train_", "vision_", "reasoning_"
+    names = [
+        *("begin_of_text", "end_of_text", "fim_prefix", "fim_middle", "fim_suffix"),
+        *("header_start", "header_end", "eom", "eot", "step", *reserved(text, 0, 5)),
+        *("python_start", "python_end", "finetune_right_pad", *reserved(text, 8, 68)),
+        *("image_start", "image_end", *reserved(vision, 0, 1), "tile_x_separator", "tile_y_separator"),
+        *(*reserved(vision, 2, 5), "image", *reserved(vision, 6, 6), "patch", *reserved(vision, 7, 1047)),
+        *(*reserved(reasoning, 0, 7), "reasoning_thinking_start", "reasoning_thinking_end"),
+    ]
+    names += reserved("", 0, N_LLAMA4_SPECIAL - len(names) - 1)
+    return [f"<|{name}|>" for name in names]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 
-from toolkit.data.tokenizer import LLAMA3_PATTERN, Tokenizer
-from toolkit.data.tokenizer_files import read_ranks
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokenizer_files import read_ranks, tiktoken_pattern
 
 
 def tokenizer_json(tokenizer: Tokenizer, content: bytes) -> dict[str, bytes]:
@@ -34,8 +34,8 @@ def tokenizer_json(tokenizer: Tokenizer, content: bytes) -> dict[str, bytes]:
             "type": "Sequence",
             "pretokenizers": [
                 {
-                    "type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated",
-                    "invert": False,
+                    "type": "Split", "pattern": {"Regex": tiktoken_pattern(len(ranks))},
+                    "behavior": "Isolated", "invert": False,
                 },
                 _byte_level(add_prefix_space=False, use_regex=False),
             ],
