@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -47,3 +48,33 @@ def test_what_is_handed_on_says_as_the_run_whether_texts_begin_with_bos(name: st
     assert not ours.adds_bos
     assert AutoTokenizer.from_pretrained(tmp_path)("It was").input_ids == ours.encode("It was")
     assert tokenizer_companions(given, add_bos=True).files == tokenizer_companions(given).files
+
+
+def test_metas_folder_keeps_beside_it_what_its_params_have_no_place_for(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ids of BOS and EOS that are not the tokenizer's, and what says that texts begin with no BOS."""
+    (model / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"bos_token_id": 7, "eos_token_id": 8}))
+    (model / "generation_config.json").write_text('{"eos_token_id": [8, 9]}')
+    assert main(["hf-to-meta", str(model), str(tmp_path / "meta")]) == 0
+    assert main(["meta-to-hf", str(tmp_path / "meta"), str(tmp_path / "back")]) == 0
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (back["bos_token_id"], back["eos_token_id"]) == (7, [8, 9])
+    assert "will find no" not in capsys.readouterr().out
+    for folder in (model, tmp_path / "meta", tmp_path / "back"):
+        assert not load_tokenizer(folder).adds_bos
+    assert not (tmp_path / "meta" / "tokenizer.json").exists()  # made for transformers alone
+
+
+def test_a_hugging_face_folder_without_tokenizer_and_ids_is_said_to_be(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in model.glob("tokenizer.*"):
+        file.unlink()
+    assert main(["hf-to-meta", str(model), str(tmp_path / "meta")]) == 0
+    assert "Meta's programs will find no tokenizer.model beside it" in capsys.readouterr().out
+    assert main(["meta-to-hf", str(tmp_path / "meta"), str(tmp_path / "back")]) == 0
+    assert "transformers will find no tokenizer, no bos_token_id, no eos_token_id" in capsys.readouterr().out
+    assert not (tmp_path / "back" / "generation_config.json").exists()

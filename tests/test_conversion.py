@@ -479,6 +479,6 @@ def test_the_program_tells_the_mapping_and_carries_the_tokenizer(
         assert convert_weights.main(["hf-to-meta", str(given), str(out)]) == EXIT_FINISHED
         there = (given / "tokenizer.model").exists()
         assert (out / "tokenizer.model").exists() == there
-        assert ("need a tokenizer.model" in capsys.readouterr().out) == (not there)
+        assert ("no tokenizer.model beside it" in capsys.readouterr().out) == (not there)
     config = json.loads((tmp_path / "hf2" / "config.json").read_text())
     assert config["vocab_size"] == 4096 and config["bos_token_id"] == 1 and config["eos_token_id"] == 2

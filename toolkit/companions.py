@@ -55,12 +55,14 @@ def _has_tokenizer(place: Path) -> bool:
 
 @dataclass(frozen=True)
 class Companions:
-    """``entries`` is how many ids the tokenizer at ``place`` has, 0 without one."""
+    """``files`` by name, of which transformers alone needs those ``made`` here; ``entries`` is how many ids
+    the tokenizer at ``place`` has, 0 without one."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     tokens: SpecialTokens = SpecialTokens()
     entries: int = 0
     place: Path | None = None
+    made: frozenset[str] = frozenset()
 
 
 def tokenizer_companions(path: Path, *, add_bos: bool | None = None) -> Companions:
@@ -74,12 +76,15 @@ def tokenizer_companions(path: Path, *, add_bos: bool | None = None) -> Companio
     found, tokenizer = find(path), load_tokenizer(path, add_bos=add_bos)
     beside = {name: found.folder / name for name in _NAMES if (found.folder / name).is_file()}
     files = {name: file.read_bytes() for name, file in beside.items()} | {found.path.name: found.content}
-    if tokenizer.kind == "tiktoken":
-        files = tokenizer_json(tokenizer, found.content) | files
+    made = tokenizer_json(tokenizer, found.content) if tokenizer.kind == "tiktoken" else {}
+    names = made.keys() - files.keys()
+    files = made | files
     if tokenizer.adds_bos != adds_bos(found, tokenizer.bos_id):
         files |= _saying_bos(files, tokenizer)
+        names -= {"tokenizer_config.json"}
     eos = list(tokenizer.stop_ids) if len(tokenizer.stop_ids) > 1 else tokenizer.eos_id
-    return Companions(files, SpecialTokens(tokenizer.bos_id, eos, tokenizer.pad_id), tokenizer.n_words, path)
+    tokens = SpecialTokens(tokenizer.bos_id, eos, tokenizer.pad_id)
+    return Companions(files, tokens, tokenizer.n_words, path, frozenset(names))
 
 
 def _saying_bos(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:

@@ -28,7 +28,14 @@ from toolkit.unfinished import refuse_existing, state_of
 from toolkit.weights.fill import BLOCK_BYTES
 from toolkit.weights.hf_config import CONFIG, GENERATION_CONFIG
 from toolkit.weights.hf_names import reorders_rows, to_hf
-from toolkit.weights.hf_write import MAX_BYTES, SpecialTokens, plan_shards, shard_names, write_hf
+from toolkit.weights.hf_write import (
+    MAX_BYTES,
+    SpecialTokens,
+    generation_config,
+    plan_shards,
+    shard_names,
+    write_hf,
+)
 from toolkit.weights.json_fields import read_object
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.meta_write import PART, write_meta
@@ -59,12 +66,25 @@ class Conversion:
     max_bytes: int = MAX_BYTES
 
     @property
-    def tokenizer_files(self) -> Mapping[str, bytes]:
-        """Those of ``beside`` that have a place in the format: Meta's programs read tokenizer.model alone."""
-        files = self.beside.files
+    def others(self) -> Mapping[str, bytes]:
+        """The files beside the weights. Meta's params.json has no place for the ids of BOS and EOS: they go
+        beside it as beside Hugging Face's config.json."""
+        files, made = self.beside.files, self.beside.made
         if self.to == "meta":
-            return {name: content for name, content in files.items() if name == TOKENIZER_MODEL}
+            kept = {name: content for name, content in files.items() if name not in made}
+            return generation_config(self.beside.tokens) | kept
         return files
+
+    @property
+    def lacks(self) -> list[str]:
+        """What programs that read the format will look for, and which was nowhere to be found."""
+        if self.to == "meta":
+            return [] if TOKENIZER_MODEL in self.beside.files else [TOKENIZER_MODEL]
+        if self.to == "dcp":
+            return []
+        ids = {"bos_token_id": self.beside.tokens.bos, "eos_token_id": self.beside.tokens.eos}
+        tokenizer = [] if self.beside.files else ["tokenizer"]
+        return tokenizer + [key for key, token in ids.items() if token is None]
 
     @property
     def bytes(self) -> int:
@@ -126,7 +146,7 @@ def convert(
         DataError, CheckpointError: a damaged source, or what ``verify`` has found, of which nothing is left;
             or a disk that is full, from where the same again goes on.
     """
-    source, out, others = conversion.source, conversion.out, conversion.tokenizer_files
+    source, out, others = conversion.source, conversion.out, conversion.others
     check, ranks = partial(compare, source) if verify else None, Ranks(alone=True)
     if conversion.to == "dcp":
         _write_checkpoint(conversion, verify=verify, progress=progress)
@@ -258,7 +278,7 @@ def _companions(there: Source, tokenizer: Path | None) -> Companions:
     run = there.run if isinstance(there, CheckpointWeights) else {}
     found = tokenizer_companions(tokenizer, add_bos=asked_bos(run)) if tokenizer else Companions()
     said = run.get("special_tokens")
-    if isinstance(there, SafetensorsFolder):
+    if isinstance(there, SafetensorsFolder | MetaFolder):
         said = {}
         for name in (CONFIG, GENERATION_CONFIG):
             values = read_object(there.place / name) if (there.place / name).is_file() else {}

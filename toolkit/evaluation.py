@@ -2,8 +2,9 @@
 
 A text begins with BOS (where the tokenizer adds none it comes after EOS, the end of the text before), and
 each of its tokens is predicted once. One longer than the context is cut into windows: a window predicts
-``stride`` tokens, and sees as many before them as fit. The default, the length of a window, costs least; a
-smaller stride costs ``context / stride`` times as much and lets each token see more.
+``stride`` tokens, and sees as many before them as fit. The default, the length of a window, costs least, and
+only the last window overlaps the one before; a smaller stride costs ``context / stride`` times as much and
+lets each token see more.
 
 On several ranks each takes its share of the rows, and all get all results. Ranks that shard the model make
 equally many forwards: where rows run out, of rows that do not count.

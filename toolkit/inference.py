@@ -16,7 +16,7 @@ import torch.distributed as dist
 from toolkit.collective import Ranks
 from toolkit.companions import asked_bos, tokenizer_of
 from toolkit.config.values import dotted
-from toolkit.data.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
 from toolkit.errors import ConfigError, DataError, Problem
 from toolkit.generation.generator import Generator, reduce_overhead
 from toolkit.generation.packed import can_pack, pack
@@ -135,6 +135,8 @@ def _tokenizer(source: Source, given: Path | str | None, add_bos: bool | None) -
     try:
         place = given or tokenizer_of(source)
         tokenizer = load_tokenizer(place, add_bos=add_bos) if place else None
+        if tokenizer and given:
+            _refuse_smaller(tokenizer, tokenizer_of(source))
     except DataError as error:
         problems = [str(error)]
     if not (failures := ranks.agree(problems)):
@@ -144,6 +146,23 @@ def _tokenizer(source: Source, given: Path | str | None, add_bos: bool | None) -
     if failures:
         raise DataError("\n".join(failures))
     return tokenizer
+
+
+def _refuse_smaller(tokenizer: Tokenizer, own: Path | None) -> None:
+    """What was trained on a tokenizer, its ``own``, is used with no smaller one: most likely it is another.
+
+    Raises:
+        DataError: ``tokenizer`` is smaller.
+    """
+    try:
+        entries = vocabulary_size(own) if own else 0
+    except DataError:
+        return  # it is damaged, and another was named for that
+    if tokenizer.n_words < entries:
+        raise DataError(
+            f"the tokenizer {tokenizer.path} has {tokenizer.n_words:,} entries, and the model's own, in {own}, "
+            f"has {entries:,}\n  fix:  leave --tokenizer out, or name one with at least as many"
+        )
 
 
 def needed_tokenizer(loaded: Loaded) -> Tokenizer:

@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--vocab-size is at least 1")
     import torch
 
-    from toolkit.conversion import TOKENIZER_MODEL, convert, mapping, prepare
+    from toolkit.conversion import convert, mapping, prepare
 
     try:
         conversion = prepare(
@@ -98,8 +98,10 @@ def main(argv: Sequence[str]) -> int:
         return report(error, show=True, debug=asked.debug)
     verified = ", each tensor compared" if asked.verify else ""
     print(f"{conversion.out}: {len(conversion.source.tensors)} tensors, {conversion.bytes:,} bytes{verified}")
-    if conversion.to == "meta" and TOKENIZER_MODEL not in conversion.tokenizer_files:
-        print(f"Meta's programs need a {TOKENIZER_MODEL} beside it, and there is none: put one there")
+    if conversion.lacks:
+        who = "Meta's programs" if conversion.to == "meta" else "transformers"
+        lacking = f"no {', no '.join(conversion.lacks)}"
+        print(f"{who} will find {lacking} beside it: put one there, or name the tokenizer with --tokenizer")
     if conversion.to == "dcp":
         print(f"to train from it: --checkpoint.initial_load_path {conversion.out}")
     return EXIT_FINISHED

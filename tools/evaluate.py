@@ -10,8 +10,9 @@ Several kinds may be asked for at once; --output keeps the results as JSON. Task
 .venv/bin/python -m pip install -c constraints.txt -e '.[eval]'.
 
 A text begins with BOS where the tokenizer adds it, else it comes after EOS. Each of its tokens is predicted
-once, in windows of --seq-len tokens that overlap where --stride is smaller. The validation set is cut, masked
-and averaged as in training. Exit codes: 0 done, 2 the arguments, 3 model, tokenizer or text cannot be used.
+once, in windows of --seq-len tokens, of which the last overlaps the one before, and all do where --stride is
+smaller. The validation set is cut, masked and averaged as in training. Exit codes: 0 done, 2 the arguments,
+3 model, tokenizer or text cannot be used.
 """
 
 from __future__ import annotations

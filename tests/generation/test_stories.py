@@ -120,6 +120,12 @@ def test_program_refuses(flags: list[str], code: int, told: str, capsys: pytest.
     assert (found, out) == (code, "") and told in err and "Traceback" not in err
 
 
+def test_program_refuses_a_tokenizer_smaller_than_the_models_own(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--prompt", "x", "--tokenizer", STORIES / "tok512.model")
+    code, out, err = _main(capsys, ASSETS / "stories15M/hf", *flags)
+    assert (code, out) == (3, "") and "has 512 entries, and the model's own, in" in err and "32,000" in err
+
+
 @pytest.mark.parametrize("flag", ["--batch-size", "--max-new-tokens"])
 def test_program_counts_from_one(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -46,8 +46,9 @@ def tokenizer_readable(run: Run) -> list[Problem]:
         return []
     key = "model.tokenizer_path" if run.config.model.tokenizer_path else "model.hf_assets_path"
     download = None if os.path.exists(run.tokenizer_path) else download_line(run.tokenizer_path)
-    fix = download or "name a folder that has tokenizer.model or tokenizer.json"
-    return [run.problem(key, run.tokenizer_error, fix)]
+    said, _, fix = run.tokenizer_error.partition("\n  fix:  ")
+    fix = download or fix or "name a folder that has tokenizer.model or tokenizer.json"
+    return [run.problem(key, said, fix)]
 
 
 @rule()

@@ -69,6 +69,12 @@ def write_hf(
     write_folder(source, out, folder, ranks=ranks, progress=progress, check=check, replace=replace)
 
 
+def generation_config(tokens: SpecialTokens) -> dict[str, bytes]:
+    """generation_config.json with the ids that there are; no file where there are none."""
+    ids = generation_config_json(**asdict(tokens))
+    return {GENERATION_CONFIG: _json(ids)} if ids else {}
+
+
 def plan_shards(tensors: Mapping[str, Stored], max_bytes: int) -> list[dict[str, Stored]]:
     """The tensors of each file, in order; a file is full before the next begins."""
     shards: list[dict[str, Stored]] = [{}]
@@ -133,7 +139,7 @@ def _configs(source: Source, tokens: SpecialTokens) -> dict[str, bytes]:
     name = str(dtype).removeprefix("torch.")
     return {
         CONFIG: _json(config_json(source.args, dtype=name, **asdict(tokens))),
-        GENERATION_CONFIG: _json(generation_config_json(**asdict(tokens))),
+        **generation_config(tokens),
     }
 
 
