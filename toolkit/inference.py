@@ -160,7 +160,7 @@ def _refuse_smaller(tokenizer: Tokenizer, own: Path | None) -> None:
         return  # it is damaged, and another was named for that
     if tokenizer.n_words < entries:
         raise DataError(
-            f"the tokenizer {tokenizer.path} has {tokenizer.n_words:,} entries, and the model's own, in {own}, "
+            f"the tokenizer {tokenizer.path} has {tokenizer.n_words:,} entries, and the model's, in {own}, "
             f"has {entries:,}\n  fix:  leave --tokenizer out, or name one with at least as many"
         )
 

@@ -123,7 +123,7 @@ def test_program_refuses(flags: list[str], code: int, told: str, capsys: pytest.
 def test_program_refuses_a_tokenizer_smaller_than_the_models_own(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--prompt", "x", "--tokenizer", STORIES / "tok512.model")
     code, out, err = _main(capsys, ASSETS / "stories15M/hf", *flags)
-    assert (code, out) == (3, "") and "has 512 entries, and the model's own, in" in err and "32,000" in err
+    assert (code, out) == (3, "") and "has 512 entries, and the model's, in" in err and "32,000" in err
 
 
 @pytest.mark.parametrize("flag", ["--batch-size", "--max-new-tokens"])
