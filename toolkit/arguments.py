@@ -9,6 +9,7 @@ import torch
 
 from toolkit.distributed import process_group
 from toolkit.environment import place
+from toolkit.errors import flags_named
 from toolkit.generation.sampling import Sampling
 from toolkit.inference import Loaded, load_model
 from toolkit.precision import native_dtype
@@ -59,14 +60,15 @@ def load_as_asked(arguments: argparse.Namespace, *, add_bos: bool | None = None)
     if place(os.environ).world_size > 1:
         process_group.start(device, timeout_seconds=_PATIENCE)
     dtype = native_dtype(device) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-    return load_model(
-        arguments.model,
-        device=device,
-        dtype=dtype,
-        tp=arguments.tp,
-        tokenizer_path=arguments.tokenizer,
-        add_bos=add_bos,
-    )
+    with flags_named({"tp": "--tp"}):
+        return load_model(
+            arguments.model,
+            device=device,
+            dtype=dtype,
+            tp=arguments.tp,
+            tokenizer_path=arguments.tokenizer,
+            add_bos=add_bos,
+        )
 
 
 def add_sampling_arguments(
@@ -103,7 +105,8 @@ def sampling_as_asked(arguments: argparse.Namespace) -> Sampling:
     Raises:
         ConfigError: values out of range.
     """
-    return Sampling(**{name: getattr(arguments, name) for name in _SAMPLING})
+    with flags_named({name: f"--{name.replace('_', '-')}" for name in _SAMPLING}):
+        return Sampling(**{name: getattr(arguments, name) for name in _SAMPLING})
 
 
 def count(text: str) -> int:

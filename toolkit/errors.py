@@ -7,10 +7,12 @@ or arguments; 3 data or checkpoint unusable; 75 stopped by a signal after saving
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 EXIT_FINISHED = 0
 EXIT_ERROR = 1
@@ -44,12 +46,14 @@ class ToolkitError(Exception):
     """Base of every error that is reported to the user without a traceback."""
 
     exit_code = EXIT_ERROR
+    problems: Sequence[Problem] = ()
 
 
 class ConfigError(ToolkitError):
     """The configuration, a flag or the mesh cannot be right. Carries every problem found."""
 
     exit_code = EXIT_CONFIG
+    problems: list[Problem]
 
     def __init__(self, problems: Problem | Sequence[Problem]):
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
@@ -78,6 +82,29 @@ class TrainingError(ToolkitError):
 
 class OutOfMemory(TrainingError):
     """The device of one rank is full. Its peers only see that it has gone, so it tells the user itself."""
+
+
+@contextmanager
+def flags_named(flags: Mapping[str, str]) -> Iterator[None]:
+    """Has the problems that are raised inside name a program's flags where they name keys of the config:
+    ``flags`` is key → flag, and a key with its table stands for itself alone, too."""
+    try:
+        yield
+    except ToolkitError as error:
+        if error.problems:
+            error.problems = [_with_flags(problem, flags) for problem in error.problems]
+            error.args = ("\n".join(map(str, error.problems)),)
+        raise
+
+
+def _with_flags(problem: Problem, flags: Mapping[str, str]) -> Problem:
+    for key, flag in flags.items():
+        word = rf"(?<![\w.-]){re.escape(key)}\b"
+        rule, fix = (re.sub(word, flag, text) for text in (problem.rule, problem.fix))
+        problem = replace(problem, rule=rule, fix=fix)
+        if problem.key in (key, key.rpartition(".")[2]):
+            problem = replace(problem, key=flag, origin="")
+    return problem
 
 
 def report(error: BaseException, *, show: bool, debug: bool = False) -> int:

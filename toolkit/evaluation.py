@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.data.loader import Batch
-from toolkit.data.sources import open_source
+from toolkit.data.sources import open_text
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import DataError
 from toolkit.loss import IGNORED_LABEL
@@ -218,13 +218,14 @@ def first_token(tokenizer: Tokenizer) -> int:
 
 
 def documents(path: str, text_column: str = "text") -> Iterator[str]:
-    """The texts of files named as in ``training.dataset_path``: a .txt file is one, a line of JSON one.
+    """The texts of files named as in ``training.dataset_path``: a line of .jsonl is one, a text file one,
+    whatever its suffix.
 
     Raises:
         DataError: no such files, or one that cannot be read.
     """
     begun: list[str] = []
-    for piece in open_source("", path, text_column).pieces():
+    for piece in open_text(path, text_column).pieces():
         texts = piece.texts(text_column)
         for index, text in enumerate(texts):
             begun.append(text)

@@ -6,8 +6,9 @@
     torchrun --nproc-per-node 2 -m tools.chat MODEL --tp 2
 
 MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a run's folder for its newest.
-A line is a message; /reset forgets the dialog but for the system prompt, /quit or the end of the input ends.
-Ctrl-C ends an answer. Dialogs that outgrow the model's context lose their oldest turns.
+A line is a message; /reset forgets the dialog but for the system prompt, /quit, /exit or the end of the input
+ends. Ctrl-C ends an answer. Where input is no terminal, a message that cannot be answered ends it all.
+Dialogs that outgrow the model's context lose their oldest turns.
 
 The format is that of the template beside the tokenizer, else Llama 3's or Llama 2's by the tokenizer;
 --format names another. Messages are text: "<|eot_id|>" in one is no token. Answers go to standard output.
@@ -41,7 +42,8 @@ from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
 from toolkit.inference import needed_tokenizer
 
-HELP = "/reset forgets the dialog, /quit ends"
+HELP = "/reset forgets the dialog, /quit or /exit ends"
+_ENDS = ("/quit", "/exit")
 
 
 class Dialog:
@@ -150,7 +152,10 @@ class Terminal:
     def __init__(self) -> None:
         self.distributed = dist.is_initialized()
         self.here = not self.distributed or dist.get_rank() == 0
-        self.interactive = self.here and sys.stdin.isatty()
+        told = [self.here and sys.stdin.isatty()]
+        if self.distributed:
+            dist.broadcast_object_list(told, src=0)
+        self.interactive = told[0]
 
     def line(self) -> str | None:
         """The next message, None at the end of the input; the same on every rank."""
@@ -174,8 +179,12 @@ class Terminal:
 
 
 def talk(dialog: Dialog, terminal: Terminal) -> None:
-    """Messages in and answers out until /quit or the end of the input."""
-    while (line := terminal.line()) is not None and line.strip() != "/quit":
+    """Messages in and answers out until /quit, /exit or the end of the input.
+
+    Raises:
+        DataError: a message cannot be answered, and nobody is there to give another.
+    """
+    while (line := terminal.line()) is not None and line.strip() not in _ENDS:
         if line.strip() == "/reset":
             dialog.reset()
             terminal.note("the dialog begins anew")
@@ -188,6 +197,8 @@ def talk(dialog: Dialog, terminal: Terminal) -> None:
             for piece in answer:
                 terminal.say(piece, end="")
         except DataError as error:
+            if not terminal.interactive:
+                raise
             terminal.note(str(error))
             continue
         except KeyboardInterrupt:

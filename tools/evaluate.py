@@ -33,10 +33,10 @@ from toolkit.config import Config, load_config
 from toolkit.config.corpora import corpora
 from toolkit.corpora import Data, run_tokenizer
 from toolkit.data.cache import tokenized
-from toolkit.data.sources import open_source
+from toolkit.data.sources import open_source, open_text
 from toolkit.distributed import process_group
 from toolkit.environment import speaks
-from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
+from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, flags_named, report
 from toolkit.evaluation import Evaluator, Loss, documents, text_loss
 from toolkit.inference import Loaded, needed_tokenizer
 from toolkit.loaders import validation_loader
@@ -48,6 +48,7 @@ _SEQ_LEN = (
     f"for text the smallest of {_WINDOW}, the model's context and, for a checkpoint, the training.seq_len "
     "of its run; for tasks the context"
 )
+_TEXT_FLAGS = {"training.dataset_path": "--text", "data.text_column": "--text-column"}
 _RULES = ("corpus_readable", "dataset_choices_act", "text_column_acts", "template_has_no_escapes")
 
 
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     add_model_arguments(parser)
     add_bos_argument(parser)
     add = parser.add_argument
-    add("--text", metavar="PATH", help=".txt, .jsonl, … files, a folder or a glob, as training.dataset_path")
+    add("--text", metavar="PATH", help="a file of text or .jsonl, a folder, a glob, or several with commas")
     add("--text-column", default="text", metavar="NAME", help="column of the text (default: text)")
     add("--seq-len", type=count, metavar="N", help=f"tokens of a window (default: {_SEQ_LEN})")
     add("--stride", type=count, metavar="N", help="tokens that a window predicts (default: all)")
@@ -81,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
 def of_text(loaded: Loaded, evaluator: Evaluator, asked: argparse.Namespace, length: int) -> Loss:
     """Of the files of --text."""
     texts = documents(asked.text, asked.text_column)
-    return text_loss(evaluator, needed_tokenizer(loaded), texts, length=length, stride=asked.stride)
+    with flags_named(_TEXT_FLAGS):
+        return text_loss(evaluator, needed_tokenizer(loaded), texts, length=length, stride=asked.stride)
 
 
 def of_validation_set(loaded: Loaded, evaluator: Evaluator, config: Config) -> Loss:
@@ -165,7 +167,8 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
         rule = "tasks need the package lm-eval, which is not installed"
         raise ConfigError(Problem(rule, install("eval"), "--tasks", asked.tasks))
     if asked.text:
-        open_source("", asked.text, asked.text_column)
+        with flags_named(_TEXT_FLAGS):
+            open_text(asked.text, asked.text_column)
     if not asked.config:
         return None
     bos = [] if asked.add_bos_token is None else [f"--model.add_bos_token={asked.add_bos_token}".lower()]

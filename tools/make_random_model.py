@@ -26,7 +26,8 @@ from toolkit import output
 from toolkit.collective import Ranks
 from toolkit.companions import Companions, tokenizer_companions
 from toolkit.config import load_config
-from toolkit.errors import EXIT_FINISHED, ToolkitError, report
+from toolkit.config.tables_training import Model
+from toolkit.errors import EXIT_FINISHED, ToolkitError, flags_named, report
 from toolkit.models.llama.model import init_rule
 from toolkit.models.llama.presets import LlamaArgs, parameter_count, parameter_shapes
 from toolkit.parallel.initialize import initial_rows
@@ -62,10 +63,15 @@ def main(argv: Sequence[str]) -> int:
     asked = _parser().parse_args(argv)
     try:
         shape = [f"--model.{pair}" for pair in asked.set]
-        config = load_config([f"--model.name={asked.name}", f"--model.flavor={asked.flavor}", *shape])
-        add_bos = config.model.add_bos_token
-        beside = tokenizer_companions(asked.tokenizer, add_bos=add_bos) if asked.tokenizer else Companions()
-        args = model_args(config, tokenizer_vocab=beside.entries or None)
+        keys = {*Model.model_fields, *(pair.partition("=")[0] for pair in asked.set)} - {"name", "flavor"}
+        flags = {"model.name": "--name", "model.flavor": "--flavor"}
+        with flags_named(flags | {f"model.{key}": f"--set {key}" for key in keys}):
+            config = load_config([f"--model.name={asked.name}", f"--model.flavor={asked.flavor}", *shape])
+            add_bos = config.model.add_bos_token
+            beside = (
+                tokenizer_companions(asked.tokenizer, add_bos=add_bos) if asked.tokenizer else Companions()
+            )
+            args = model_args(config, tokenizer_vocab=beside.entries or None)
         with _stand_in(f"{args} {asked.dtype} {asked.seed}") as place:
             source = InitialWeights(args, dtype=getattr(torch, asked.dtype), seed=asked.seed, place=place)
             total = parameter_count(args) * source.dtype.itemsize

@@ -26,16 +26,16 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from toolkit import output
-from toolkit.data.sources import open_source
+from toolkit.data.sources import open_source, open_text
 from toolkit.data.tokenizer_files import LLAMA3_PATTERN, N_LLAMA3_SPECIAL, llama3_names, of_llama3
-from toolkit.errors import ConfigError, Problem, ToolkitError
+from toolkit.errors import ConfigError, Problem, ToolkitError, flags_named
 
 FILE_NAMES = {"tiktoken": "tokenizer.model", "sentencepiece": "tokenizer.model", "json": "tokenizer.json"}
 
 
 def texts(corpus: str | None, column: str) -> Iterator[str]:
     """The texts of files named as ``training.dataset_path`` names them; None: the shipped corpus."""
-    source = open_source("embedded" if corpus is None else "", corpus, column)
+    source = open_source("embedded", None) if corpus is None else open_text(corpus, column)
     for piece in source.pieces():
         yield from piece.texts(column)
 
@@ -176,8 +176,9 @@ def main() -> int:
     arguments = parser.parse_args()
 
     try:
-        corpus = texts(arguments.corpus, arguments.text_column)
-        content = run(corpus, arguments.format, arguments.vocab_size)
+        with flags_named({"training.dataset_path": "--corpus", "data.text_column": "--text-column"}):
+            corpus = texts(arguments.corpus, arguments.text_column)
+            content = run(corpus, arguments.format, arguments.vocab_size)
     except ToolkitError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

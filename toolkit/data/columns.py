@@ -17,6 +17,7 @@ class SourceError(DataError):
 
     def __init__(self, problem: Problem):
         self.problem = problem
+        self.problems = [problem]
         super().__init__(str(problem))
 
 

@@ -101,11 +101,23 @@ def open_source(
         SourceError: unknown name, no such path, no text files there, missing column or package.
     """
     if path is not None:
-        source = Source(path, _find(path, split), text_column)
+        source = Source(path, _find(path, split=split), text_column)
     elif name in EMBEDDED:
         source = Source(name, (EMBEDDED_FOLDER / EMBEDDED[name],), "text")
     else:
         return _hub_source(name, text_column, subset, split)
+    _check_columns(source)
+    return source
+
+
+def open_text(path: str, text_column: str = "text") -> Source:
+    """The files at ``path`` that a program is to read, as :func:`open_source` finds them; one that is named
+    may have any suffix, and is text then.
+
+    Raises:
+        SourceError: as :func:`open_source`.
+    """
+    source = Source(path, _find(path, any_suffix=True), text_column)
     _check_columns(source)
     return source
 
@@ -175,12 +187,12 @@ def _parquet():  # type: ignore[no-untyped-def]  # the module, which costs some 
     return parquet
 
 
-def _find(path: str, split: str) -> tuple[Path, ...]:
+def _find(path: str, *, split: str = "train", any_suffix: bool = False) -> tuple[Path, ...]:
     # A path that exists is taken whole, so that a comma or a bracket in a name does no harm.
     items = [path] if os.path.exists(os.path.expanduser(path)) else [item.strip() for item in path.split(",")]
     files: dict[Path, None] = {}
     for item in filter(None, items):
-        files.update(dict.fromkeys(_find_item(item, split)))
+        files.update(dict.fromkeys(_find_item(item, split, any_suffix=any_suffix)))
     for file in files:
         if not os.access(file, os.R_OK):
             raise _path_error(path, f"{file} cannot be read", "give this user permission to read it")
@@ -189,7 +201,7 @@ def _find(path: str, split: str) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def _find_item(item: str, split: str) -> list[Path]:
+def _find_item(item: str, split: str, *, any_suffix: bool) -> list[Path]:
     place = Path(os.path.expanduser(item))
     if _is_saved_dataset(place):
         from toolkit.data import hub
@@ -208,13 +220,13 @@ def _find_item(item: str, split: str) -> list[Path]:
             raise _path_error(item, "no file matches this pattern", "check the pattern")
     else:
         hint = _path_hint(place)
-        if _LIKE_AN_ID.fullmatch(item) and not place.parent.exists():
+        if not any_suffix and _LIKE_AN_ID.fullmatch(item) and not place.parent.exists():
             hint += (
                 f"; if it is a dataset of the Hugging Face hub, set dataset = {item!r} and no dataset_path"
             )
         raise _path_error(item, "there is no such file or folder", hint)
     for file in found:
-        if not file.name.endswith(SUFFIXES):
+        if not any_suffix and not file.name.endswith(SUFFIXES):
             raise _path_error(
                 item, f"{file.name!r} is not a text corpus", f"use one of {', '.join(SUFFIXES)}"
             )

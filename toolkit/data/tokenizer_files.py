@@ -96,7 +96,7 @@ def find(path: str | Path) -> TokenizerFiles:
     if not given.exists():
         raise DataError(
             f"tokenizer path {str(path)!r} does not exist (from folder {Path.cwd()}); "
-            f"model.hf_assets_path must name a local folder or file, not a model on a hub; {ACCEPTED}"
+            f"it must be a local folder or file, not a model on a hub; {ACCEPTED}"
         )
     file, folder = given, given.parent
     if given.is_dir():
