@@ -126,6 +126,13 @@ def test_the_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     first, second = printed.out.splitlines()
     assert first == second != ""
     assert "llama2 format" in printed.err and "anew" in printed.err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me of Lily\n/exit\nnever\n"))
+    assert main([str(MODEL), *options]) == EXIT_FINISHED
+    assert capsys.readouterr().out.splitlines() == [first]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("too long " * 300 + "\nTell me of Lily\n"))
+    assert main([str(MODEL), *options]) == EXIT_DATA
+    printed = capsys.readouterr()
+    assert printed.out == "" and "error: the message makes a prompt of" in printed.err
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert main([str(MODEL), "--format", "nowhere.jinja"]) == EXIT_DATA
     assert "llama2, llama3 or the file" in capsys.readouterr().err

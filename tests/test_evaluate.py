@@ -101,8 +101,9 @@ def test_perplexity_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["--text", "nowhere.txt"], EXIT_DATA, "nowhere.txt"),
-        (["--text", __file__], EXIT_DATA, "not a text corpus"),
+        (["--text", "nowhere.txt"], EXIT_DATA, "--text = 'nowhere.txt'"),
+        (["--text", "ROWS"], EXIT_DATA, "fix:  set --text-column to the one"),
+        (["--text", "STORY", "--tp", "3"], EXIT_CONFIG, "--tp = 3"),
         (["--config", "nowhere.toml"], EXIT_CONFIG, "nowhere.toml"),
         (["--text", "STORY", "--seq-len", "513"], EXIT_CONFIG, "at most 512"),
         (["--text", "STORY", "--seq-len", "32", "--stride", "64"], EXIT_CONFIG, "--stride"),
@@ -113,8 +114,10 @@ def test_perplexity_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_mistakes(
     arguments: list[str], code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "story.txt").write_text("Once upon a time")
-    words = [str(tmp_path / "story.txt") if word == "STORY" else word for word in arguments]
+    files = {"STORY": tmp_path / "story.md", "ROWS": tmp_path / "rows.jsonl"}  # text of any suffix
+    files["STORY"].write_text("Once upon a time")
+    files["ROWS"].write_text('{"body": "Once upon a time"}\n')
+    words = [str(files.get(word, word)) for word in arguments]
     assert main([STORIES, "--dtype", "float32", *words]) == code
     assert says in capsys.readouterr().err
 

@@ -201,6 +201,8 @@ def test_documents_of_files(tmp_path: Path) -> None:
     long = "line of text\n" * 200_000  # more than one piece
     (tmp_path / "a.txt").write_text(long)
     (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"text": "two\\nlines"}\n')
+    (tmp_path / "c.md").write_text("# any suffix")
     assert list(documents(str(tmp_path))) == [long, "one", "two\nlines"]
+    assert list(documents(f"{tmp_path}/c.*,{tmp_path}/b.jsonl")) == ["# any suffix", "one", "two\nlines"]
     with pytest.raises(DataError):
         list(documents(str(tmp_path / "c.txt")))

@@ -71,5 +71,6 @@ def test_a_folder_with_something_in_it_is_left_alone(
 
 def test_a_mistake_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "m"), "--flavor=7b"]) == 2
-    assert "did you mean 7B?" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "did you mean 7B?" in said and "error: --flavor = " in said
     assert list(tmp_path.iterdir()) == []

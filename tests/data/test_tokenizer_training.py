@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.errors import ConfigError
+from toolkit.errors import EXIT_DATA, ConfigError
 from tools import make_embedded_corpus, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +56,14 @@ def test_the_program_writes_a_tokenizer_of_the_size_asked_for(
 def test_a_size_that_the_text_cannot_give_is_said(form: str, size: int, rule: str) -> None:
     with pytest.raises(ConfigError, match=rf"(?s)--vocab-size = {size}.*{rule}"):
         train_tokenizer.run(["It was the best of times, it was the worst of times."] * 9, form, size)
+
+
+def test_a_mistake_names_the_programs_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train_tokenizer", "--corpus", "none.txt", "--output", str(tmp_path)])
+    assert train_tokenizer.main() == EXIT_DATA
+    assert "error: --corpus = 'none.txt'" in capsys.readouterr().err
 
 
 def shipped(split: str) -> list[dict[str, str]]:

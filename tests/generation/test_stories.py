@@ -108,7 +108,7 @@ def test_program_takes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("flags", "code", "told"),
     [
-        (["--prompt", "x", "--top-p", "3"], 2, "top_p = 3.0"),
+        (["--prompt", "x", "--top-p", "3"], 2, "--top-p = 3.0\n  rule: --top-p must be"),
         (["--prompt", "x", "--stop-token", "<none>"], 2, "--stop-token = '<none>'"),
         (["--prompt", "x", "--tokenizer", str(ASSETS / "tokenizers/llama2")], 3, "32,000 entries"),
         (["--prompt-file", "/nowhere.txt"], 3, "/nowhere.txt"),

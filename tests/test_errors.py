@@ -1,0 +1,21 @@
+"""The exception tree."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.data.columns import SourceError
+from toolkit.errors import ConfigError, DataError, Problem, ToolkitError, flags_named
+
+
+@pytest.mark.parametrize("kind", [ConfigError, SourceError])
+def test_a_program_names_its_own_flags(kind: type[ToolkitError]) -> None:
+    problem = Problem("text_column is wrong", "set data.text_column", "text_column", "x", "a.toml:3")
+    with pytest.raises(kind) as raised, flags_named({"data.text_column": "--column", "tp": "--tp"}):
+        raise kind(problem)
+    assert str(raised.value) == "--column = 'x'\n  rule: text_column is wrong\n  fix:  set --column"
+
+
+def test_what_names_no_key_stays_as_it_is() -> None:
+    with pytest.raises(DataError, match="^tp is no key here$"), flags_named({"tp": "--tp"}):
+        raise DataError("tp is no key here")
