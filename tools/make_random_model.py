@@ -67,8 +67,8 @@ def main(argv: Sequence[str]) -> int:
         flags = {"model.name": "--name", "model.flavor": "--flavor"}
         with flags_named(flags | {f"model.{key}": f"--set {key}" for key in keys}):
             config = load_config([f"--model.name={asked.name}", f"--model.flavor={asked.flavor}", *shape])
-            place, add_bos = asked.tokenizer, config.model.add_bos_token
-            beside = tokenizer_companions(place, add_bos=add_bos) if place else Companions()
+            given, add_bos = asked.tokenizer, config.model.add_bos_token
+            beside = tokenizer_companions(given, add_bos=add_bos) if given else Companions()
             args = model_args(config, tokenizer_vocab=beside.entries or None)
         with _stand_in(f"{args} {asked.dtype} {asked.seed}") as place:
             source = InitialWeights(args, dtype=getattr(torch, asked.dtype), seed=asked.seed, place=place)
