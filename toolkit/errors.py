@@ -99,9 +99,8 @@ def flags_named(flags: Mapping[str, str]) -> Iterator[None]:
 
 def _with_flags(problem: Problem, flags: Mapping[str, str]) -> Problem:
     for key, flag in flags.items():
-        word = rf"(?<![\w.-]){re.escape(key)}\b"
-        rule, fix = (re.sub(word, flag, text) for text in (problem.rule, problem.fix))
-        problem = replace(problem, rule=rule, fix=fix)
+        word, said = re.compile(rf"(?<![\w.-]){re.escape(key)}\b"), flag.replace("\\", r"\\")
+        problem = replace(problem, rule=word.sub(said, problem.rule), fix=word.sub(said, problem.fix))
         if problem.key in (key, key.rpartition(".")[2]):
             problem = replace(problem, key=flag, origin="")
     return problem

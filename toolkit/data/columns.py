@@ -13,10 +13,9 @@ _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|[{}]")
 
 
 class SourceError(DataError):
-    """A corpus cannot be used; ``problem.key`` is one of its keys in the config, such as dataset_path."""
+    """A corpus cannot be used; its problem names one of its keys in the config, such as dataset_path."""
 
     def __init__(self, problem: Problem):
-        self.problem = problem
         self.problems = [problem]
         super().__init__(str(problem))
 

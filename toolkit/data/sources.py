@@ -134,7 +134,7 @@ def check_source(
     try:
         open_source(name, path, text_column, subset=subset, split=split)
     except SourceError as error:
-        return error.problem
+        return error.problems[0]
     except DataError as error:
         rule, _, fix = str(error).partition("\n  fix:  ")
         return Problem(rule, fix, "dataset_path", path)
