@@ -159,7 +159,7 @@ def _errors_of_a_tokenizer(folder: str) -> list[str]:
 
 
 def test_a_tokenizer_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
-    shutil.copytree(Path(__file__).parent / "assets" / "tokenizer", tmp_path / "another")
+    shutil.copytree(Path(os.environ["TOOLKIT_ASSETS"], "tokenizers", "llama3"), tmp_path / "another")
     first, second = run_world(_errors_of_a_tokenizer, 2, str(tmp_path))
     assert first == second
     assert len(first) == 2 and "nowhere" in first[0] and "rank 1 has not" in first[1]
