@@ -141,6 +141,18 @@ def test_weights_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert _main(capsys, folder, "--prompt", "x", *given)[0] == 0
 
 
+def test_a_config_that_is_not_the_weights_is_to_be_changed_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program has no key of a run's configuration for it."""
+    folder = shutil.copytree(STORIES / "hf", tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_bytes())
+    for field, value in (("tie_word_embeddings", False), ("vocab_size", 600)):
+        (folder / "config.json").write_text(json.dumps(config | {field: value}))
+        code, _, err = _main(capsys, folder, "--prompt", "x")
+        assert code == 3 and f"{field} in config.json" in err
+
+
 def test_tp_must_divide() -> None:
     with pytest.raises(ConfigError, match="tp = 3"):
         load_model(STORIES / "hf", device=CPU, dtype=torch.float32, tp=3)

@@ -26,6 +26,9 @@ from toolkit.wording import first_few
 BLOCK_BYTES = 16 << 20
 """Of a thread's block: small, so that many threads need little."""
 _SHOWN = 8
+# The shape is a run's to change, and elsewhere that of the config.json beside the weights.
+_TIED = "model.tie_embeddings, or for a tool tie_word_embeddings in config.json,"
+_VOCABULARY = "model.vocab_size, or for a tool vocab_size in config.json,"
 
 
 @torch.no_grad()
@@ -100,7 +103,7 @@ def _misfits(stored: Mapping[str, Stored], tensors: Mapping[str, Tensor], ranks:
     problems = []
     missing = [name for name in tensors if name not in stored]
     if missing:
-        hint = "; its head is the embedding's: set model.tie_embeddings = true" if missing == [HEAD] else ""
+        hint = f"; its head is the embedding's: set {_TIED} to true" if missing == [HEAD] else ""
         problems.append(f"not there: {first_few(missing, _SHOWN)}{hint}")
     shapes = {
         name: f"{name} {stored[name].shape} there, {tuple(tensor.shape)} here"
@@ -110,12 +113,12 @@ def _misfits(stored: Mapping[str, Stored], tensors: Mapping[str, Tensor], ranks:
     if shapes:
         problems.append(f"of another shape: {first_few(list(shapes.values()), _SHOWN)}")
     if shapes.keys() and shapes.keys() <= {EMBEDDING, HEAD}:
-        problems.append("fix:  give model.vocab_size that of the weights, or convert them with --vocab-size")
+        problems.append(f"fix:  give {_VOCABULARY} that of the weights, or convert them with --vocab-size")
     # Ranks of a pipeline each hold some of the names: what no rank asks for is too much.
     asked = ranks.any_of([name in tensors for name in stored])
     extra = [name for name, used in zip(stored, asked, strict=True) if not used]
     if extra:
-        hint = "; the head is one of its own: set model.tie_embeddings = false" if extra == [HEAD] else ""
+        hint = f"; the head is one of its own: set {_TIED} to false" if extra == [HEAD] else ""
         problems.append(f"there, but not in this model: {first_few(extra, _SHOWN)}{hint}")
     return problems
 
