@@ -7,7 +7,7 @@
 The first is the smallest program found that breaks it: one process, one rank, all-gathers of one number. The
 second forms worlds of 8 ranks, trains two steps in each and leaves them; a layout is a line of words of
 tests/meshes.py. What was run is kept in FOLDER, and counts again: stop the command at any time and give it
-once more. Processes are new every few worlds, and after one of them died.
+once more, or `--worlds 0` for the table alone. Processes are new every few worlds, and after one died.
 """
 
 from __future__ import annotations
@@ -69,11 +69,7 @@ def gather(threads: int, seconds: float) -> int:
 def _use(threads: int) -> None:
     """Have the groups of a run made with one thread, as the toolkit does, or as torch does."""
     if threads != 1:
-        dist.Backend.register_backend(process_group.GLOO, _as_torch, devices=["cpu"])
-
-
-def _as_torch(*arguments: Any) -> dist.ProcessGroupGloo:
-    return dist.ProcessGroupGloo(*arguments)
+        dist.Backend.register_backend(process_group.GLOO, dist.ProcessGroupGloo, devices=["cpu"])
 
 
 # Worlds
@@ -180,7 +176,7 @@ def main() -> None:
         print(batch, flush=True)
         if batch["failed"]:
             raise SystemExit("worlds fail for another reason, which the ranks have told")
-    text = report(kept, f"python -m benchmarks.gloo_heap --worlds {options.worlds} --threads N", machine)
+    text = report(kept, "python -m benchmarks.gloo_heap --worlds N --threads T", machine)
     print(text)
     if options.output:
         options.output.write_text(text)
