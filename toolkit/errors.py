@@ -7,11 +7,14 @@ or arguments; 3 data or checkpoint unusable; 75 stopped by a signal after saving
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 EXIT_FINISHED = 0
@@ -111,6 +114,7 @@ def report(error: BaseException, *, show: bool, debug: bool = False) -> int:
 
     A :class:`ToolkitError` is one message; anything else, or ``debug``, is a traceback.
     """
+    _leave_for_torchrun(error, show=show)
     if show:
         if debug or not isinstance(error, ToolkitError):
             traceback.print_exception(error)
@@ -120,3 +124,21 @@ def report(error: BaseException, *, show: bool, debug: bool = False) -> int:
                 print("(--debug shows the traceback)", file=sys.stderr)
         sys.stderr.flush()
     return error.exit_code if isinstance(error, ToolkitError) else EXIT_ERROR
+
+
+def _leave_for_torchrun(error: BaseException, *, show: bool) -> None:
+    """Have the message end what torchrun prints, some forty lines in which it would be lost.
+
+    torchrun takes the oldest of the files that it has named to its ranks: that of the rank which tells.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    text, seconds = "another rank tells the error", time.time() + 1
+    if show:
+        unforeseen = not isinstance(error, ToolkitError)
+        text = "".join(traceback.format_exception(error)) if unforeseen else f"error: {error}"
+        seconds = time.time()
+    told = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(seconds))}}
+    with suppress(OSError), open(file, "w", encoding="utf-8") as reply:
+        json.dump({"message": told}, reply)

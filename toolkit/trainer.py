@@ -142,7 +142,8 @@ class Trainer:
         assert layout is not None, "the preflight checks the world size"
         self.mesh = build_mesh(self.device, **asdict(layout))
         process_group.set_timeout(config.comm.init_timeout_seconds)
-        self.patient_group = process_group.patient_group()
+        timeout = config.comm.save_timeout_seconds
+        self.patient_group = process_group.patient_group(timeout_seconds=timeout)
         shape = batch_shape(
             global_batch_size=config.training.global_batch_size,
             local_batch_size=config.training.local_batch_size,

@@ -94,7 +94,7 @@ def test_no_run_says_gpu_and_trains_on_the_cpu(device: str, code: int, tmp_path:
 
 def _threads_of_groups() -> list[int]:
     build_mesh(torch.device("cpu"), pp=2, tp=2)
-    process_group.patient_group()
+    process_group.patient_group(timeout_seconds=60)
     groups = list(dist.distributed_c10d._world.pg_map)
     return [group._get_backend(torch.device("cpu")).options._threads for group in groups]
 

@@ -34,7 +34,7 @@ import importlib.abc, importlib.util, os, signal, sys, time
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "toolkit.parallel.pipeline":
+        if name != "MODULE":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -42,28 +42,30 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             execute(module)
-            module.Pipeline.backward = sabotaged(module.Pipeline.backward)
+            module.CLASS.METHOD = sabotaged(module.CLASS.METHOD)
 
         spec.loader.exec_module = exec_module
         return spec
 
 def sabotaged(method):
-    steps = 0
+    calls = 0
 
-    def backward(*args):
-        nonlocal steps
-        steps += 1
-        if steps == 2:
+    def sabotage(*args):
+        nonlocal calls
+        calls += 1
+        if calls == 2:
             with open(os.environ["FAULT_FILE"], "w") as file:
                 file.write(str(time.monotonic()))
             FAULT
         return method(*args)
 
-    return backward
+    return sabotage
 
 if os.environ.get("RANK") == "BAD_RANK":
     sys.meta_path.insert(0, Finder())
 """
+BACKWARD = "toolkit.parallel.pipeline:Pipeline.backward"
+SAVE = "toolkit.checkpoint.storage:CommittingWriter.write_data"
 FAULTS = {
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
     "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
@@ -99,10 +101,13 @@ def _with_marker(marker: str) -> list[int]:
     return found
 
 
-def _run(words: list[str], tmp_path: Path, fault: str, rank: int) -> Ended:
-    """Train on pp 2 × tp 2 with ``rank`` at fault in its second step, the first with the short time-out."""
+def _run(words: list[str], tmp_path: Path, fault: str, rank: int, *flags: str, at: str = BACKWARD) -> Ended:
+    """Train on pp 2 × tp 2 with ``rank`` at fault in its second call of ``at``: of backward, in the second
+    step, the first with the short time-out."""
     marker = f"FAULT_FILE={tmp_path}/fault"
     text = SABOTAGE.replace("FAULT\n", FAULTS[fault] + "\n").replace("BAD_RANK", str(rank))
+    module, _, method = at.partition(":")
+    text = text.replace("MODULE", module).replace("CLASS.METHOD", method)
     (tmp_path / "sitecustomize.py").write_text(text)
     name, _, value = marker.partition("=")
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -112,6 +117,7 @@ def _run(words: list[str], tmp_path: Path, fault: str, rank: int) -> Ended:
             "-m",
             *words,
             *RUN,
+            *flags,
             f"--job.dump_folder={tmp_path}",
             f"--data.cache_folder={tmp_path}/cache",
         ],
@@ -132,8 +138,8 @@ def _run(words: list[str], tmp_path: Path, fault: str, rank: int) -> Ended:
     return Ended(process.returncode, out, err, ended - started)
 
 
-def _launch(tmp_path: Path, fault: str, rank: int) -> Ended:
-    ended = _run(["toolkit.launch"], tmp_path, fault, rank)
+def _launch(tmp_path: Path, fault: str, rank: int, *flags: str, at: str = BACKWARD) -> Ended:
+    ended = _run(["toolkit.launch"], tmp_path, fault, rank, *flags, at=at)
     assert ended.code == 1, ended.err
     assert ended.seconds < TIMEOUT + Launch(1).peer_grace + Launch(1).kill_grace + LOAD
     return ended
@@ -160,6 +166,20 @@ def test_a_stopped_rank_is_named_with_what_it_missed(tmp_path: Path) -> None:
     assert "Traceback" not in ended.err
     traces = {path.name for path in (tmp_path / "comm_traces").iterdir()}
     assert {"rank_1.json", "rank_2.json", "rank_3.json"} <= traces
+
+
+def test_a_rank_that_is_stopped_inside_a_save_is_named(tmp_path: Path) -> None:
+    flags = ["--checkpoint.enable", "--checkpoint.interval=1", f"--comm.save_timeout_seconds={TIMEOUT}"]
+    # What ranks wait for each other in steps would take too long.
+    ended = _launch(tmp_path, "stopped", 3, *flags, "--comm.train_timeout_seconds=500", at=SAVE)
+    said = (
+        r"rank 3 \(pp 1, tp 1\) did not take part in \w+ number \d+ of the group files \(ranks 0, 1, 2, 3\), "
+    )
+    assert re.search(said + r"for which ranks 0, 1, 2 waited .* in step 2; it is stopped", ended.err), (
+        ended.err
+    )
+    assert "Traceback" not in ended.err and "NOT SAVED" not in ended.out
+    assert [path.name for path in (tmp_path / "checkpoint").glob("step-?")] == ["step-1"]
 
 
 def test_a_looping_rank_says_where(tmp_path: Path) -> None:

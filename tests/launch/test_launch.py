@@ -143,6 +143,17 @@ def test_a_process_that_cannot_know_its_place_says_so(program, said, name, tmp_p
     assert f"{name} = '{said.get(name, '')}'" in result.stderr and "Traceback" not in result.stderr
 
 
+def test_a_refusal_is_the_last_thing_that_torchrun_prints():
+    words = ["--nproc_per_node=2", "--master_port=0", "-m", "toolkit.train", "--training.stepz=5"]
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words], cwd=ROOT, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    _, cause = result.stderr.split("Root Cause (first observed failure)")
+    assert "training.stepz" in cause and "fix:" in cause
+    assert len(cause.splitlines()) < 15
+
+
 @pytest.mark.parametrize("value", ["", " "])
 def test_an_empty_variable_is_one_that_is_not_set(value):
     assert place({"WORLD_SIZE": value, "RANK": value, "LOCAL_RANK": value}) == Place(0, 0, 1)

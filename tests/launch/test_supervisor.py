@@ -38,7 +38,7 @@ print("ready", os.getpid(), flush=True)
 signal.pause()
 """
 STUBBORN = """
-for number in (signal.SIGTERM, signal.SIGINT):
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
     signal.signal(number, signal.SIG_IGN)
 print("ready", os.getpid(), flush=True)
 time.sleep(60)
@@ -383,7 +383,7 @@ def test_an_interrupt_that_comes_twice_at_once_saves():
 
 
 def test_ranks_that_do_not_stop_in_time_are_ended():
-    launched = Launched(STUBBORN, shutdown_timeout=0.3)
+    launched = Launched(STUBBORN, shutdown_timeout=0.3, kill_grace=0.2)
     launched.process.send_signal(signal.SIGTERM)
     code, _, err = launched.end()
     assert code == 1

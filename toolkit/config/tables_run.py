@@ -147,6 +147,9 @@ class Comm(Table):
     """Time-out of collectives until the first step is done."""
     train_timeout_seconds: Positive = 100
     """Time-out of collectives after the first step."""
+    save_timeout_seconds: Positive = 1800
+    """Time-out of what ranks do together with files, which may keep one busy long after the others: to save,
+    load and export."""
     trace_buf_size: NonNegative = 20000
     """Collectives that a rank's flight recorder remembers, for the trace of one that failed; 0 is off."""
     save_traces_folder: Annotated[str, _RECORDER] = "comm_traces"

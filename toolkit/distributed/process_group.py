@@ -17,7 +17,6 @@ GLOO = "gloo_one_thread"
 
 torch gives a group two, and both write the name of the work that they finish into one string without a lock:
 all-gathers of tensor and context parallelism then break the heap (docs/parallelism.md)."""
-PATIENCE = timedelta(hours=1)
 _SEND, _RECEIVE = 12, 13  # c10d's OpType, which Python does not have
 _wait = dist.Work.wait
 
@@ -101,9 +100,9 @@ def start(device: torch.device, *, timeout_seconds: int) -> None:
         )
 
 
-def patient_group() -> dist.ProcessGroup:
+def patient_group(*, timeout_seconds: int) -> dist.ProcessGroup:
     """A gloo group of all ranks for file systems, which may keep one rank busy long after the others."""
-    return dist.new_group(backend=GLOO, timeout=PATIENCE, group_desc="files")
+    return dist.new_group(backend=GLOO, timeout=timedelta(seconds=timeout_seconds), group_desc="files")
 
 
 def set_timeout(timeout_seconds: int, *, except_for: dist.ProcessGroup | None = None) -> None:

@@ -242,7 +242,11 @@ class _Watch:
             f"{signal.Signals(signum).name}: the ranks save and stop, in at most {patience:.0f} s"
             f" (Ctrl-C after {self.launch.insist_after:g} s ends them at once, unsaved)"
         )
-        self.plan = self.plan or [(time.monotonic() + patience, signal.SIGKILL)]
+        ask = time.monotonic() + patience
+        kill = ask + self.launch.kill_grace
+        # Of several ranks the one that the others wait for is to be named; a single one does not listen.
+        question = [(ask, QUESTION)] if self.launch.world_size > 1 else []
+        self.plan = self.plan or [*question, (kill if question else ask, signal.SIGKILL)]
         for worker in self.running:
             worker.process.send_signal(signum)
 
