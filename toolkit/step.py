@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from toolkit.loss import IGNORED_LABEL
 from toolkit.optim.clip import clip_, global_norm, nonfinite_parameters
 from toolkit.optim.in_backward import StepInBackward
 from toolkit.parallel.execution import Execution, MicroBatch
+from toolkit.parallel.nonfinite import origins
 from toolkit.wording import first_few
 
 
@@ -83,7 +85,8 @@ class TrainStep:
         scale = 1.0 / tokens.clamp(min=1).double()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        total = execution.backward(batches, scale)
+        own = execution.backward(batches, scale)
+        total = own.clone()
         dist.all_reduce(total)
         parameters = [parameter for _, parameter in execution.named_parameters()]
         norm = (
@@ -95,27 +98,39 @@ class TrainStep:
         mean, grad_norm, count, stop_count = torch.stack(
             [total * scale, norm, tokens.double(), stops.double()]
         ).tolist()
-        self._check_finite(mean, grad_norm)
+        if not (math.isfinite(mean) and math.isfinite(grad_norm)):
+            self._refuse(mean, grad_norm, own, batches)
         clip_([*parameters, *(copy for _, copy in execution.copies())], self.max_norm, grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return StepResult(mean, grad_norm, int(count), stop=stop_count > 0)
 
-    def _check_finite(self, loss: float, grad_norm: float) -> None:
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            return
+    def _refuse(self, loss: float, grad_norm: float, own: Tensor, batches: Sequence[MicroBatch]) -> NoReturn:
         if self.early:
             names = self.early.nonfinite()
             updated = "were updated by this step already, in backward (optimizer.early_step_in_backward)"
         else:
             names = nonfinite_parameters(self.execution.named_parameters())
             updated = "were not updated by this step"
-        gathered: list[list[str] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, names)
-        where = [f"rank {rank}: {first_few(found, 3)}" for rank, found in enumerate(gathered) if found]
+        if math.isfinite(loss):
+            began = f"gradients that are not finite: {_where(names) or 'none (the norm itself overflowed)'}"
+        else:
+            # After an update in backward, another forward pass would see other parameters.
+            found = [] if self.early else origins(self.execution, batches)
+            own_loss = [] if own.isfinite() else [f"its part of the loss{self.execution.coordinates}"]
+            told = first_few([str(one) for one in found], 3) or _where(own_loss)
+            told = told or "the sum of the ranks' losses"
+            began = f"it began in {told}"
         raise TrainingError(
             f"the loss is {loss} and the gradient norm {grad_norm}: training cannot go on\n"
-            f"  gradients that are not finite: {'; '.join(where) or 'none (the norm itself overflowed)'}\n"
+            f"  {began}\n"
             "  fix:  lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or resume from an earlier "
             f"checkpoint (checkpoint.load_step); the parameters {updated}"
         )
+
+
+def _where(names: Sequence[str]) -> str:
+    """The ranks that have ``names`` to tell, and theirs; the same text on all ranks."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, list(names))
+    return "; ".join(f"rank {rank}: {first_few(found, 3)}" for rank, found in enumerate(gathered) if found)

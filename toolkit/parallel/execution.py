@@ -33,6 +33,7 @@ class Execution(ABC):
     def __init__(self, models: Sequence[Llama], mesh: Mesh, shards: SequenceShards | None):
         self.models = models
         self.counts = mesh.counts
+        self.dp_rank, self.coordinates = mesh.dp_rank, mesh.coordinates
         self.shards = shards
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

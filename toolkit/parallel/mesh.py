@@ -32,6 +32,8 @@ class Mesh:
     """Whether this rank counts what those of its pp and tp groups have alike, such as labels."""
     shape: str
     """Sizes in words."""
+    coordinates: str
+    """Where this rank is, in words: " (dp_shard 1, tp 0)", or nothing of a single process."""
 
     def __str__(self) -> str:
         return self.shape
@@ -48,6 +50,9 @@ def build_mesh(
     sharder = world.get_local_rank(shard) // cp
     sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
     sizes |= {name: size for name, size in {"cp": cp, "tp": tp, "pp": pp}.items() if size > 1}
+    places = {name: world.get_local_rank(name) for name in ("pp", "dp_replicate", "tp")}
+    places |= {"dp_shard": sharder, "cp": world.get_local_rank(shard) % cp}
+    told = ", ".join(f"{name} {places[name]}" for name, size in sizes.items() if size > 1)
     return Mesh(
         world=world,
         fsdp=world["dp_replicate", shard] if dp_replicate > 1 else world[shard],
@@ -58,4 +63,5 @@ def build_mesh(
         dp_rank=world.get_local_rank("dp_replicate") * dp_shard + sharder,
         counts=world.get_local_rank("pp") == 0 and world.get_local_rank("tp") == 0,
         shape=" × ".join(f"{name} {size}" for name, size in sizes.items()),
+        coordinates=f" ({told})" if told else "",
     )

@@ -1,0 +1,106 @@
+"""Where a value that is not finite began: the forward pass of a step anew, watching what each module gives.
+
+One rank's NaN is on all ranks after the first collective. What tells them apart is who had it first: in the
+earliest micro-batch, of the lowest layer there, from the first module that ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit.names import clean_name
+from toolkit.parallel.execution import Execution, MicroBatch
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first value of a rank that is not finite: in what, and ``when``, by which ranks compare."""
+
+    rank: int
+    dp_rank: int
+    coordinates: str
+    when: tuple[int, int, int]  # micro-batch, layer, modules that had run; parameters are before all
+    what: str
+
+    def __str__(self) -> str:
+        micro_batch = f", micro-batch {self.when[0] + 1}" if self.when[0] >= 0 else ""
+        return f"{self.what} on rank {self.rank}{self.coordinates}{micro_batch}"
+
+
+class _Watch:
+    """Hooks that keep the first finding."""
+
+    def __init__(self, execution: Execution):
+        self.execution = execution
+        self.micro_batch = self.ran = 0
+        self.finding: Finding | None = None
+
+    def add_to(self, model: nn.Module, stack: ExitStack) -> None:
+        for name, module in model.named_modules():
+            if name and name != "layers":  # a dictionary, which never runs
+                stack.callback(module.register_forward_hook(self._hook(clean_name(name))).remove)
+
+    def _hook(self, name: str) -> Any:
+        words = name.split(".")
+        # The embedding is before the layers; the norm and the head are after them.
+        layer = int(words[1]) if words[0] == "layers" else -1 if words[0] == "tok_embeddings" else 1 << 30
+
+        def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self.ran += 1
+            if self.finding is None and not (_finite(args[:1]) and _finite(output)):
+                what = name if _finite(args[:1]) else f"the input of {name}"
+                self.finding = _finding(self.execution, (self.micro_batch, layer, self.ran), what)
+
+        return look
+
+
+def _finding(execution: Execution, when: tuple[int, int, int], what: str) -> Finding:
+    return Finding(dist.get_rank(), execution.dp_rank, execution.coordinates, when, what)
+
+
+def _parameter(execution: Execution) -> Finding | None:
+    """The first parameter of which this rank's shard is not finite."""
+    for name, parameter in execution.named_parameters():
+        if not _finite(parameter):
+            return _finding(execution, (-1, 0, 0), f"the parameter {name}")
+    return None
+
+
+def _finite(values: Any) -> bool:
+    if isinstance(values, tuple | list):
+        return all(map(_finite, values))
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        return True
+    return bool(getattr(values, "_local_tensor", values).isfinite().all())
+
+
+@torch.no_grad()
+def origins(execution: Execution, batches: Sequence[MicroBatch]) -> list[Finding]:
+    """The parameters that are not finite, else the first findings of each part of the batch; the same list on
+    all ranks, empty where the forward pass is finite now. Compiled blocks run as they are written."""
+    if found := _gathered(_parameter(execution)):
+        return found
+    watch = _Watch(execution)
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for model in execution.models:
+            watch.add_to(model, stack)
+        for watch.micro_batch, batch in enumerate(batches):
+            execution.loss(batch)
+    execution.end_evaluation()
+    found = _gathered(watch.finding)
+    first = {one.dp_rank: min(other.when for other in found if other.dp_rank == one.dp_rank) for one in found}
+    return [one for one in found if one.when == first[one.dp_rank]]
+
+
+def _gathered(finding: Finding | None) -> list[Finding]:
+    findings: list[Finding | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(findings, finding)
+    return [finding for finding in findings if finding]
