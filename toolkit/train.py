@@ -37,6 +37,7 @@ from toolkit.run_folder import traces_prefix
 def _train(config: Config, faults: FaultReporter | None, checked_device: str) -> int:
     import torch
 
+    from toolkit.data.loader import lost_worker
     from toolkit.distributed import flight_recorder, process_group
     from toolkit.metrics.memory import out_of_memory_advice
     from toolkit.metrics.phases import Phases
@@ -56,7 +57,12 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
         raise OutOfMemory(out_of_memory_advice(device, 0, error)) from error
     if faults:
         faults.step = lambda: trainer.progress.step
-    code = trainer.run()
+    try:
+        code = trainer.run()
+    except RuntimeError as error:
+        if lost := lost_worker(error):
+            raise lost from error
+        raise
     # Only here: after an error, leaving the group would wait for peers that wait for us.
     process_group.stop()
     return code

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
 import random
+import signal
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -17,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.data.byte_tokenizer import ByteTokenizer
 from toolkit.data.cache import Part, TokenCache, tokenized
-from toolkit.data.loader import FIELDS, Loader, build_loader
+from toolkit.data.loader import FIELDS, Loader, build_loader, lost_worker
 from toolkit.data.mixture import BLOCK, MixtureOrder
 from toolkit.data.sources import Source
 from toolkit.errors import DataError
@@ -134,6 +137,19 @@ def test_workers_and_prefetch_change_nothing(workers: dict[str, Any], parts: lis
             for name, values in expected.items():
                 assert torch.equal(values, actual[name])
         assert other.state_dict() == plain.state_dict()
+
+
+def test_a_worker_that_is_killed_is_told_in_one_message() -> None:
+    batches = iter(_loader(num_workers=1))
+    next(batches)
+    with pytest.raises(RuntimeError) as caught:
+        for child in multiprocessing.active_children():
+            os.kill(child.pid or 0, signal.SIGKILL)
+        for _ in batches:  # those that were ready come first
+            pass
+    told = str(lost_worker(caught.value))
+    assert told.startswith("DataLoader worker (pid") and "training.dataloader.num_workers" in told
+    assert lost_worker(RuntimeError("of something else")) is None
 
 
 def test_the_state_counts_whole_global_batches_that_were_consumed() -> None:

@@ -9,6 +9,7 @@ refuse another corpus or mixture).
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -199,6 +200,19 @@ class _Counted:
         self._loader.refuse_unknown_ids(batch)
         self._loader._taken += 1
         return batch
+
+
+def lost_worker(error: RuntimeError) -> DataError | None:
+    """What to tell of ``error`` if it is torch's about a worker that has ended. torch raises it in whatever
+    this process is at, as soon as the worker ends."""
+    said = re.match(r"DataLoader worker \(pid.*?\) [^.]*", str(error))
+    if said is None:
+        return None
+    return DataError(
+        f"{said[0]}: it was killed, or memory ran out (see dmesg)\n"
+        "  fix:  lower training.dataloader.num_workers or prefetch_factor; the same command goes on from the "
+        "newest checkpoint"
+    )
 
 
 def build_loader(
