@@ -37,8 +37,9 @@ def test_imports_no_torch(module: str) -> None:
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
-def test_good_config() -> None:
-    done, seconds = python("-m", "toolkit.preflight", DEBUG_MODEL, "--world-size", "2")
+def test_good_config(tmp_path: Path) -> None:
+    folder = f"--job.dump_folder={tmp_path}"  # the default one may hold a run, with which it is compared
+    done, seconds = python("-m", "toolkit.preflight", DEBUG_MODEL, "--world-size", "2", folder)
     assert (done.returncode, done.stderr) == (0, "")
     shown = done.stdout.splitlines()
     assert shown[0].split() == ["OK", DEBUG_MODEL]
