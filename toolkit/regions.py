@@ -6,16 +6,23 @@ rows go straight to their place; what cuts columns, or has its rows in another o
 
 from __future__ import annotations
 
+import io
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, TYPE_CHECKING
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
 from torch import Tensor
 
 from toolkit.errors import DataError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 Region = Sequence[slice]
 """A slice with a start and a stop, without a step, for each dimension."""
@@ -32,6 +39,63 @@ class Place:
     begin: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+class FilePart(io.RawIOBase):
+    """Some bytes of an open file, as a file of their own."""
+
+    def __init__(self, file: IO[bytes], begin: int, length: int):
+        self._file, self._begin, self._length = file, begin, length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: Buffer) -> int:
+        self._file.seek(self._begin + self._at)
+        room = max(0, self._length - self._at)
+        data = self._file.read(min(memoryview(buffer).nbytes, room))
+        memoryview(buffer)[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+class SavedFile:
+    """What torch.save has written as ``stream``: a ``file``, or the part of one that starts at ``begin``.
+
+    Raises:
+        BadZipFile: it was not torch, or one of before 1.6.
+    """
+
+    def __init__(self, file: Path, stream: IO[bytes], *, begin: int = 0):
+        self._file, self._begin = file, begin
+        self._records = sorted(ZipFile(stream).infolist(), key=lambda record: record.header_offset)
+        self._headers = [record.header_offset for record in self._records]
+
+    def place(self, tensor: Tensor) -> Place:
+        """Where the numbers of a ``tensor`` lie that torch.load has put on the meta device.
+
+        Raises:
+            ValueError: its rows do not follow one another, or it is larger than what is stored of it.
+        """
+        storage = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        if storage is None or not tensor.is_contiguous():
+            raise ValueError("its rows do not follow one another")
+        record = self._records[bisect_right(self._headers, storage) - 1]
+        first, size = tensor.storage_offset() * tensor.element_size(), tensor.nbytes
+        if record.compress_type != ZIP_STORED or first + size > record.file_size:
+            raise ValueError(
+                f"{first + size:,} bytes are said to be there, and {record.file_size:,} are stored"
+            )
+        return Place(self._file, self._begin + storage + first, tuple(tensor.shape), tensor.dtype)
 
 
 def whole(shape: Sequence[int]) -> tuple[slice, ...]:

@@ -2,7 +2,7 @@
 
     python -m tools.checkpoint list FOLDER                   what is there, and what only looks like it
     python -m tools.checkpoint inspect STEP [--tensors]      what a checkpoint holds and which run saved it
-    python -m tools.checkpoint verify PATH ...               read every file and compare it with its SHA-256
+    python -m tools.checkpoint verify PATH ...               every file against its SHA-256 and the index
     python -m tools.checkpoint diff STEP OTHER               settings and tensors in which two differ
     python -m tools.checkpoint prune FOLDER --keep-latest K [--keep-every N] [--dry-run]
 
@@ -98,7 +98,9 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def verify(steps: Sequence[Path]) -> Iterator[tuple[Path, list[str]]]:
-    """Each of ``steps`` with what is wrong with it, by the SHA-256 of all its files."""
+    """Each of ``steps`` with what is wrong with it, by the SHA-256 of all its files and by its index."""
+    from toolkit.checkpoint.reading import index_problems
+
     with ThreadPoolExecutor(cores()) as threads:
         for step in steps:
             try:
@@ -108,7 +110,8 @@ def verify(steps: Sequence[Path]) -> Iterator[tuple[Path, list[str]]]:
                 continue
             one_by_one = [{name: entry} for name, entry in files.items()]
             found = threads.map(lambda file, step=step: check_files(step, file, verify=True), one_by_one)
-            yield step, [problem for problems in found for problem in problems]
+            problems = [problem for of_file in found for problem in of_file]
+            yield step, problems or index_problems(step, files)
 
 
 def diff(left: Path, right: Path) -> Iterator[str]:

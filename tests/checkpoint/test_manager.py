@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import warnings
@@ -15,15 +16,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, MetadataIndex
 
+from tests.checkpoint.tampering import change_index, index_of, seal, shorten_storage
 from tests.helpers import run_world
 from toolkit import unfinished
+from toolkit.checkpoint import coverage, storage
 from toolkit.checkpoint import manager as manager_module
 from toolkit.checkpoint import manifest as manifest_module
-from toolkit.checkpoint import storage
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.checkpoint.manifest import MANIFEST, build_manifest, committed_steps
+from toolkit.checkpoint.manifest import MANIFEST, committed_steps
+from toolkit.checkpoint.reading import index_problems
 from toolkit.errors import CheckpointError
 
 
@@ -390,25 +395,10 @@ class _Harm:
         return os.mkdir, (self.path,)
 
 
-def _seal(folder):
-    """Rewrite the manifest for the files as they are now."""
-    old = json.loads((folder / MANIFEST).read_text())
-    files = {}
-    for name in old["files"]:
-        content = (folder / name).read_bytes()
-        files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest = build_manifest(step=old["step"], files=files, tensor_count=1, tensor_bytes=1, run={})
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-
-
-def _metadata(folder):
-    return storage.read_metadata(folder, json.loads((folder / MANIFEST).read_text())["files"])
-
-
 def test_a_pickle_in_the_metadata_does_not_run(saved, tmp_path):
     folder = saved.folder / "step-5"
     (folder / ".metadata").write_bytes(pickle.dumps(_Harm(tmp_path / "harm")))
-    _seal(folder)
+    seal(folder)
     with pytest.raises(CheckpointError, match=r"refused: it names posix\.mkdir"):
         saved.load(5, _empty())
     assert not (tmp_path / "harm").exists()
@@ -436,13 +426,14 @@ def test_getattr_in_the_metadata_gives_members_of_enums_alone():
 
 def test_a_pickle_in_a_shard_does_not_run(saved, tmp_path):
     folder = saved.folder / "step-5"
-    metadata = _metadata(folder)
+    metadata = index_of(folder)
     with (folder / "__0_0.distcp").open("wb") as file:
-        torch.save(_Harm(tmp_path / "harm"), file)
-    for place in metadata.storage_data.values():
-        place.offset, place.length = 0, (folder / "__0_0.distcp").stat().st_size
+        for place in metadata.storage_data.values():
+            place.offset = file.tell()
+            torch.save(_Harm(tmp_path / "harm"), file)
+            place.length = file.tell() - place.offset
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    _seal(folder)
+    seal(folder)
     with pytest.raises(CheckpointError, match="could not be read"):
         saved.load(5, _empty())
     assert not (tmp_path / "harm").exists()
@@ -457,7 +448,7 @@ def test_items_that_are_not_tensors_are_refused(saved, tmp_path):
     metadata.storage_meta = None
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     (folder / "__0_0.distcp").write_bytes((tmp_path / "other" / "__0_0.distcp").read_bytes())
-    _seal(folder)
+    seal(folder)
     with pytest.raises(CheckpointError, match=r"model\.harm is not a tensor"):
         saved.load(5, _empty())
     assert not (tmp_path / "harm").exists()
@@ -467,10 +458,98 @@ def test_items_that_are_not_tensors_are_refused(saved, tmp_path):
 def test_no_tensor_lies_outside_the_folder(saved, path):
     saved.save(6, _tensors(), {})
     folder = saved.folder / "step-5"
-    metadata = _metadata(folder)
+    metadata = index_of(folder)
     for place in metadata.storage_data.values():
         place.relative_path = path
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    _seal(folder)
+    seal(folder)
     with pytest.raises(CheckpointError, match="outside the files"):
         saved.load(5, _empty())
+
+
+def _chunk(index, name="model.weight"):
+    [chunk] = index.state_dict_metadata[name].chunks
+    return chunk
+
+
+def _at(index, name):
+    [place] = [place for at, place in index.storage_data.items() if at.fqn == name]
+    return place
+
+
+def _split(index, rows, start=0, name="model.weight"):
+    """In place of the one chunk, one of the first ``rows`` and one from row ``start`` on, stored likewise."""
+    index.state_dict_metadata[name].chunks[:] = [
+        ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((rows, 4))),
+        ChunkStorageMetadata(torch.Size((start, 0)), torch.Size((9 - start, 4))),
+    ]
+    index.storage_data[MetadataIndex(name, (start, 0))] = _at(index, name)
+
+
+TAMPERED = {
+    "no chunk": (lambda i: i.state_dict_metadata["model.weight"].chunks.clear(), "overlap or leave holes"),
+    "a hole": (lambda i: setattr(_chunk(i), "sizes", torch.Size((8, 4))), "overlap or leave holes"),
+    "twice": (lambda i: i.state_dict_metadata["model.weight"].chunks.append(_chunk(i)), "overlap or leave"),
+    "an overlap": (lambda i: _split(i, rows=6, start=5), "overlap or leave holes"),
+    "a hole between": (lambda i: _split(i, rows=4, start=5), "overlap or leave holes"),
+    "two in the same place": (lambda i: _split(i, rows=5, start=5), "have the same bytes of __0_0.distcp"),
+    "outside": (lambda i: setattr(_chunk(i), "offsets", torch.Size((1, 0))), "outside its shape"),
+    "of other dimensions": (lambda i: setattr(_chunk(i), "sizes", torch.Size((9,))), "outside its shape"),
+    "stored nowhere": (
+        lambda i: [i.storage_data.pop(at) for at in list(i.storage_data) if at.fqn == "model.weight"],
+        "a chunk of model.weight is stored nowhere",
+    ),
+    "another tensor's place": (
+        lambda i: vars(_at(i, "model.weight")).update(vars(_at(i, "model.norm"))),
+        "have the same bytes",
+    ),
+    "a larger tensor": (
+        lambda i: (
+            setattr(i.state_dict_metadata["model.norm"], "size", torch.Size((40,))),
+            setattr(_chunk(i, "model.norm"), "sizes", torch.Size((40,))),
+        ),
+        "model.norm in .* is not the piece that the index tells of",
+    ),
+    "no numbers": (lambda i: setattr(_chunk(i), "sizes", ("a", "b")), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", TAMPERED)
+def test_an_index_that_does_not_tell_of_each_part_once_is_refused(saved, case):
+    change, said = TAMPERED[case]
+    folder = saved.folder / "step-5"
+    change_index(folder, change)
+    with pytest.raises(CheckpointError, match=said):
+        saved.load(5, _empty() | ({"model.norm": torch.zeros(40)} if case == "a larger tensor" else {}))
+    [problem] = index_problems(folder, json.loads((folder / MANIFEST).read_text())["files"])
+    assert re.search(said, problem)
+
+
+@pytest.mark.parametrize("change", [{"by": 4}, {"by": 0, "compress": True}])
+def test_a_tensor_larger_than_what_is_stored_of_it_is_refused(saved, change):
+    folder = saved.folder / "step-5"
+    content = (folder / "__0_0.distcp").read_bytes()
+
+    def replace(index):
+        place = _at(index, "model.weight")
+        piece = shorten_storage(content[place.offset : place.offset + place.length], **change)
+        (folder / "__0_0.distcp").write_bytes(content + piece)
+        place.offset, place.length = len(content), len(piece)
+
+    change_index(folder, replace)
+    with pytest.raises(CheckpointError, match="are said to be there, and .* are stored"):
+        saved.load(5, _empty())
+
+
+@given(st.integers(0, 3), st.integers(0, 3), st.data())
+def test_boxes_fill_a_shape_if_each_place_is_in_one_of_them(rows, columns, data):
+    def edge(size):
+        start = data.draw(st.integers(0, size))
+        return start, data.draw(st.integers(0, size - start))
+
+    boxes = [(edge(rows), edge(columns)) for _ in range(data.draw(st.integers(0, 5)))]
+    hits = torch.zeros(rows, columns, dtype=torch.int)
+    for (row, height), (column, width) in boxes:
+        hits[row : row + height, column : column + width] += 1
+    chunks = [ChunkStorageMetadata(torch.Size((a, c)), torch.Size((b, d))) for (a, b), (c, d) in boxes]
+    assert coverage._tiles((rows, columns), chunks) == bool((hits == 1).all())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoint.tampering import change_index
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps
 from toolkit.errors import EXIT_DATA, EXIT_ERROR, EXIT_FINISHED
@@ -76,6 +77,15 @@ def test_verify_finds_a_flipped_bit_and_goes_on(folder: Path, capsys: pytest.Cap
     assert _call(capsys, "verify", folder / "step-7")[0] == EXIT_DATA
 
 
+def test_verify_reads_the_index_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = folder / "step-2"
+    change_index(step, lambda index: index.state_dict_metadata["model.weight"].chunks.clear())
+    code, said = _call(capsys, "verify", folder)
+    assert code == EXIT_DATA
+    [line] = [line for line in said.splitlines() if not line.endswith(": sound")]
+    assert "the chunks of model.weight overlap or leave holes in its shape (3, 4)" in line
+
+
 def test_diff_names_settings_and_tensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _save(folder, 4, lr=0.2, shift=0.5)
     _save(folder, 5, rows=4)
@@ -113,6 +123,6 @@ def test_a_folder_without_checkpoints_is_told(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_what_needs_no_tensor_needs_no_torch(folder: Path) -> None:
-    code = f"import sys; from tools import checkpoint; checkpoint.main(['verify', {str(folder)!r}]); "
+    code = f"import sys; from tools import checkpoint; checkpoint.main(['list', {str(folder)!r}]); "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0

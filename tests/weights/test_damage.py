@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.checkpoint.tampering import shorten_storage
 from tests.weights.stories import ASSETS, needs_assets
 from toolkit.errors import DataError
 from toolkit.weights.meta_folder import MetaFolder
@@ -129,6 +131,20 @@ def test_a_file_that_shrinks_after_it_was_opened_is_told(tmp_path: Path) -> None
         source.read("norm.weight")
 
 
+def view_past_its_storage(part: Path) -> None:
+    """A matrix of which the pickle tells twice as many rows as there are."""
+    with zipfile.ZipFile(part) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        records = {name: archive.read(name) for name in archive.namelist()}
+    # BININT1 64, BININT1 64: the shape of wq; M is BININT2
+    old, new = b"K@K@\x86", b"M\x80\x00K@\x86"
+    assert old in records[name]
+    records[name] = records[name].replace(old, new, 1)
+    with zipfile.ZipFile(part, "w") as archive:
+        for name, record in records.items():
+            archive.writestr(name, record)
+
+
 META_DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (
         lambda part: part.write_bytes(part.read_bytes()[:-2000]),
@@ -149,6 +165,19 @@ META_DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "integers": (
         lambda part: torch.save(torch.load(part) | {"norm.weight": torch.ones(64, dtype=torch.int8)}, part),
         "holds norm.weight as torch.int8",
+    ),
+    "a tensor larger than its storage": (
+        lambda part: part.write_bytes(shorten_storage(part.read_bytes(), by=4)),
+        "bytes are said to be there, and ",
+    ),
+    "compressed": (
+        lambda part: part.write_bytes(shorten_storage(part.read_bytes(), by=0, compress=True)),
+        "are stored",
+    ),
+    "a view past its storage": (view_past_its_storage, "bytes are said to be there, and "),
+    "of before zip files": (
+        lambda part: torch.save(torch.load(part), part, _use_new_zipfile_serialization=False),
+        "cannot be read in pieces: save it again with a newer torch",
     ),
     "no embedding": (lambda part: torch.save({"norm.weight": torch.ones(64)}, part), "is not of a Llama"),
     "no parts": (lambda part: part.unlink(), "there is no consolidated.00.pth"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit.checkpoint.loading import share
 from toolkit.checkpoint.manifest import ADVICE, check_files, read_manifest
@@ -61,17 +61,21 @@ def pieces(folder: Path, metadata: Metadata, name: str) -> list[Piece]:
     Raises:
         CheckpointError: a piece is damaged.
     """
-    found = []
-    tensor = tensors_of(metadata)[name]
-    for chunk in tensor.chunks:
-        stored = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-        place = tensor_place(folder / stored.relative_path, stored)
-        if place.shape != tuple(chunk.sizes) or place.dtype != tensor.properties.dtype:
-            raise CheckpointError(
-                f"{name} in {place.file} is not the piece that the index tells of; {ADVICE}"
-            )
-        found.append(Piece(place, tuple(chunk.offsets)))
-    return found
+    return [
+        Piece(tensor_place(folder, metadata, name, number), tuple(chunk.offsets))
+        for number, chunk in enumerate(tensors_of(metadata)[name].chunks)
+    ]
+
+
+def index_problems(folder: Path, files: Mapping[str, dict[str, Any]]) -> list[str]:
+    """What is wrong with the index of the checkpoint in ``folder``, or with the pieces that it tells of."""
+    try:
+        metadata = read_metadata(folder, files)
+        for name in tensors_of(metadata):
+            pieces(folder, metadata, name)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
 
 
 def read_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:

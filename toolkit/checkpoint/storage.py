@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import pickle
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
+from toolkit.checkpoint.coverage import coverage_problem
+from toolkit.checkpoint.manifest import ADVICE
 from toolkit.errors import CheckpointError
-from toolkit.regions import Place, read_region
+from toolkit.regions import FilePart, Place, SavedFile, read_region
 
 METADATA = ".metadata"
 Files = dict[str, dict[str, Any]]
@@ -176,17 +183,18 @@ def read_metadata(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Metad
 
     Raises:
         CheckpointError: it names anything but plain tensor metadata, holds items that are not tensors
-            (loading those would run their pickle), or points outside the manifest's ``files``.
+            (loading those would run their pickle), points outside the manifest's ``files``, or does not tell
+            of each part of each tensor once.
     """
     path = folder / METADATA
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
+        problem = _metadata_problem(metadata, files)
     except CheckpointError as error:
         raise CheckpointError(f"{path} is refused: {error}") from None
     except Exception as error:  # a damaged pickle raises nearly anything
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
-    problem = _metadata_problem(metadata, files)
     if problem:
         raise CheckpointError(f"{path} is refused: {problem}")
     return metadata
@@ -205,7 +213,7 @@ def _metadata_problem(metadata: Any, files: Mapping[str, Mapping[str, Any]]) -> 
             return f"{index.fqn} is stored with a transform, which this toolkit never writes"
         if not 0 <= place.offset <= place.offset + place.length <= files[place.relative_path]["bytes"]:
             return f"{index.fqn} lies outside {place.relative_path}"
-    return None
+    return coverage_problem(tensors_of(metadata), metadata.storage_data)
 
 
 def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
@@ -214,23 +222,26 @@ def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
-def tensor_place(file: Path, stored: _StorageInfo) -> Place:
-    """Where the numbers of a tensor lie that DCP has stored in ``file``; reads none of them.
+def tensor_place(folder: Path, metadata: Metadata, name: str, number: int) -> Place:
+    """Where the numbers of a chunk of the tensor ``name`` lie, by a vetted index; reads none of them.
 
     Raises:
-        CheckpointError: there is no tensor whose rows follow one another.
+        CheckpointError: there is no such tensor whose rows follow one another.
     """
+    entry = tensors_of(metadata)[name]
+    chunk = entry.chunks[number]
+    stored = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+    file = folder / stored.relative_path
     try:
         with file.open("rb") as stream:
-            part = cast(IO[bytes], _create_file_view(stream, stored.offset, stored.length))
+            part = io.BufferedReader(FilePart(stream, stored.offset, stored.length))
             tensor = torch.load(part, map_location="meta", weights_only=True)
-        begin = tensor.untyped_storage()._checkpoint_offset
-        if begin is None or not tensor.is_contiguous():
-            raise ValueError("no tensor that lies row after row")
+            place = SavedFile(file, part, begin=stored.offset).place(tensor)
     except Exception as error:  # what is damaged raises nearly anything
         raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-    begin += stored.offset + tensor.storage_offset() * tensor.element_size()
-    return Place(file, begin, tuple(tensor.shape), tensor.dtype)
+    if place.shape != tuple(chunk.sizes) or place.dtype != entry.properties.dtype:
+        raise CheckpointError(f"{name} in {file} is not the piece that the index tells of; {ADVICE}")
+    return place
 
 
 class VerifiedReader(FileSystemReader):
@@ -247,8 +258,9 @@ class VerifiedReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            stored = self.storage_data[item.storage_index]
-            place = tensor_place(self._folder / stored.relative_path, stored)
+            index = item.storage_index
+            assert index.index is not None, "the planner numbers the chunks"
+            place = tensor_place(self._folder, self._metadata, index.fqn, index.index)
             corner = zip(item.storage_offsets, item.lengths, strict=True)
             region = [slice(start, start + size) for start, size in corner]
             target = planner.resolve_tensor(item).detach()

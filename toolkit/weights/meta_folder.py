@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 from torch import Tensor
 
 from toolkit.errors import DataError
 from toolkit.models.llama.presets import LlamaArgs
-from toolkit.regions import BUFFER_BYTES, Place, new_output, read_region, whole
+from toolkit.regions import BUFFER_BYTES, Place, SavedFile, new_output, read_region, whole
 from toolkit.weights import meta_params
 from toolkit.weights.source import Region, Stored, without_tied_head
 from toolkit.wording import first_few
@@ -165,17 +166,19 @@ def _read_part(path: Path) -> dict[str, Place]:
         raise DataError(f"{path} is damaged, or cut short: {reason}") from None
     if not isinstance(found, dict):
         raise DataError(f"{path} holds no dictionary of tensors")
-    return {name: _place(path, name, tensor) for name, tensor in found.items() if name != _NO_WEIGHT}
+    try:
+        with path.open("rb") as stream:
+            saved = SavedFile(path, stream)
+    except (BadZipFile, OSError):
+        raise DataError(f"{path} cannot be read in pieces: save it again with a newer torch") from None
+    return {name: _place(saved, path, name, tensor) for name, tensor in found.items() if name != _NO_WEIGHT}
 
 
-def _place(path: Path, name: str, tensor: Any) -> Place:
+def _place(saved: SavedFile, path: Path, name: str, tensor: Any) -> Place:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise DataError(f"{path} holds {name} as {kind}; weights must be floating-point tensors")
-    offset = tensor.untyped_storage()._checkpoint_offset
-    if offset is None or not tensor.is_contiguous():
-        raise DataError(
-            f"{path} holds {name} in a form that cannot be read in pieces: save it again with torch"
-        )
-    begin = offset + tensor.storage_offset() * tensor.element_size()
-    return Place(path, int(begin), tuple(tensor.shape), tensor.dtype)
+    try:
+        return saved.place(tensor)
+    except ValueError as error:
+        raise DataError(f"{path} holds {name} in a form that cannot be read: {error}") from None
