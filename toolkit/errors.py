@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
+from toolkit.wording import printable
+
 EXIT_FINISHED = 0
 EXIT_ERROR = 1
 EXIT_CONFIG = 2
@@ -117,9 +119,9 @@ def report(error: BaseException, *, show: bool, debug: bool = False) -> int:
     _leave_for_torchrun(error, show=show)
     if show:
         if debug or not isinstance(error, ToolkitError):
-            traceback.print_exception(error)
+            print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         if isinstance(error, ToolkitError):
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(str(error))}", file=sys.stderr)
             if not debug:
                 print("(--debug shows the traceback)", file=sys.stderr)
         sys.stderr.flush()

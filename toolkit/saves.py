@@ -22,6 +22,7 @@ from toolkit.errors import CheckpointError, DataError
 from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.parallel.execution import Execution
 from toolkit.shape import EXPORTS, weights_folder
+from toolkit.wording import printable
 
 
 @dataclass
@@ -76,7 +77,7 @@ class Saves:
         self._about = about
         self._group = group
         self._exports = run_folder / EXPORTS
-        self.say: Callable[[str], None] = print
+        self.say: Callable[[str], None] = lambda text: print(printable(text), flush=True)
         background = None
         if options.async_mode != "disabled":
             background = Background(pinned=options.async_mode == "async_with_pinned_mem")

@@ -1,9 +1,11 @@
-"""What messages to the user are made of: the name that was probably meant, a size that fits, a short list."""
+"""What messages to the user are made of: the name that was probably meant, a size that fits, a short list;
+and how text that others wrote is shown without its control characters."""
 
 from __future__ import annotations
 
 import difflib
 import math
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 
@@ -36,6 +38,31 @@ def install(extra: str) -> str:
 
 
 def first_few(items: Sequence[str], limit: int) -> str:
-    """``items`` with commas between; beyond ``limit`` only how many more there are."""
+    """``items`` with commas between, in one line; beyond ``limit`` only how many more there are."""
     rest = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + rest
+    return one_line(", ".join(items[:limit]) + rest)
+
+
+# control, format (bidirectional overrides among them), surrogate, line and paragraph separator
+_STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+def printable(text: str) -> str:
+    """``text`` in lines; what else would steer a terminal, or hide what is there, is written as its escape.
+
+    >>> printable("a name\\x1b[2J")
+    'a name\\\\x1b[2J'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character.encode("unicode_escape").decode()
+        if character not in "\n\t" and unicodedata.category(character) in _STEERING
+        else character
+        for character in text
+    )
+
+
+def one_line(text: str) -> str:
+    """``text`` as :func:`printable` has it, with its ends of lines escaped as well."""
+    return printable(text).replace("\n", "\\n")

@@ -41,6 +41,7 @@ from toolkit.generation.generator import Generator
 from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
 from toolkit.inference import needed_tokenizer
+from toolkit.wording import printable
 
 HELP = "/reset forgets the dialog, /quit or /exit ends"
 _ENDS = ("/quit", "/exit")
@@ -175,7 +176,7 @@ class Terminal:
 
     def note(self, text: str) -> None:
         if self.here:
-            print(f"({text})", file=sys.stderr, flush=True)
+            print(f"({printable(text)})", file=sys.stderr, flush=True)
 
 
 def talk(dialog: Dialog, terminal: Terminal) -> None:

@@ -31,6 +31,7 @@ from toolkit.checkpoint.retention import delete, leftovers, superseded
 from toolkit.config.values import dotted
 from toolkit.errors import EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, CheckpointError, ToolkitError, report
 from toolkit.hardware import cores
+from toolkit.wording import one_line
 
 GIB = 2**30
 
@@ -90,7 +91,7 @@ def inspect(step: Path, *, tensors: bool) -> Iterator[str]:
         for name, entry in tensors_of(read_metadata(step, manifest["files"])).items():
             dtype, parts = str(entry.properties.dtype).removeprefix("torch."), len(entry.chunks)
             yield f"{name:60} {dtype:9} {tuple(entry.size)!s:20} in {parts} part{'s'[: parts > 1]}"
-    yield "\n" + run.get("config", "").rstrip()
+    yield from ("", *run.get("config", "").rstrip().splitlines())
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
@@ -214,7 +215,7 @@ def _verify(paths: Sequence[Path]) -> int:
     damaged = 0
     for step, problems in verify(steps):
         damaged += bool(problems)
-        print(f"{step}: {'; '.join(problems) or 'sound'}", flush=True)
+        print(one_line(f"{step}: {'; '.join(problems) or 'sound'}"), flush=True)
     return EXIT_DATA if damaged else EXIT_FINISHED
 
 
@@ -243,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
         count = 0
         for line in lines:
             count += 1
-            print(line, flush=True)
+            print(one_line(line), flush=True)
     except ToolkitError as error:
         return report(error, show=True, debug=asked.debug)
     return EXIT_ERROR if asked.action == "diff" and count else EXIT_FINISHED

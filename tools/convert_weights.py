@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from toolkit import output
 from toolkit.errors import EXIT_FINISHED, ToolkitError, report
+from toolkit.wording import one_line
 
 _WAYS = ("hf-to-dcp", "dcp-to-hf", "meta-to-dcp", "dcp-to-meta", "meta-to-hf", "hf-to-meta")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -90,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         )
         if asked.dry_run:
             for line in mapping(conversion):
-                print(line)
+                print(one_line(line))
             return EXIT_FINISHED
         with tqdm(total=conversion.bytes, unit="B", unit_scale=True, disable=None, desc=asked.way) as bar:
             convert(conversion, verify=asked.verify, progress=lambda count: _advance(bar, count))

@@ -20,7 +20,7 @@ from typing import Any
 
 from toolkit import output
 from toolkit.errors import ConfigError, DataError, Problem, ToolkitError
-from toolkit.wording import install
+from toolkit.wording import install, printable
 
 Record = dict[str, Any]
 Points = tuple[list[float], list[float]]
@@ -212,7 +212,7 @@ def main(argv: Sequence[str]) -> int:
         runs = dict(zip(names(options.runs), map(read_run, options.runs), strict=True))
         draw(runs, output, x=options.x)
     except ToolkitError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
         print(f"error: {output} cannot be written: {error}", file=sys.stderr)

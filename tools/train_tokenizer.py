@@ -29,6 +29,7 @@ from toolkit import output
 from toolkit.data.sources import open_source, open_text
 from toolkit.data.tokenizer_files import LLAMA3_PATTERN, N_LLAMA3_SPECIAL, llama3_names, of_llama3
 from toolkit.errors import ConfigError, Problem, ToolkitError, flags_named
+from toolkit.wording import printable
 
 FILE_NAMES = {"tiktoken": "tokenizer.model", "sentencepiece": "tokenizer.model", "json": "tokenizer.json"}
 
@@ -180,7 +181,7 @@ def main() -> int:
             corpus = texts(arguments.corpus, arguments.text_column)
             content = run(corpus, arguments.format, arguments.vocab_size)
     except ToolkitError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = arguments.output / FILE_NAMES[arguments.format]

@@ -19,9 +19,8 @@ def coverage_problem(
             return f"a chunk of {name} lies outside its shape {tuple(entry.size)}"
         if not _tiles(entry.size, entry.chunks):
             return f"the chunks of {name} overlap or leave holes in its shape {tuple(entry.size)}"
-        if any(
-            MetadataIndex(name, chunk.offsets) not in stored for chunk in entry.chunks if all(chunk.sizes)
-        ):
+        filled = [chunk for chunk in entry.chunks if all(chunk.sizes)]
+        if any(MetadataIndex(name, chunk.offsets) not in stored for chunk in filled):
             return f"a chunk of {name} is stored nowhere"
     spans = sorted((it.relative_path, it.offset, it.offset + it.length, at.fqn) for at, it in stored.items())
     for (file, _, end, name), (other_file, begin, _, other) in pairwise(spans):

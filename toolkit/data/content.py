@@ -25,6 +25,7 @@ from toolkit.compat import file_digest
 from toolkit.data.sources import Source
 from toolkit.errors import DataError, Problem
 from toolkit.hardware import cores
+from toolkit.wording import printable
 
 SETTLED_SECONDS = 2.0  # a younger file could change again within its time stamp's resolution
 CORE_BYTES_PER_SECOND = 12e6  # benchmarks/results/tokenize_corpus.md, with the tokenizer of Llama 3
@@ -121,7 +122,7 @@ def _file_hash(path: Path) -> str:
 def say(progress: bool, message: str) -> None:
     """Tell the user on stderr, where ``progress``."""
     if progress:
-        print(message, file=sys.stderr, flush=True)
+        print(printable(message), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

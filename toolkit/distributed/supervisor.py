@@ -28,6 +28,7 @@ from toolkit.distributed.fault_reports import QUESTION, SUPERVISED
 from toolkit.distributed.signals import INSISTING_SECONDS, asking
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE
 from toolkit.hardware import cores
+from toolkit.wording import printable
 
 ENDED_WELL = (EXIT_FINISHED, EXIT_REQUEUE)
 TAIL_LINES = 30
@@ -192,7 +193,7 @@ def _signals() -> Iterator[SimpleQueue[int]]:
 
 def say(message: str) -> None:
     """One line of the launcher itself, on stderr."""
-    print(f"launch: {message}", file=sys.stderr, flush=True)
+    print(f"launch: {printable(message)}", file=sys.stderr, flush=True)
 
 
 @dataclass

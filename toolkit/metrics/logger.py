@@ -10,6 +10,7 @@ from toolkit import output
 from toolkit.metrics.console import Console
 from toolkit.metrics.jsonl import JsonLines
 from toolkit.metrics.tensorboard import TensorBoard
+from toolkit.wording import printable
 
 if TYPE_CHECKING:
     from toolkit.metrics.wandb import WandB
@@ -84,7 +85,7 @@ class MetricLogger:
     def say(self, text: str) -> None:
         """Print ``text`` from rank 0, above the progress bar."""
         if self._console is not None:
-            self._console.say(text)
+            self._console.say(printable(text))
 
     def advance(self, step: int) -> None:
         """Move the progress bar; called every step, logged or not."""

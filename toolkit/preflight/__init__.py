@@ -33,6 +33,7 @@ from toolkit.preflight import (
     rules_weights,
 )
 from toolkit.preflight.facts import RULES, Rule, Run
+from toolkit.wording import one_line
 
 __all__ = ["RULES", "check", "describe", "notes", "run", "summary"]
 
@@ -191,5 +192,5 @@ def describe(config: Config, *, world_size: int, hardware: Hardware) -> str:
     """:func:`summary`, and a line for each of :func:`notes`."""
     said = notes(config, world_size=world_size, hardware=hardware)
     return "\n".join(
-        [summary(config, world_size=world_size, hardware=hardware), *(f"note   {n}" for n in said)]
+        [summary(config, world_size=world_size, hardware=hardware), *(f"note   {one_line(n)}" for n in said)]
     )

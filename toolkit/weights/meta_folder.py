@@ -169,7 +169,7 @@ def _read_part(path: Path) -> dict[str, Place]:
     try:
         with path.open("rb") as stream:
             saved = SavedFile(path, stream)
-    except (BadZipFile, OSError):
+    except BadZipFile:
         raise DataError(f"{path} cannot be read in pieces: save it again with a newer torch") from None
     return {name: _place(saved, path, name, tensor) for name, tensor in found.items() if name != _NO_WEIGHT}
 
