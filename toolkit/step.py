@@ -21,7 +21,6 @@ from toolkit.loss import IGNORED_LABEL
 from toolkit.optim.clip import clip_, global_norm, nonfinite_parameters
 from toolkit.optim.in_backward import StepInBackward
 from toolkit.parallel.execution import Execution, MicroBatch
-from toolkit.parallel.nonfinite import origins
 from toolkit.wording import first_few
 
 
@@ -115,6 +114,8 @@ class TrainStep:
         if math.isfinite(loss):
             began = f"gradients that are not finite: {_where(names) or 'none (the norm itself overflowed)'}"
         else:
+            from toolkit.parallel.nonfinite import origins  # a run that goes well does not need it
+
             # After an update in backward, another forward pass would see other parameters.
             found = [] if self.early else origins(self.execution, batches)
             own_loss = [] if own.isfinite() else [f"its part of the loss{self.execution.coordinates}"]
