@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from toolkit import local_paths
 from toolkit.distributed import process_group
 from toolkit.environment import place
 from toolkit.errors import flags_named
@@ -22,9 +23,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
+        type=local_paths.path_text,
         help="a Hugging Face folder, a Meta folder, or a run's folder or step-N of this toolkit",
     )
-    parser.add_argument("--tokenizer", metavar="PATH", help="its folder or file (default: the model's)")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        type=local_paths.path_text,
+        help="its folder or file (default: the model's)",
+    )
     parser.add_argument(
         "--dtype",
         choices=("auto", "bfloat16", "float32"),

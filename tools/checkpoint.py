@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from toolkit import output
+from toolkit import local_paths, output
 from toolkit.checkpoint.manifest import (
     check_files,
     committed_steps,
@@ -185,16 +185,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("list").add_argument("folder", type=Path)
+    actions.add_parser("list").add_argument("folder", type=local_paths.path)
     shown = actions.add_parser("inspect")
-    shown.add_argument("step", type=Path)
+    shown.add_argument("step", type=local_paths.path)
     shown.add_argument("--tensors", action="store_true")
-    actions.add_parser("verify").add_argument("paths", type=Path, nargs="+")
+    actions.add_parser("verify").add_argument("paths", type=local_paths.path, nargs="+")
     compared = actions.add_parser("diff")
-    compared.add_argument("step", type=Path)
-    compared.add_argument("other", type=Path)
+    compared.add_argument("step", type=local_paths.path)
+    compared.add_argument("other", type=local_paths.path)
     pruned = actions.add_parser("prune")
-    pruned.add_argument("folder", type=Path)
+    pruned.add_argument("folder", type=local_paths.path)
     pruned.add_argument("--keep-latest", type=int, required=True, metavar="K")
     pruned.add_argument("--keep-every", type=int, metavar="N")
     pruned.add_argument("--dry-run", action="store_true")

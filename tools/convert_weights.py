@@ -21,11 +21,10 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from tqdm import tqdm
 
-from toolkit import output
+from toolkit import local_paths, output
 from toolkit.errors import EXIT_FINISHED, ToolkitError, report
 from toolkit.wording import one_line
 
@@ -42,8 +41,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("way", choices=_WAYS, metavar="WAY")
-    parser.add_argument("source", type=Path, metavar="IN")
-    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("source", type=local_paths.path, metavar="IN")
+    parser.add_argument("out", type=local_paths.path, metavar="OUT")
     parser.add_argument("--dtype", choices=_DTYPES, help="default: as in IN")
     parser.add_argument(
         "--vocab-size",
@@ -53,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--tokenizer",
-        type=Path,
+        type=local_paths.path,
         metavar="PATH",
         help="to put beside the weights; default: IN's, or the run's",
     )

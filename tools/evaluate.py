@@ -24,10 +24,9 @@ import os
 import sys
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from toolkit import output, preflight
+from toolkit import local_paths, output, preflight
 from toolkit.arguments import add_bos_argument, add_model_arguments, count, load_as_asked
 from toolkit.config import Config, load_config
 from toolkit.config.corpora import corpora
@@ -64,17 +63,32 @@ def _parser() -> argparse.ArgumentParser:
     add_model_arguments(parser)
     add_bos_argument(parser)
     add = parser.add_argument
-    add("--text", metavar="PATH", help="a file of text or .jsonl, a folder, a glob, or several with commas")
+    add(
+        "--text",
+        type=local_paths.path_text,
+        metavar="PATH",
+        help="a file of text or .jsonl, a folder, a glob, or several with commas",
+    )
     add("--text-column", default="text", metavar="NAME", help="column of the text (default: text)")
     add("--seq-len", type=count, metavar="N", help=f"tokens of a window (default: {_SEQ_LEN})")
     add("--stride", type=count, metavar="N", help="tokens that a window predicts (default: all)")
-    add("--config", metavar="FILE", help="the config whose validation set is evaluated; its flags may follow")
+    add(
+        "--config",
+        type=local_paths.path_text,
+        metavar="FILE",
+        help="the config whose validation set is evaluated; its flags may follow",
+    )
     add("--tasks", metavar="NAMES", help="tasks of lm-eval, with commas between")
-    add("--task-folder", metavar="PATH", help="folder of YAML files with further tasks")
+    add(
+        "--task-folder",
+        type=local_paths.path_text,
+        metavar="PATH",
+        help="folder of YAML files with further tasks",
+    )
     add("--few-shot", type=int, metavar="N", help="examples in each prompt (default: the task's)")
     add("--limit", type=count, metavar="N", help="only so many examples of each task")
     add("--batch-size", type=count, default=8, metavar="N", help="rows at a time (default: 8)")
-    add("--output", type=Path, metavar="FILE", help="write the results as JSON")
+    add("--output", type=local_paths.path, metavar="FILE", help="write the results as JSON")
     add("--debug", action="store_true", help="show tracebacks")
     return parser
 

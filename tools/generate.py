@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from toolkit import output
+from toolkit import local_paths, output
 from toolkit.arguments import (
     add_bos_argument,
     add_model_arguments,
@@ -58,7 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     add_bos_argument(parser)
     add = parser.add_argument
     add("--prompt", action="append", metavar="TEXT", help="may be given several times")
-    add("--prompt-file", type=Path, metavar="FILE", help="prompts, one a line; - is standard input")
+    add(
+        "--prompt-file",
+        type=local_paths.path,
+        metavar="FILE",
+        help="prompts, one a line; - is standard input",
+    )
     add_sampling_arguments(parser, max_new_tokens=200, temperature=0.8, top_p=1.0)
     add(
         "--stop-token",

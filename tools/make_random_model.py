@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from toolkit import output
+from toolkit import local_paths, output
 from toolkit.collective import Ranks
 from toolkit.companions import Companions, tokenizer_companions
 from toolkit.config import load_config
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("out", type=Path, help="folder to write, new or empty")
+    parser.add_argument("out", type=local_paths.path, help="folder to write, new or empty")
     parser.add_argument("--name", default="llama2", help="family, as model.name (default: llama2)")
     parser.add_argument("--flavor", required=True, help="size, as model.flavor")
     parser.add_argument(
@@ -121,7 +121,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0, help="as debug.seed (default: 0)")
-    parser.add_argument("--tokenizer", type=Path, help="folder or file of a tokenizer to put beside them")
+    parser.add_argument(
+        "--tokenizer", type=local_paths.path, help="folder or file of a tokenizer to put beside them"
+    )
     parser.add_argument("--max-bytes", type=int, default=MAX_BYTES, help="of a file (default: 5 GB)")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser

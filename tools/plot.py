@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit import output
+from toolkit import local_paths, output
 from toolkit.errors import ConfigError, DataError, Problem, ToolkitError
 from toolkit.wording import install, printable
 
@@ -201,9 +201,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("runs", nargs="+", type=local_paths.path, metavar="RUN", help="folder of a run")
     parser.add_argument(
-        "-o", "--output", type=Path, help="PNG to write (default: curves.png in the first run)"
+        "-o", "--output", type=local_paths.path, help="PNG to write (default: curves.png in the first run)"
     )
     parser.add_argument("--x", choices=list(X_LABELS), default="step")
     options = parser.parse_args(argv)

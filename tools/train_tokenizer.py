@@ -20,12 +20,11 @@ import io
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from toolkit import output
+from toolkit import local_paths, output
 from toolkit.data.sources import open_source, open_text
 from toolkit.data.tokenizer_files import LLAMA3_PATTERN, N_LLAMA3_SPECIAL, llama3_names, of_llama3
 from toolkit.errors import ConfigError, Problem, ToolkitError, flags_named
@@ -169,11 +168,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--corpus", help="file, folder, glob or comma list (default: the shipped corpus)")
+    parser.add_argument(
+        "--corpus",
+        type=local_paths.path_text,
+        help="file, folder, glob or comma list (default: the shipped corpus)",
+    )
     parser.add_argument("--text-column", default="text", help="column of JSON lines (default: text)")
     parser.add_argument("--vocab-size", type=int, default=4096, help="entries in all (default: 4096)")
     parser.add_argument("--format", choices=sorted(FILE_NAMES), default="tiktoken")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the tokenizer file")
+    parser.add_argument(
+        "--output", type=local_paths.path, required=True, help="folder for the tokenizer file"
+    )
     arguments = parser.parse_args()
 
     try:

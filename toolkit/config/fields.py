@@ -61,6 +61,11 @@ class DefaultOnly:
 
 
 @dataclass(frozen=True)
+class LocalPath:
+    """A file or folder of this machine, or a name of a corpus in the place of one: no URL."""
+
+
+@dataclass(frozen=True)
 class ActsWith:
     """A key, or a table of keys, that is read only where the key ``switch`` is one of ``values``, or names
     one; or where it is ``above`` a number. Of several such marks one is enough. What is set and not read is

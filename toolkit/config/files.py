@@ -13,6 +13,7 @@ from toolkit.config.lines import Path, key_lines
 from toolkit.config.schema import find_field, find_table, is_group
 from toolkit.config.suggest import unknown_key
 from toolkit.errors import Problem
+from toolkit.local_paths import url_problem
 from toolkit.wording import did_you_mean
 
 _EXTENDS = "extends"
@@ -46,6 +47,8 @@ def _read(path: str, named_by: Problem, children: tuple[str, ...]) -> Layer:
     def misnamed(rule: str, fix: str) -> Layer:
         return Layer(problems=[Problem(rule, fix, named_by.key, named_by.value, named_by.origin)])
 
+    if url := url_problem(named_by.value if isinstance(named_by.value, str) else path):
+        return misnamed(*url)
     if any(os.path.realpath(path) == os.path.realpath(child) for child in children):
         return misnamed(
             f"files extend one another in a circle: {' → '.join([*children, path])}",

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from toolkit.config.arguments import read_arguments
+from toolkit.config.fields import LocalPath
 from toolkit.config.files import Setting, read_files
 from toolkit.config.schema import Config, Field, find_field
 from toolkit.config.values import choices, format_toml, in_words, parse
 from toolkit.errors import ConfigError, Problem
+from toolkit.local_paths import url_problem
 from toolkit.wording import closest
 
 _CONFIG_FILE = "job.config_file"
@@ -47,6 +49,7 @@ def load_config(argv: Sequence[str]) -> Config:
         settings |= layer.settings
         problems += layer.problems
     settings |= arguments.settings
+    problems += _urls(settings)
     try:
         config = _build(settings)
     except ConfigError as error:
@@ -54,6 +57,15 @@ def load_config(argv: Sequence[str]) -> Config:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _urls(settings: Mapping[str, Setting]) -> Iterator[Problem]:
+    """URLs where a path is meant; of those that name config files, reading them tells."""
+    for key, setting in settings.items():
+        field = find_field(key)
+        is_path = field and any(isinstance(mark, LocalPath) for mark in field.marks)
+        if is_path and (found := url_problem(str(setting.value))):
+            yield Problem(*found, key, setting.value, setting.origin)
 
 
 def _build(settings: Mapping[str, Setting]) -> Config:

@@ -14,6 +14,7 @@ from toolkit.config.fields import (
     AutoOrPositive,
     DefaultOnly,
     Fraction,
+    LocalPath,
     NonNegative,
     Positive,
     Table,
@@ -97,7 +98,7 @@ class Parallelism(Table):
     others two or more. 1F1B and DualPipeV need a micro-batch for each stage. Those with a split backward
     (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV) need parameters that stay gathered.
     PipelineScheduleSingle (one stage a rank) and PipelineScheduleMulti (two or more) are for a file."""
-    pipeline_parallel_schedule_csv: Annotated[str | None, _PP] = ""
+    pipeline_parallel_schedule_csv: Annotated[str | None, _PP, LocalPath()] = ""
     """File of a schedule of one's own, a line of actions such as 0F0,0F1,0B0,0B1 for each rank, by which
     torch runs in place of the named one. That one still says how stages are placed, as does
     PipelineScheduleMulti: stage 0 on rank 0, 1 on rank 1, and around."""
@@ -163,7 +164,7 @@ class Compile(Table):
     """Back end of torch.compile."""
     fullgraph: bool = True
     """A block that cannot be compiled whole is an error; false falls back to eager at graph breaks."""
-    cache_folder: Annotated[str, ActsWith("model.attention", ("auto", "flex"))] = (
+    cache_folder: Annotated[str, ActsWith("model.attention", ("auto", "flex")), LocalPath()] = (
         "~/.cache/llama-toolkit/compile"
     )
     """Folder of compiled code, which makes the second start fast. TORCHINDUCTOR_CACHE_DIR, if set, is used

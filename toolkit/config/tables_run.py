@@ -8,6 +8,7 @@ from toolkit.config.fields import (
     NO_MOE,
     ActsWith,
     DefaultOnly,
+    LocalPath,
     NonNegative,
     NotBuilt,
     Positive,
@@ -26,13 +27,13 @@ class Job(Table):
 
     config_file: str | None = None
     """TOML file to read. Flags override it."""
-    dump_folder: str = "./outputs"
+    dump_folder: Annotated[str, LocalPath()] = "./outputs"
     """Folder of everything that the run writes."""
     description: str = "default job"
     """Free text, kept with the run."""
     print_config: bool = False
     """Print the resolved config, with the origin of each value, at start-up."""
-    save_config_file: str | None = None
+    save_config_file: Annotated[str | None, LocalPath()] = None
     """Also save the resolved config under this name in dump_folder (config.toml is always written)."""
     custom_config_module: Annotated[
         str, DefaultOnly("the schema is extended in toolkit/config, not by importing a module at start-up")
@@ -50,7 +51,7 @@ class Profiling(Table):
 
     enable_profiling: bool = False
     """Write a trace every profile_freq steps, and say where the time of the step went."""
-    save_traces_folder: Annotated[str, _PROFILER] = "profile_traces"
+    save_traces_folder: Annotated[str, _PROFILER, LocalPath()] = "profile_traces"
     """Folder of the traces, inside job.dump_folder."""
     profile_freq: Annotated[Positive, _PROFILER, _SNAPSHOT] = 10
     """Steps from one trace, or memory snapshot, to the next."""
@@ -60,7 +61,7 @@ class Profiling(Table):
     """Steps that the profiler runs before each trace."""
     enable_memory_snapshot: bool = False
     """Write the CUDA allocator's history every profile_freq steps and when memory runs out."""
-    save_memory_snapshot_folder: Annotated[str, _SNAPSHOT] = "memory_snapshot"
+    save_memory_snapshot_folder: Annotated[str, _SNAPSHOT, LocalPath()] = "memory_snapshot"
     """Folder of the snapshots, inside job.dump_folder."""
 
 
@@ -73,7 +74,7 @@ class Metrics(Table):
     """Write TensorBoard events (torchtitan's default is false)."""
     disable_color_printing: bool = False
     """Print the console lines without colour."""
-    save_tb_folder: Annotated[str, ActsWith("metrics.enable_tensorboard")] = "tb"
+    save_tb_folder: Annotated[str, ActsWith("metrics.enable_tensorboard"), LocalPath()] = "tb"
     """Folder of the TensorBoard events, inside job.dump_folder."""
     save_for_all_ranks: bool = False
     """Write JSON lines and TensorBoard events on every rank, each its own, instead of rank 0 alone."""
@@ -90,11 +91,11 @@ class Checkpoint(Table):
     """Save checkpoints, and resume from the newest one in the folder."""
     enable_ft_dataloader_checkpoints: Annotated[bool, _TORCHFT] = True
     """torchtitan's per-replica data loader checkpoints."""
-    folder: str = "checkpoint"
+    folder: Annotated[str, LocalPath()] = "checkpoint"
     """Folder of the checkpoints, inside job.dump_folder."""
     interval: Positive = 500
     """Steps from one checkpoint to the next; the last step is always saved."""
-    initial_load_path: str | None = None
+    initial_load_path: Annotated[str | None, LocalPath()] = None
     """A step-N folder to start from when the run has no checkpoint of its own, or with initial_load_in_hf a
     Hugging Face folder, or a step-N beside which its run has written one."""
     initial_load_model_only: bool = True
@@ -152,9 +153,9 @@ class Comm(Table):
     load and export."""
     trace_buf_size: NonNegative = 20000
     """Collectives that a rank's flight recorder remembers, for the trace of one that failed; 0 is off."""
-    save_traces_folder: Annotated[str, _RECORDER] = "comm_traces"
+    save_traces_folder: Annotated[str, _RECORDER, LocalPath()] = "comm_traces"
     """Folder of the flight recorder's traces, inside job.dump_folder."""
-    save_traces_file_prefix: Annotated[str, _RECORDER] = "rank_"
+    save_traces_file_prefix: Annotated[str, _RECORDER, LocalPath()] = "rank_"
     """First part of the name of a flight recorder's trace."""
     mode: Annotated[
         Literal["default", "fake_backend", "local_tensor"],

@@ -15,6 +15,7 @@ from toolkit.config.fields import (
     AutoOrPositive,
     DefaultOnly,
     Fraction,
+    LocalPath,
     Momentum,
     Name,
     NonNegative,
@@ -36,10 +37,10 @@ class Model(Table):
     flavor: str | None = None
     """Size within the family, such as 8B. debugmodel takes its vocabulary from the tokenizer. None:
     debugmodel."""
-    hf_assets_path: str = "./tests/assets/tokenizer"
+    hf_assets_path: Annotated[str, LocalPath()] = "./tests/assets/tokenizer"
     """Folder of the tokenizer (tokenizer.model or tokenizer.json) and config.json, as Hugging Face lays a
     model out."""
-    tokenizer_path: str | None = None
+    tokenizer_path: Annotated[str | None, LocalPath()] = None
     """Tokenizer file or folder, when it is not in hf_assets_path."""
     add_bos_token: bool | None = None
     """Begin each document with BOS. None: as tokenizer.json says, else add_bos_token of
@@ -165,11 +166,11 @@ class DataLoader(Table):
 class Training(Table):
     """Batches, length and precision of the training."""
 
-    dataset: str = "c4_test"
+    dataset: Annotated[str, LocalPath()] = "c4_test"
     """Corpus by name: embedded (also called c4_test) or embedded_validation (c4_validation), which are
     shipped, or a dataset of the Hugging Face hub as owner/name; c4 is en of allenai/c4. With dataset_path the
     name is only a label."""
-    dataset_path: str | None = None
+    dataset_path: Annotated[str | None, LocalPath()] = None
     """Own text: a .txt, .jsonl (also .gz) or .parquet file, a folder of them or one that Hugging Face's
     save_to_disk wrote, a glob, or several of these with commas."""
     dataset_subset: str | None = None
@@ -221,9 +222,9 @@ class Corpus(Table):
 
     weight: PositiveFloat = 1.0
     """Share of the samples; weights are divided by their sum, and rounded to parts of 10,000."""
-    dataset: str = "c4_test"
+    dataset: Annotated[str, LocalPath()] = "c4_test"
     """Corpus by name, as training.dataset."""
-    dataset_path: str | None = None
+    dataset_path: Annotated[str | None, LocalPath()] = None
     """Own text, as training.dataset_path."""
     dataset_subset: str | None = None
     """As training.dataset_subset."""
@@ -244,7 +245,7 @@ class Data(Table):
     """Attend within a document only, positions counted from its start."""
     shuffle: bool = True
     """New order of the samples in each epoch; false keeps the order of the files."""
-    cache_folder: str = "~/.cache/llama-toolkit"
+    cache_folder: Annotated[str, LocalPath()] = "~/.cache/llama-toolkit"
     """Folder in which tokenised corpora are kept."""
     max_inline_gb: PositiveFloat = 10.0
     """Gigabytes of text that a run tokenises itself; for more it asks for tools/prepare_data.py."""
@@ -257,9 +258,9 @@ class Validation(Table):
 
     enable: bool = False
     """Validate every freq steps and after the last."""
-    dataset: str = "c4_validation"
+    dataset: Annotated[str, LocalPath()] = "c4_validation"
     """Corpus by name, as training.dataset."""
-    dataset_path: str | None = None
+    dataset_path: Annotated[str | None, LocalPath()] = None
     """Own text, as training.dataset_path."""
     dataset_subset: str | None = None
     """As training.dataset_subset."""

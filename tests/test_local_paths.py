@@ -1,0 +1,83 @@
+"""A URL in the place of a path is refused by name, in a config and by the tools."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from toolkit.config import load_config
+from toolkit.config.fields import LocalPath
+from toolkit.config.schema import NAME, Field, fields
+from toolkit.errors import ConfigError
+from toolkit.local_paths import url_problem
+
+PATHS = [field for field in fields() if any(isinstance(mark, LocalPath) for mark in field.marks)]
+
+
+@pytest.mark.parametrize("field", PATHS, ids=lambda field: field.key)
+def test_every_key_that_is_a_path(field: Field) -> None:
+    key = field.key.replace(NAME, "part")
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"--{key}=s3://bucket/run"])
+    assert str(caught.value).startswith(
+        f"--{key}: {key} = 's3://bucket/run'\n  rule: s3:// is a URL, and only"
+    )
+    assert len(caught.value.problems) == 1
+
+
+def test_keys_that_sound_like_paths_are_marked() -> None:
+    named = {field.key for field in fields() if field.name.endswith(("_path", "folder", "_file", "csv"))}
+    assert named - {field.key for field in PATHS} == {"job.config_file"}
+
+
+def test_files_of_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="job.config_file = 'gs://b/c.toml'\n  rule: gs:// is a URL"):
+        load_config(["--job.config_file", "gs://b/c.toml"])
+    (tmp_path / "run.toml").write_text('extends = "https://example.com/base.toml"\n')
+    with pytest.raises(ConfigError, match="run.toml:1: extends = 'https://.*\n  rule: https:// is a URL"):
+        load_config(["--job.config_file", str(tmp_path / "run.toml")])
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("az://container/a", "copy it to a local disk or mount it"),
+        ("a.txt, S3://bucket/b.txt", "copy it to a local disk or mount it"),
+        ("file:///data/run", "write the path alone: /data/run"),
+        ("file://localhost/data/run", "write the path alone: /data/run"),
+        ("hf://meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir ./Llama-3.2-1B"),
+        ("https://huggingface.co/datasets/allenai/c4", "hf download --repo-type dataset allenai/c4 --local"),
+    ],
+)
+def test_what_to_do_instead(text: str, fix: str) -> None:
+    found = url_problem(text)
+    assert found is not None and found[1].startswith(fix)
+
+
+@pytest.mark.parametrize("text", ["outputs", "/a/b", "~/x", "a:b/c", "owner/name", "a,b/*.txt", "", "x//y"])
+def test_a_path_is_no_url(text: str) -> None:
+    assert url_problem(text) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "checkpoint list s3://b/c",
+        "convert_weights hf-to-dcp hf://o/n out",
+        "convert_weights hf-to-dcp m s3://b/out",
+        "evaluate s3://b/m",
+        "evaluate m --text s3://b/a.txt",
+        "generate m --tokenizer s3://b/t",
+        "chat s3://b/m",
+        "make_random_model s3://b/m --flavor debugmodel",
+        "plot s3://b/run",
+    ],
+)
+def test_arguments_of_tools(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tool, *arguments = words.split()
+    with pytest.raises(SystemExit) as caught:
+        import_module(f"tools.{tool}").main(arguments)
+    assert caught.value.code == 2
+    assert ":// is a URL, and only files and folders of this machine" in capsys.readouterr().err
