@@ -119,6 +119,7 @@ def test_every_option_of_torchtitan_at_its_default(tmp_path: Path) -> None:
         "training",
         "data",
         "parallelism",
+        "comm",
         "compile",
         "validation",
     }

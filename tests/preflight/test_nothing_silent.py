@@ -110,6 +110,7 @@ ACTS = {
     "comm.init_timeout_seconds",
     "comm.train_timeout_seconds",
     "comm.trace_buf_size",
+    "comm.save_timeout_seconds",
     "comm.mode",
     "debug.seed",
     "debug.deterministic",
