@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import typing
@@ -355,4 +356,4 @@ def test_help_whose_reader_has_gone_ends_quietly():
         [sys.executable, "-m", "toolkit.train", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     told.stdout.close()
-    assert (told.stderr.read(), told.wait()) == (b"", 0)
+    assert (told.stderr.read(), told.wait()) == (b"", -signal.SIGPIPE)

@@ -6,7 +6,7 @@ reports them all.
 
 from __future__ import annotations
 
-import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -37,10 +37,8 @@ def load_config(argv: Sequence[str]) -> Config:
     if arguments.help is not None:
         from toolkit.config.help import help_text
 
-        try:
-            print(help_text(arguments.help), flush=True)
-        except BrokenPipeError:  # --help | head; at exit Python would try once more
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head ends with its reader
+        print(help_text(arguments.help))
         sys.exit(0)
     settings: dict[str, Setting] = {}
     problems = list(arguments.problems)
