@@ -27,7 +27,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from toolkit import local_paths, output
 from toolkit.data.sources import open_source, open_text
 from toolkit.data.tokenizer_files import LLAMA3_PATTERN, N_LLAMA3_SPECIAL, llama3_names, of_llama3
-from toolkit.errors import ConfigError, Problem, ToolkitError, flags_named
+from toolkit.errors import EXIT_ERROR, ConfigError, Problem, ToolkitError, flags_named
 from toolkit.wording import printable
 
 FILE_NAMES = {"tiktoken": "tokenizer.model", "sentencepiece": "tokenizer.model", "json": "tokenizer.json"}
@@ -188,9 +188,13 @@ def main() -> int:
     except ToolkitError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
-    arguments.output.mkdir(parents=True, exist_ok=True)
     path = arguments.output / FILE_NAMES[arguments.format]
-    path.write_bytes(content)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        print(f"error: {path} cannot be written: {error.strerror}", file=sys.stderr)
+        return EXIT_ERROR
     print(f"{path}: {arguments.vocab_size} entries, {len(content):,} bytes")
     return 0
 

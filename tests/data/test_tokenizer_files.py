@@ -221,6 +221,25 @@ def test_without_tokenizer_json_its_config_says_it_and_else_llama_does(
     assert load_tokenizer(folder_of(tmp_path, file, **config)).adds_bos == adds
 
 
+def test_an_eos_after_the_text_that_is_bos_as_well_begins_none(tmp_path: Path) -> None:
+    both = "<|end_of_text|>"
+    folder_of(tmp_path, JSON, bos_token=both, eos_token=both)
+    after = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": both, "type_id": 0}}]
+    added = {both: {"id": both, "ids": [3841], "tokens": [both]}}
+    processor = {"type": "TemplateProcessing", "single": after, "pair": ADDING["pair"]}
+    processor["special_tokens"] = ADDING["special_tokens"] | added
+    content = json.loads(JSON.read_bytes()) | {"post_processor": processor}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(tmp_path).bos_id == 3841 and not load_tokenizer(tmp_path).adds_bos
+
+
+def test_a_post_processor_of_no_known_kind_is_named(tmp_path: Path) -> None:
+    shutil.copy(TIKTOKEN, tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"post_processor": {"type": "Unheard"}}')
+    with pytest.raises(DataError, match="post_processor of tokenizer.json in .* cannot be read"):
+        load_tokenizer(tmp_path)
+
+
 def test_bos_is_forced_on_or_off_and_changes_the_fingerprint() -> None:
     by_files, off, on = (load_tokenizer(JSON, add_bos=asked) for asked in (None, False, True))
     assert (by_files.adds_bos, off.adds_bos, on.adds_bos) == (True, False, True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.errors import EXIT_DATA, ConfigError
+from toolkit.errors import EXIT_DATA, EXIT_ERROR, ConfigError
 from tools import make_embedded_corpus, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +44,13 @@ def test_the_program_writes_a_tokenizer_of_the_size_asked_for(
     assert tokenizer.decode(tokenizer.encode(foreign)) == foreign
 
 
+def test_white_space_that_the_program_has_joined_is_no_other_word_pattern(tmp_path: Path) -> None:
+    content = train_tokenizer.run([f"it\n{' ' * (count % 3)}\n\t\n" for count in range(60)], "tiktoken", 518)
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    tokenizer = load_tokenizer(tmp_path)
+    assert "\n " in [tokenizer.decode([token]) for token in range(256, 262)]
+
+
 @pytest.mark.parametrize(
     ("form", "size", "rule"),
     [
@@ -64,6 +71,18 @@ def test_a_mistake_names_the_programs_flag(
     monkeypatch.setattr("sys.argv", ["train_tokenizer", "--corpus", "none.txt", "--output", str(tmp_path)])
     assert train_tokenizer.main() == EXIT_DATA
     assert "error: --corpus = 'none.txt'" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    corpus, taken = tmp_path / "corpus.txt", tmp_path / "taken"
+    corpus.write_text("It was the best of times")
+    taken.write_text("no folder")
+    arguments = ["--corpus", str(corpus), "--vocab-size", "512", "--output", str(taken)]
+    monkeypatch.setattr("sys.argv", ["train_tokenizer", *arguments])
+    assert train_tokenizer.main() == EXIT_ERROR
+    assert capsys.readouterr().err == f"error: {taken}/tokenizer.model cannot be written: File exists\n"
 
 
 def shipped(split: str) -> list[dict[str, str]]:

@@ -206,6 +206,17 @@ def test_a_description_needs_no_files_and_says_what_a_start_would_miss(
     assert said.out.count("a start here would end") == 1 and said.err == ""
 
 
+def test_a_note_is_one_line_without_control_characters(
+    here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "a\n\x1b[2J").touch()
+    assert _main(f"--model.hf_assets_path={tmp_path}", "--model.vocab_size=4352") == 0
+    assert (
+        f"{tmp_path}': no tokenizer in folder '{tmp_path}': it holds a\\n\\x1b[2J; "
+        in capsys.readouterr().out
+    )
+
+
 def test_a_debugmodel_needs_its_tokenizer(
     here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -184,13 +184,14 @@ class TiktokenTokenizer(Tokenizer):
             self._refuse_other_pattern(ranks)
 
     def _refuse_other_pattern(self, ranks: dict[bytes, int]) -> None:
-        """Ranks learnt for the word pattern have no token that it cuts in two, as GPT-2's have "2017"."""
+        """Ranks learnt for the word pattern have no token that it cuts in two, as GPT-2's have "2017". White
+        space is cut by what comes after it: "\\n " is part of the word "\\n \\n", and two words alone."""
         for token, rank in ranks.items():
             try:
                 text = token.decode()
             except UnicodeDecodeError:  # part of a character
                 continue
-            if self._encoding.encode_ordinary(text) != [rank]:
+            if not text.isspace() and self._encoding.encode_ordinary(text) != [rank]:
                 raise not_llamas(f"{self.path} has a token {text!r}, which Llama 3's words do not have")
 
     def _encode(self, text: str) -> list[int]:

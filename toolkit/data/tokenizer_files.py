@@ -252,18 +252,26 @@ def adds_bos(files: TokenizerFiles, bos_id: int | None) -> bool:
         json.loads(files.content) if files.kind == "json" else read_json(files.folder / "tokenizer.json")
     )
     if described:
-        return _first_added(described.get("post_processor")) == bos_id
+        return _first_added(described.get("post_processor"), files.folder) == bos_id
     return read_json(files.folder / "tokenizer_config.json").get("add_bos_token", True) is not False
 
 
-def _first_added(post_processor: Any) -> int | None:
+def _first_added(post_processor: Any, folder: Path) -> int | None:
     """The token that the ``post_processor`` of a tokenizer.json puts before a text, found by asking it about
-    a text without tokens."""
+    a text of one token."""
     import tokenizers
 
-    empty = {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}
-    asked = tokenizers.Tokenizer.from_str(json.dumps({"model": empty, "post_processor": post_processor}))
-    return next(iter(asked.encode("").ids), None)
+    unknown = {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}
+    try:
+        asked = tokenizers.Tokenizer.from_str(
+            json.dumps({"model": unknown, "post_processor": post_processor})
+        )
+    except Exception as error:  # the library raises Exception itself
+        raise DataError(
+            f"the post_processor of tokenizer.json in {folder} cannot be read: {error}"
+        ) from error
+    found = asked.encode("a")
+    return found.ids[0] if found.special_tokens_mask[0] else None
 
 
 def sentencepiece_processor(files: TokenizerFiles) -> SentencePieceProcessor:

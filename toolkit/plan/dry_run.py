@@ -26,6 +26,7 @@ from toolkit.hardware import Hardware, detect
 from toolkit.models.llama.presets import block_parameters
 from toolkit.preflight.facts import Run
 from toolkit.shape import needs_tokenizer
+from toolkit.wording import one_line
 
 if TYPE_CHECKING:  # it imports torch, which a mistake shall not wait for
     from toolkit.plan.ranks import Holding, Part
@@ -53,7 +54,8 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
     print("dry    nothing is trained, and no corpus or checkpoint is read")
     print(preflight.describe(config, world_size=run.world_size, hardware=run.hardware))
     for problem in preflight.check(config, world_size=run.world_size, hardware=run.hardware):
-        print(f"note   a start here would end: {problem.key} = {problem.value!r}: {problem.rule}")
+        why = one_line(f"{problem.key} = {problem.value!r}: {problem.rule}")
+        print(f"note   a start here would end: {why}")
     print("\n".join(_describe_mesh(run)))
     if run.stages:
         print("\n".join(_describe_stages(run)))
