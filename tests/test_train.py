@@ -30,14 +30,16 @@ def test_a_rank_tells_what_it_may_be_alone_with(
     tells: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     def failing(*_: Any) -> int:
         raise error
 
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv(SUPERVISED, "1")
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", SUPERVISED: "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(train, "_train", failing)
-    assert train.main([]) == code
+    assert train.main([f"--job.dump_folder={tmp_path}"]) == code
     assert ("the device is full" in capsys.readouterr().err) == tells
 
 

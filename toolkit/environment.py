@@ -62,9 +62,11 @@ def place(environ: Mapping[str, str]) -> Place:
 
 
 def speaks(environ: Mapping[str, str]) -> bool:
-    """Whether this process tells the user what all ranks know: rank 0 does, and one whose RANK is wrong."""
-    rank = environ.get("RANK", "").strip()
-    return not rank.isdecimal() or int(rank) == 0
+    """Whether this process tells the user what all ranks know: rank 0 does, and one whose place is wrong."""
+    try:
+        return place(environ).rank == 0
+    except ConfigError:
+        return True
 
 
 def shown_ranks(environ: Mapping[str, str], world_size: int, default: str) -> list[int]:

@@ -128,6 +128,7 @@ def test_a_console_that_goes_ends_no_run(tmp_path):
         ("toolkit.train", {"RANK": "abc"}, "RANK"),
         ("toolkit.train", {"WORLD_SIZE": "0"}, "WORLD_SIZE"),
         ("toolkit.train", {"WORLD_SIZE": "2"}, "RANK"),
+        ("toolkit.train", {"RANK": "3"}, "RANK"),  # left in a shell, without WORLD_SIZE
         ("toolkit.preflight", {"WORLD_SIZE": "-1"}, "WORLD_SIZE"),
         ("tools.generate", {"WORLD_SIZE": "abc"}, "WORLD_SIZE"),
         ("tools.chat", {"RANK": "abc"}, "RANK"),
