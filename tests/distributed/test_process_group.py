@@ -103,3 +103,20 @@ def test_each_gloo_group_has_one_worker_thread() -> None:
     for threads in run_world(_threads_of_groups, 4):
         # Those of all ranks, of each dimension of the mesh, and for files.
         assert len(threads) >= 4 and set(threads) == {1}
+
+
+def _group_for_files_beside_a_gpu() -> str:
+    process_group.stop()
+    store = dist.HashStore()
+    # As on a GPU, where nccl is in the place of the second gloo.
+    dist.init_process_group(f"cpu:{process_group.GLOO},cuda:gloo", store=store, rank=0, world_size=1)
+    assert dist.group.WORLD
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    group = process_group.patient_group(timeout_seconds=60)
+    process_group.set_timeout(30, except_for=group)
+    dist.all_reduce(torch.ones(1), group=group)
+    return dist.get_backend(group)
+
+
+def test_a_group_for_files_is_formed_beside_a_gpu() -> None:
+    assert run_world(_group_for_files_beside_a_gpu, 1) == [process_group.GLOO]

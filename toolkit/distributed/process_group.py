@@ -76,8 +76,9 @@ def _with_one_thread(group: Any, _: Any) -> dist.ProcessGroupGloo:
     return gloo(group.store, group.group_rank, group.group_size, options)
 
 
-# Since `new_group` hands no options on to gloo.
-dist.Backend.register_backend(GLOO, _with_one_thread, extended_api=True, devices=["cpu"])
+# Since `new_group` hands no options on to gloo. For both devices, as torch's own: `new_group` asks each group
+# for its back end of the GPU that the first one is bound to.
+dist.Backend.register_backend(GLOO, _with_one_thread, extended_api=True, devices=["cpu", "cuda"])
 
 
 def start(device: torch.device, *, timeout_seconds: int) -> None:
