@@ -86,3 +86,9 @@ def test_characters_that_the_encoding_lacks_are_escaped() -> None:
     out, told = process.communicate(timeout=60)
     assert process.returncode == 0 and told == "lost: \n"
     assert out == "first\n" + 3 * "2 \\xd7 3 \\u2192 6\n"
+
+
+def test_what_an_unbuffered_program_has_printed_outlives_it() -> None:
+    program = "import os; from toolkit import output; output.protect(); print('told'); os._exit(1)"
+    ended = subprocess.run([sys.executable, "-u", "-c", program], cwd=ROOT, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (1, b"told\n")

@@ -53,12 +53,14 @@ def _protected(stream: TextIO | None, number: int, called: str) -> TextIO:
     if stream is None:  # closed by whoever started us: the next file to be opened must not take its place
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, number)
+    unbuffered = getattr(
+        stream, "write_through", False
+    )  # python -u, as ranks run: none is ended with words unsaid
     return io.TextIOWrapper(
         io.BufferedWriter(_Descriptor(number, called)),
         encoding=stream.encoding if stream else "utf-8",
         errors="backslashreplace",
-        line_buffering=number == 2 or os.isatty(number),
-        write_through=stream is not None and getattr(stream, "write_through", False),  # python -u
+        line_buffering=unbuffered or number == 2 or os.isatty(number),
     )
 
 
