@@ -21,6 +21,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -107,20 +108,22 @@ def run_batch(folder: Path, layout: str, threads: int, worlds: int) -> dict[str,
         _CONTEXT.Process(target=_rank, args=(rank, ports, str(folder), layout, threads, ended))
         for rank in range(8)
     ]
-    for process in ranks:
-        process.start()
-    left, until = {process.sentinel for process in ranks}, time.monotonic() + LIMIT_SECONDS * worlds
-    while left and time.monotonic() < until:
-        left -= set(wait(left, timeout=1))
-        if any(process.exitcode for process in ranks):  # its peers fail of it, or wait in vain
-            wait(left, timeout=2)
-            break
-    codes = [process.exitcode for process in ranks]
+    try:
+        for process in ranks:
+            process.start()
+        left, until = {process.sentinel for process in ranks}, time.monotonic() + LIMIT_SECONDS * worlds
+        while left and time.monotonic() < until:
+            left -= set(wait(left, timeout=1))
+            if any(process.exitcode for process in ranks):  # its peers fail of it, or wait in vain
+                wait(left, timeout=2)
+                break
+        codes = [process.exitcode for process in ranks]
+    finally:
+        for running in multiprocessing.active_children():
+            running.kill()
+            running.join()
     died = [signal.Signals(-code).name for code in codes if code and code < 0]
     failed = not died and (any(codes) or None in codes)
-    for process in ranks:
-        process.kill()
-        process.join()
     return {"layout": layout, "threads": threads, "worlds": ended.value, "died": died, "failed": failed}
 
 
@@ -163,6 +166,7 @@ def main() -> None:
     if options.seconds:
         print(f"{gather(options.threads, options.seconds):,} all-gathers")
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # a stop reaches the ranks
     machine = describe()
     options.folder.mkdir(parents=True, exist_ok=True)
     file = options.folder / "batches.jsonl"

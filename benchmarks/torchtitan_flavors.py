@@ -37,9 +37,12 @@ def run_flavor(flavor: Flavor, folder: Path, cache: Path) -> dict[str, Any]:
         before = len(_losses(folder))
         command = _command(flags, folder, cache)
         environment = os.environ | {"NGPU": str(flavor.ranks), "CONFIG_FILE": str(CONFIG_FILE)}
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS
-        )
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return {"failure": f"no end in {LIMIT_SECONDS:.0f} s"}
         losses = _losses(folder)
         if len(losses) > before:  # the run has gone on; another run begins another file
             losses = losses[before:]
@@ -101,7 +104,7 @@ def report(results: dict[str, Kept], machine: str) -> str:
     ]
     for kept in done:
         flavor = BY_NAME[kept["row"]]
-        endings = kept.get("endings", [f"**failed**: {kept.get('failure', '').splitlines()[-1:]}"])
+        endings = kept.get("endings") or [f"**failed**: {kept['failure'].strip().splitlines()[-1]}"]
         for flags, ending in zip(flavor.commands, endings, strict=False):
             shown = "`tools.generate`" if flags == GENERATE else f"`{flags}`"
             lines.append(f"| {flavor.name} | {flavor.ranks} | {shown} | {ending} |")
