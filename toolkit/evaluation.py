@@ -223,6 +223,7 @@ def documents(path: str, text_column: str = "text") -> Iterator[str]:
 
     Raises:
         DataError: no such files, or one that cannot be read.
+        ConfigError: a column is named, and no file has any.
     """
     begun: list[str] = []
     for piece in open_text(path, text_column).pieces():

@@ -19,7 +19,7 @@ from pathlib import Path
 from toolkit.data import text_files
 from toolkit.data.columns import SourceError
 from toolkit.data.text_files import Piece, is_json
-from toolkit.errors import DataError, Problem
+from toolkit.errors import ConfigError, DataError, Problem
 from toolkit.wording import closest, did_you_mean, install
 
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
@@ -116,8 +116,11 @@ def open_text(path: str, text_column: str = "text") -> Source:
 
     Raises:
         SourceError: as :func:`open_source`.
+        ConfigError: another column than "text" is named, and no file there has columns.
     """
     source = Source(path, _find(path, any_suffix=True), text_column)
+    if text_column != "text" and all(kind(file) == "text" for file in source.files):
+        raise ConfigError(Problem(f"no file of {path} has columns", "remove it", "text_column", text_column))
     _check_columns(source)
     return source
 

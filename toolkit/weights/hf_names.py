@@ -60,12 +60,6 @@ def reorders_rows(name: str) -> bool:
     return name.endswith(("attention.wq.weight", "attention.wk.weight"))
 
 
-def row_order(rows: Sequence[int], head_dim: int) -> list[int]:
-    """For each of our ``rows`` of wq or wk, the row of Hugging Face's tensor that holds it."""
-    half = head_dim // 2
-    return [row - row % head_dim + row % 2 * half + row % head_dim // 2 for row in rows]
-
-
 def hf_row_order(rows: Sequence[int], head_dim: int) -> list[int]:
     """For each of Hugging Face's ``rows`` of q_proj or k_proj, the row of ours that holds it."""
     half = head_dim // 2
