@@ -14,6 +14,12 @@ kill the ranks 30 s into a save. Elastic restarts remain torchrun's: it can star
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    # Until something listens, Ctrl-C simply ends the process: a traceback out of an import would say nothing.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import os
 import shlex
 import subprocess

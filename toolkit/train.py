@@ -6,9 +6,14 @@ before torch is imported, so that a mistake costs a fraction of a second. Exit c
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    # Until something listens, Ctrl-C simply ends the process: a traceback out of an import would say nothing.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import gc
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -120,8 +125,6 @@ def _leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     output.protect()
-    # Until the training listens, Ctrl-C simply ends the process: a traceback would say nothing.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Imports make no garbage, and take longer while it is looked for; training does that at steps of its own.
     gc.disable()
     _leave(main(sys.argv[1:]))

@@ -321,6 +321,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         ),
         (["--metrics.no-enable-tensorboard"], "metrics.enable_tensorboard", False),
         (["--metrics.no_enable_tensorboard"], "metrics.enable_tensorboard", False),
+        (["--model.no-add-bos-token"], "model.add_bos_token", False),
         (["--checkpoint.enable", "--checkpoint.no-enable"], "checkpoint.enable", False),
         (["--optimizer.no-decay", "*norm*"], "optimizer.no_decay", ["*norm*"]),
         (["--data.mixture.my-web.text-column", "x"], "data.mixture.my-web.text_column", "x"),

@@ -129,6 +129,7 @@ def test_a_console_that_goes_ends_no_run(tmp_path):
         ("toolkit.train", {"WORLD_SIZE": "0"}, "WORLD_SIZE"),
         ("toolkit.train", {"WORLD_SIZE": "2"}, "RANK"),
         ("toolkit.train", {"RANK": "3"}, "RANK"),  # left in a shell, without WORLD_SIZE
+        ("toolkit.train", {"WORLD_SIZE": "2", "RANK": "5"}, "RANK"),
         ("toolkit.preflight", {"WORLD_SIZE": "-1"}, "WORLD_SIZE"),
         ("tools.generate", {"WORLD_SIZE": "abc"}, "WORLD_SIZE"),
         ("tools.chat", {"RANK": "abc"}, "RANK"),
@@ -173,6 +174,22 @@ def test_a_signal_before_the_ranks_start_says_so_and_may_be_started_again(number
     assert toolkit.launch.main([*SMALL, "--checkpoint.enable=false"]) == 75
     assert f"{number.name}: stopped before the ranks started" in capsys.readouterr().err
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("program", ["toolkit.launch", "toolkit.train"])
+def test_an_interrupt_of_the_imports_shows_no_traceback(program):
+    code = f"""
+import os, runpy, signal, sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "toolkit.config":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("{program}", run_name="__main__")
+"""
+    words = [sys.executable, "-c", code]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (-signal.SIGINT, "")
 
 
 def test_the_launcher_never_imports_torch():

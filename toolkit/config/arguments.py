@@ -68,7 +68,7 @@ def _denied(key: str) -> Field | None:
     """The boolean of which ``table.no_key`` says that it is false."""
     table, _, name = key.rpartition(".")
     field = find_field(f"{table}.{name.removeprefix('no_')}") if name.startswith("no_") else None
-    return field if field and field.annotation is bool else None
+    return field if field and field.annotation in (bool, bool | None) else None
 
 
 def _following(words: list[str], known: Field) -> str | None:
