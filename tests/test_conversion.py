@@ -448,6 +448,11 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert "use hf-to-meta or hf-to-dcp" in said("meta-to-hf", tmp_path / "hf", tmp_path / "out")
     assert "does not exist" in said("dcp-to-hf", tmp_path / "none", tmp_path / "out")
     assert "is there already" in said("hf-to-meta", tmp_path / "hf", tmp_path / "hf")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    assert f"is a link: name the folder {tmp_path}/elsewhere" in said(
+        "hf-to-meta", tmp_path / "hf", tmp_path / "link"
+    )
+    assert not list(tmp_path.glob("link.tmp-*"))
     tokenizer = Path(__file__).parent / "assets" / "tokenizer"
     assert "--vocab-size" in said("hf-to-meta", tmp_path / "hf", tmp_path / "out", "--tokenizer", tokenizer)
     assert not (tmp_path / "out").exists()

@@ -34,6 +34,8 @@ def state_of(folder: Path) -> list[tuple[str, int, int]]:
 
 def refuse_existing(out: Path) -> None:
     """Raise DataError if ``out`` is anything but an empty folder or a name that is free."""
+    if out.is_symlink():  # no folder can be renamed to it
+        raise DataError(f"{out} is a link: name the folder {out.resolve()} itself, or delete the link")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} is there already: name another folder, or delete it")
 

@@ -41,7 +41,7 @@ def unknown_key(key: str, value: object, origin: str) -> Problem:
         meant = closest(key, fields_by_key()) or _elsewhere(name)
         otherwise = f"the tables are {', '.join(tables())}"
     else:
-        rule = f"every key stands in a table, but {name} does not"
+        rule = f"every key stands in a table, but {name!r} does not"
         meant = _elsewhere(name) or closest(key, fields_by_key())
         otherwise = "leave it out; --help lists all keys"
     meant = RENAMED.get(key) or meant
