@@ -78,14 +78,14 @@ def main(argv: Sequence[str]) -> int:
     rank, faults, debug = 0, None, "--debug" in argv
     checked = os.environ.get(CHECKED_DEVICE, "")
     try:
-        here = place(os.environ)
-        rank, world_size = here.rank, here.world_size
         config = load_config(argv)
         debug = config.job.debug
         if config.comm.mode == "fake_backend":
             from toolkit.plan.dry_run import dry_run
 
             return dry_run(config, os.environ)
+        here = place(os.environ)
+        rank, world_size = here.rank, here.world_size
         if config.training.device == "cpu":  # before torch looks for them
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if SUPERVISED not in os.environ:  # else the launch has
