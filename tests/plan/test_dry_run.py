@@ -105,7 +105,7 @@ def _lines(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
 
-DEBUG = ("--job.config_file", "train_configs/debug_model.toml")
+DEBUG = ("--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", "outputs/of_no_run")
 MESH = (
     "--parallelism.tensor_parallel_degree=2",
     "--parallelism.pipeline_parallel_degree=4",
