@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -80,9 +81,8 @@ def _losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def _rule(message: str, key: str) -> str:
-    """The rule that ``message`` names for ``key``."""
-    after = message[message.rindex(f"{key} = ") :]
-    return after.partition("rule:")[2].strip().splitlines()[0]
+    """The last rule that ``message`` names for ``key``."""
+    return re.findall(rf"{re.escape(key)} = .*\n  rule: (.*)", message)[-1]
 
 
 def report(results: dict[str, Kept], machine: str) -> str:
