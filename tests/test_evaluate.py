@@ -123,7 +123,15 @@ def test_mistakes(
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["--text", "a.txt", "--training.steps", "3"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--text", "a.txt", "--training.steps", "3"],
+        ["--text", "a.txt", "--limit", "3"],
+        ["--config", "a.toml", "--text-column", "body"],
+    ],
+)
 def test_arguments_that_say_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["model", *arguments])

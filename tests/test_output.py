@@ -65,6 +65,14 @@ def test_a_full_disk_ends_nothing() -> None:
     assert process.returncode == 0 and told.count(SAID.format(28, "No space left on device")) == 1
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_listing_that_is_lost_is_no_success() -> None:
+    command = [sys.executable, "-m", "toolkit.preflight", "train_configs/debug_model.toml"]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, SAID.format(28, "No space left on device"))
+
+
 def test_a_closed_terminal_ends_nothing() -> None:
     leader, follower = pty.openpty()
     process = _start(stdout=follower, stderr=follower)

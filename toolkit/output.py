@@ -53,15 +53,19 @@ def _protected(stream: TextIO | None, number: int, called: str) -> TextIO:
     if stream is None:  # closed by whoever started us: the next file to be opened must not take its place
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, number)
-    unbuffered = getattr(
-        stream, "write_through", False
-    )  # python -u, as ranks run: none is ended with words unsaid
+    unbuffered = getattr(stream, "write_through", False)  # python -u, as ranks run: no word is left unsaid
     return io.TextIOWrapper(
         io.BufferedWriter(_Descriptor(number, called)),
         encoding=stream.encoding if stream else "utf-8",
         errors="backslashreplace",
         line_buffering=unbuffered or number == 2 or os.isatty(number),
     )
+
+
+def code_of(code: int) -> int:
+    """The exit code of a program that makes nothing but its output: not 0 where some of that is lost."""
+    sys.stdout.flush()
+    return code or int(bool(_lost))
 
 
 def lost() -> str:

@@ -48,6 +48,14 @@ _SEQ_LEN = (
     "of its run; for tasks the context"
 )
 _TEXT_FLAGS = {"training.dataset_path": "--text", "data.text_column": "--text-column"}
+_COLUMN = "text"
+_ACTS_WITH = {
+    "--text-column": "--text",
+    "--stride": "--text",
+    "--task-folder": "--tasks",
+    "--few-shot": "--tasks",
+    "--limit": "--tasks",
+}
 _RULES = ("corpus_readable", "dataset_choices_act", "text_column_acts", "template_has_no_escapes")
 
 
@@ -69,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="a file of text or .jsonl, a folder, a glob, or several with commas",
     )
-    add("--text-column", default="text", metavar="NAME", help="column of the text (default: text)")
+    add("--text-column", metavar="NAME", help="column of the text (default: text)")
     add("--seq-len", type=count, metavar="N", help=f"tokens of a window (default: {_SEQ_LEN})")
     add("--stride", type=count, metavar="N", help="tokens that a window predicts (default: all)")
     add(
@@ -95,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def of_text(loaded: Loaded, evaluator: Evaluator, asked: argparse.Namespace, length: int) -> Loss:
     """Of the files of --text."""
-    texts = documents(asked.text, asked.text_column)
+    texts = documents(asked.text, asked.text_column or _COLUMN)
     with flags_named(_TEXT_FLAGS):
         return text_loss(evaluator, needed_tokenizer(loaded), texts, length=length, stride=asked.stride)
 
@@ -177,18 +185,25 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
         parser.error("nothing to evaluate: give --text, --config or --tasks")
     if words and not asked.config:
         parser.error(f"unrecognized arguments: {' '.join(words)} (flags of a config need --config FILE)")
+    for flag, needed in _ACTS_WITH.items():
+        if _value(asked, flag) is not None and not _value(asked, needed):
+            parser.error(f"{flag} does nothing without {needed}")
     if asked.tasks and importlib.util.find_spec("lm_eval") is None:
         rule = "tasks need the package lm-eval, which is not installed"
         raise ConfigError(Problem(rule, install("eval"), "--tasks", asked.tasks))
     if asked.text:
         with flags_named(_TEXT_FLAGS):
-            open_text(asked.text, asked.text_column)
+            open_text(asked.text, asked.text_column or _COLUMN)
     if not asked.config:
         return None
     bos = [] if asked.add_bos_token is None else [f"--model.add_bos_token={asked.add_bos_token}".lower()]
     config = load_config(["--job.config_file", asked.config, "--validation.enable", "true", *words, *bos])
     preflight.run(config, world_size=1, only=_RULES)
     return config
+
+
+def _value(asked: argparse.Namespace, flag: str) -> Any:
+    return getattr(asked, flag.lstrip("-").replace("-", "_"))
 
 
 def _evaluate(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Sequence[str]) -> None:
@@ -232,4 +247,4 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     output.protect(end_with_reader=True)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(output.code_of(main(sys.argv[1:])))

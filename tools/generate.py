@@ -214,4 +214,4 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     output.protect(end_with_reader=True)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, between two words or in one
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(output.code_of(main(sys.argv[1:])))

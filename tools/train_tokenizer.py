@@ -173,17 +173,19 @@ def main() -> int:
         type=local_paths.path_text,
         help="file, folder, glob or comma list (default: the shipped corpus)",
     )
-    parser.add_argument("--text-column", default="text", help="column of JSON lines (default: text)")
+    parser.add_argument("--text-column", help="column of JSON lines (default: text)")
     parser.add_argument("--vocab-size", type=int, default=4096, help="entries in all (default: 4096)")
     parser.add_argument("--format", choices=sorted(FILE_NAMES), default="tiktoken")
     parser.add_argument(
         "--output", type=local_paths.path, required=True, help="folder for the tokenizer file"
     )
     arguments = parser.parse_args()
+    if arguments.text_column is not None and not arguments.corpus:
+        parser.error("--text-column does nothing without --corpus")
 
     try:
         with flags_named({"training.dataset_path": "--corpus", "data.text_column": "--text-column"}):
-            corpus = texts(arguments.corpus, arguments.text_column)
+            corpus = texts(arguments.corpus, arguments.text_column or "text")
             content = run(corpus, arguments.format, arguments.vocab_size)
     except ToolkitError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)

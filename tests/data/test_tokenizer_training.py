@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.errors import EXIT_DATA, EXIT_ERROR, ConfigError
+from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, ConfigError
 from tools import make_embedded_corpus, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -128,3 +128,12 @@ def test_documents_are_cut_and_merged_to_size_without_loss() -> None:
     assert "\n\n".join(parts) == "\n\n".join(paragraphs)
     merged = make_embedded_corpus.merge(["a" * 100, "b" * 5_000, "c" * 100])
     assert [len(text) for text in merged] == [5_204]
+
+
+def test_a_column_of_no_files_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train_tokenizer", "--text-column", "body", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        train_tokenizer.main()
+    assert ended.value.code == EXIT_CONFIG and "does nothing without --corpus" in capsys.readouterr().err
