@@ -15,7 +15,8 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
     pytest.mark.timeout(600),
 ]
-KILLS = 3
+KILLS, SEED = 3, 6
+"""Of this seed each kill comes within a tenth of a second of one of the first saves: no start ends before."""
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,6 @@ def test_a_killed_run_goes_on_as_if_it_never_was(
     uninterrupted: Mapping[str, str], tmp_path: Path, mode: str
 ) -> None:
     """``python -m benchmarks.kills`` does it 200 times."""
-    outcomes = chain(tmp_path / "run", mode, random.Random(7), KILLS, uninterrupted)
+    outcomes = chain(tmp_path / "run", mode, random.Random(SEED), KILLS, uninterrupted)
     assert [problem for outcome in outcomes for problem in outcome.problems] == []
     assert sum(outcome.killed for outcome in outcomes) == KILLS
