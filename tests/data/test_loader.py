@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -139,17 +140,33 @@ def test_workers_and_prefetch_change_nothing(workers: dict[str, Any], parts: lis
         assert other.state_dict() == plain.state_dict()
 
 
+def _fails_of(error: type[Exception]) -> Iterator[Any]:
+    raise error
+    yield
+
+
 def test_a_worker_that_is_killed_is_told_in_one_message() -> None:
     batches = iter(_loader(num_workers=1))
     next(batches)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises((RuntimeError, DataError)) as caught:
         for child in multiprocessing.active_children():
             os.kill(child.pid or 0, signal.SIGKILL)
         for _ in batches:  # those that were ready come first
             pass
-    told = str(lost_worker(caught.value))
-    assert told.startswith("DataLoader worker (pid") and "training.dataloader.num_workers" in told
+    error = caught.value
+    told = str(error if isinstance(error, DataError) else lost_worker(error))
+    assert "DataLoader worker" in told and "training.dataloader.num_workers" in told
     assert lost_worker(RuntimeError("of something else")) is None
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, ConnectionRefusedError, EOFError])
+def test_a_worker_that_ends_while_its_batch_is_handed_over_is_told_in_one_message(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = _loader()
+    monkeypatch.setattr(loader, "_data", _fails_of(error))
+    with pytest.raises(DataError, match="training.dataloader.num_workers"):
+        next(iter(loader))
 
 
 def test_the_state_counts_whole_global_batches_that_were_consumed() -> None:

@@ -196,7 +196,10 @@ class _Counted:
         return self
 
     def __next__(self) -> Batch:
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except (ConnectionError, EOFError) as error:  # the worker has ended while its batch was handed over
+            raise _lost("a DataLoader worker has ended") from error
         self._loader.refuse_unknown_ids(batch)
         self._loader._taken += 1
         return batch
@@ -206,10 +209,12 @@ def lost_worker(error: RuntimeError) -> DataError | None:
     """What to tell of ``error`` if it is torch's about a worker that has ended. torch raises it in whatever
     this process is at, as soon as the worker ends."""
     said = re.match(r"DataLoader worker \(pid.*?\) [^.]*", str(error))
-    if said is None:
-        return None
+    return _lost(said[0]) if said else None
+
+
+def _lost(what: str) -> DataError:
     return DataError(
-        f"{said[0]}: it was killed, or memory ran out (see dmesg)\n"
+        f"{what}: it was killed, or memory ran out (see dmesg)\n"
         "  fix:  lower training.dataloader.num_workers or prefetch_factor; the same command goes on from the "
         "newest checkpoint"
     )
