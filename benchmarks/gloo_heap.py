@@ -1,4 +1,4 @@
-"""Whether the heap of ranks on gloo holds, with one worker thread a group and with torch's two.
+"""Measures how long the heap of ranks on gloo holds, with one worker thread a group and with torch's two.
 
     python -m benchmarks.gloo_heap --threads 2 --seconds 60
     python -m benchmarks.gloo_heap --threads 2 --worlds 3000 [--layout "pp2 tp2 …"] [--folder FOLDER]

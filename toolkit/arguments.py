@@ -9,7 +9,7 @@ import torch
 
 from toolkit import local_paths
 from toolkit.distributed import process_group
-from toolkit.environment import place
+from toolkit.environment import rank_environment
 from toolkit.errors import flags_named
 from toolkit.generation.sampling import Sampling
 from toolkit.inference import Loaded, load_model
@@ -64,7 +64,7 @@ def load_as_asked(arguments: argparse.Namespace, *, add_bos: bool | None = None)
         ConfigError, DataError, CheckpointError: as :func:`load_model`.
     """
     device = process_group.local_device()
-    if place(os.environ).world_size > 1:
+    if rank_environment(os.environ).world_size > 1:
         process_group.start(device, timeout_seconds=_PATIENCE)
     dtype = native_dtype(device) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
     with flags_named({"tp": "--tp"}):

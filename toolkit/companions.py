@@ -66,9 +66,10 @@ class Companions:
 
 
 def tokenizer_companions(path: Path, *, add_bos: bool | None = None) -> Companions:
-    """Of the tokenizer in a folder, or of the file itself: the files as they are, under their names, and a
-    tokenizer.json where a tiktoken file has none: transformers needs it. Where ``add_bos`` is not what the
-    files say, they are made to say it.
+    """Collect the files of the tokenizer in a folder, or of the file itself, as they are, by name.
+
+    A tiktoken file without a tokenizer.json gets one, which transformers needs. Where ``add_bos`` is not what
+    the files say, they are made to say it.
 
     Raises:
         DataError: there is none, or it is damaged.
@@ -88,7 +89,7 @@ def tokenizer_companions(path: Path, *, add_bos: bool | None = None) -> Companio
 
 
 def _saying_bos(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Of ``files`` those that say whether texts begin with BOS, saying it as ``tokenizer`` has it."""
+    """Rewrite those of ``files`` that say whether texts begin with BOS to what ``tokenizer`` does."""
     config = json.loads(files.get("tokenizer_config.json", b"{}")) | {"add_bos_token": tokenizer.adds_bos}
     saying = {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
     if described := files.get("tokenizer.json"):

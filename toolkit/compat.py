@@ -1,4 +1,4 @@
-"""What the standard library of Python 3.10 lacks; this file goes when 3.10 does."""
+"""Stand-ins for what the standard library of Python 3.10 lacks; this file goes when 3.10 does."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Conversion:
 
     @property
     def lacks(self) -> list[str]:
-        """What programs that read the format will look for, and which was nowhere to be found."""
+        """Files and ids that readers of the format will look for, and that were nowhere to be found."""
         if self.to == "meta":
             return [] if TOKENIZER_MODEL in self.beside.files else [TOKENIZER_MODEL]
         if self.to == "dcp":

@@ -1,4 +1,4 @@
-"""What environment variables ask of a launch: numbers, and the ranks to hear of."""
+"""Environment variables of a launch: numbers, and the ranks to hear of."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def whole_number(
 
 
 @dataclass(frozen=True)
-class Place:
-    """Of a process among those that a launcher started."""
+class RankEnvironment:
+    """The numbers that a launcher gives each process it starts."""
 
     rank: int
     local_rank: int
     world_size: int
 
 
-def place(environ: Mapping[str, str]) -> Place:
-    """What RANK, LOCAL_RANK and WORLD_SIZE say; a single process where they are unset or empty.
+def rank_environment(environ: Mapping[str, str]) -> RankEnvironment:
+    """Read RANK, LOCAL_RANK and WORLD_SIZE; a single process where they are unset or empty.
 
     Raises:
         ConfigError: they are no such numbers, or one of several ranks does not know its own or where
@@ -58,13 +58,13 @@ def place(environ: Mapping[str, str]) -> Place:
             rule = f"WORLD_SIZE = {world_size} speaks of several ranks, and {name} is not set"
             fix = "start them with run_train.sh or torchrun, which set it, or unset WORLD_SIZE"
             raise environment_error(name, "", rule, fix)
-    return Place(rank, whole_number(environ, "LOCAL_RANK", 0, 0), world_size)
+    return RankEnvironment(rank, whole_number(environ, "LOCAL_RANK", 0, 0), world_size)
 
 
-def speaks(environ: Mapping[str, str]) -> bool:
-    """Whether this process tells the user what all ranks know: rank 0 does, and one whose place is wrong."""
+def is_reporting_rank(environ: Mapping[str, str]) -> bool:
+    """Say if this process tells the user what all ranks know: rank 0, and one whose numbers are wrong."""
     try:
-        return place(environ).rank == 0
+        return rank_environment(environ).rank == 0
     except ConfigError:
         return True
 

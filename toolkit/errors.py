@@ -91,8 +91,10 @@ class OutOfMemory(TrainingError):
 
 @contextmanager
 def flags_named(flags: Mapping[str, str]) -> Iterator[None]:
-    """Has the problems that are raised inside name a program's flags where they name keys of the config:
-    ``flags`` is key → flag, and a key with its table stands for itself alone, too."""
+    """Make the problems that are raised inside name a program's flags where they name keys of the config.
+
+    ``flags`` is key → flag, and a key with its table stands for itself alone, too.
+    """
     try:
         yield
     except ToolkitError as error:

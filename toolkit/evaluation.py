@@ -1,4 +1,4 @@
-"""What a model gives text: its loss and perplexity, and the log-likelihood of continuations.
+"""The loss and perplexity of a model on text, and the log-likelihood of continuations.
 
 A text begins with BOS (where the tokenizer adds none it comes after EOS, the end of the text before), and
 each of its tokens is predicted once. One longer than the context is cut into windows: a window predicts
@@ -205,7 +205,7 @@ def rolling_windows(
 
 
 def first_token(tokenizer: Tokenizer) -> int:
-    """What comes before a text: BOS where texts begin with it, else EOS, else the BOS that is not added.
+    """Choose the token before a text: BOS where texts begin with it, else EOS, else BOS that is not added.
 
     Raises:
         DataError: the tokenizer has neither.

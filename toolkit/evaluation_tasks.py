@@ -70,7 +70,7 @@ class TaskModel(TemplateLM):
         return Row(context[-(self._length + 1 - len(continuation)) :], continuation)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows of which only the last overlaps the one before."""
+        """Score whole texts, in windows of which only the last overlaps the one before."""
         before, rows, owners = self.prefix_token_id, [], []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)

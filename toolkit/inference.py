@@ -149,7 +149,7 @@ def _tokenizer(source: Source, given: Path | str | None, add_bos: bool | None) -
 
 
 def _refuse_smaller(tokenizer: Tokenizer, own: Path | None) -> None:
-    """What was trained on a tokenizer, its ``own``, is used with no smaller one: most likely it is another.
+    """Refuse a tokenizer smaller than the model's ``own``: most likely it is another.
 
     Raises:
         DataError: ``tokenizer`` is smaller.

@@ -14,7 +14,7 @@ _HUB = re.compile(r"(?:https?://(?:www\.)?huggingface\.co/|hf://)(datasets/)?([\
 
 
 def url_problem(text: str) -> tuple[str, str] | None:
-    """Why ``text`` names nothing on this machine, and what to do; None where it is no URL."""
+    """Say why ``text`` names nothing on this machine, and what to do; None where it is no URL."""
     found = _URL.search(text)
     if found is None:
         return None

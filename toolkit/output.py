@@ -62,12 +62,12 @@ def _protected(stream: TextIO | None, number: int, called: str) -> TextIO:
     )
 
 
-def code_of(code: int) -> int:
+def exit_code(code: int) -> int:
     """The exit code of a program that makes nothing but its output: not 0 where some of that is lost."""
     sys.stdout.flush()
     return code or int(bool(_lost))
 
 
 def lost() -> str:
-    """Why the first stream that was lost cannot be written, empty while none is."""
+    """Say why the first stream that was lost cannot be written; empty while none is."""
     return _lost[0] if _lost else ""

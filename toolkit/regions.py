@@ -69,7 +69,7 @@ class FilePart(io.RawIOBase):
 
 
 class SavedFile:
-    """What torch.save has written as ``stream``: a ``file``, or the part of one that starts at ``begin``.
+    """A file of torch.save, read as ``stream``: ``file`` itself, or the part of it that starts at ``begin``.
 
     Raises:
         BadZipFile: it was not torch, or one of before 1.6.
@@ -81,7 +81,7 @@ class SavedFile:
         self._headers = [record.header_offset for record in self._records]
 
     def place(self, tensor: Tensor) -> Place:
-        """Where the numbers of a ``tensor`` lie that torch.load has put on the meta device.
+        """Find where the numbers of a ``tensor`` lie that torch.load has put on the meta device.
 
         Raises:
             ValueError: its rows do not follow one another, or it is larger than what is stored of it.

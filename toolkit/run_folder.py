@@ -1,4 +1,4 @@
-"""Where the folder of a run holds what its ranks tell. Imports no torch."""
+"""Names of files in the folder of a run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from toolkit.config import Config
 
 
 def traces_prefix(config: Config) -> Path:
-    """What the names of the files begin with in which ranks tell of failed collectives."""
+    """The beginning of the names of the files in which ranks tell of failed collectives."""
     folder = Path(config.job.dump_folder).expanduser() / config.comm.save_traces_folder
     return folder / config.comm.save_traces_file_prefix

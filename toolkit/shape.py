@@ -40,7 +40,7 @@ def model_args(config: Config, *, tokenizer_vocab: int | None) -> LlamaArgs:
 
 
 def needs_tokenizer(config: Config) -> bool:
-    """Whether the shape of the model is known only with its tokenizer."""
+    """Say if the shape of the model is known only with its tokenizer."""
     named = config_folder(config) is None and takes_vocabulary(config.model.flavor or _FLAVOR)
     return named and config.model.vocab_size is None
 

@@ -24,7 +24,7 @@ from toolkit.config import Config, load_config
 from toolkit.corpora import open_data
 from toolkit.distributed.fault_reporter import FaultReporter, lost_peers
 from toolkit.distributed.fault_reports import SUPERVISED
-from toolkit.environment import place, speaks
+from toolkit.environment import is_reporting_rank, rank_environment
 from toolkit.errors import (
     EXIT_ERROR,
     EXIT_FINISHED,
@@ -48,7 +48,7 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     from toolkit.metrics.phases import Phases
     from toolkit.trainer import Trainer
 
-    chief = place(os.environ).rank == 0
+    chief = rank_environment(os.environ).rank == 0
     phases = Phases(enabled=chief)
     with phases("tokenizer and tokens"):
         data = open_data(config, progress=chief)
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
             from toolkit.plan.dry_run import dry_run
 
             return dry_run(config, os.environ)
-        here = place(os.environ)
+        here = rank_environment(os.environ)
         rank, world_size = here.rank, here.world_size
         if config.training.device == "cpu":  # before torch looks for them
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
             preflight.check_and_tell(config, world_size=world_size, hardware=hardware, tell=rank == 0)
             checked = hardware.device
     except ToolkitError as error:  # the same on every rank
-        return report(error, show=speaks(os.environ), debug=debug)
+        return report(error, show=is_reporting_rank(os.environ), debug=debug)
     if world_size > 1:
         faults = FaultReporter(traces_prefix(config), rank, world_size, supervised=SUPERVISED in os.environ)
     try:

@@ -126,8 +126,7 @@ class Trainer:
             rule, fix = f"it cannot be written to: {error}", "free space there"
         else:
             return None
-        table, _, name = key.partition(".")
-        value = getattr(getattr(self.config, table), name)
+        value = self.config.value(key)
         return Problem(rule, f"{fix}, or name another folder", key, value, self.config.origin(key))
 
     def _write_config(self) -> None:

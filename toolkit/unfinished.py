@@ -41,7 +41,7 @@ def refuse_existing(out: Path) -> None:
 
 
 def in_progress(out: Path, holder: BlockingIOError) -> DataError:
-    """What to tell where a lock says that somebody else writes ``out``."""
+    """The error for a lock which says that somebody else writes ``out``."""
     return DataError(f"{holder} is writing {out}\n  fix:  wait until it has ended, or name another folder")
 
 

@@ -1,5 +1,5 @@
-"""What messages to the user are made of: the name that was probably meant, a size that fits, a short list;
-and how text that others wrote is shown without its control characters."""
+"""Parts of messages to the user: the name that was probably meant, a size that fits, a short list, and text
+that others wrote without its control characters."""
 
 from __future__ import annotations
 

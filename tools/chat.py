@@ -35,7 +35,7 @@ from toolkit.arguments import (
 from toolkit.data.chat import ChatFormat, Message, chat_format
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import process_group
-from toolkit.environment import speaks
+from toolkit.environment import is_reporting_rank
 from toolkit.errors import EXIT_FINISHED, DataError, ToolkitError, report
 from toolkit.generation.generator import Generator
 from toolkit.generation.sampling import Sampling
@@ -235,7 +235,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         _run(asked)
     except ToolkitError as error:  # the same on every rank, also before they have met
-        return report(error, show=speaks(os.environ), debug=asked.debug)
+        return report(error, show=is_reporting_rank(os.environ), debug=asked.debug)
     process_group.stop()
     return EXIT_FINISHED
 

@@ -252,4 +252,4 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     output.protect(end_with_reader=True)
-    sys.exit(output.code_of(main(sys.argv[1:])))
+    sys.exit(output.exit_code(main(sys.argv[1:])))

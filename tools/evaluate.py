@@ -34,7 +34,7 @@ from toolkit.corpora import Data, run_tokenizer
 from toolkit.data.cache import tokenized
 from toolkit.data.sources import open_source, open_text
 from toolkit.distributed import process_group
-from toolkit.environment import speaks
+from toolkit.environment import is_reporting_rank
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, flags_named, report
 from toolkit.evaluation import Evaluator, Loss, documents, text_loss
 from toolkit.inference import Loaded, needed_tokenizer
@@ -156,7 +156,7 @@ def of_tasks(loaded: Loaded, evaluator: Evaluator, asked: argparse.Namespace, le
 
 
 def _is_chief() -> bool:
-    return speaks(os.environ)  # also before the ranks have met
+    return is_reporting_rank(os.environ)  # also before the ranks have met
 
 
 def _say(text: str) -> None:
@@ -247,4 +247,4 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     output.protect(end_with_reader=True)
-    sys.exit(output.code_of(main(sys.argv[1:])))
+    sys.exit(output.exit_code(main(sys.argv[1:])))

@@ -39,7 +39,7 @@ from toolkit.arguments import (
 )
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import process_group
-from toolkit.environment import speaks
+from toolkit.environment import is_reporting_rank
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
 from toolkit.generation.generator import Generator
 from toolkit.generation.text import TextStream
@@ -206,7 +206,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         _run(arguments)
     except ToolkitError as error:  # the same on every rank
-        return report(error, show=speaks(os.environ), debug=arguments.debug)
+        return report(error, show=is_reporting_rank(os.environ), debug=arguments.debug)
     process_group.stop()
     return EXIT_FINISHED
 
@@ -214,4 +214,4 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     output.protect(end_with_reader=True)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, between two words or in one
-    sys.exit(output.code_of(main(sys.argv[1:])))
+    sys.exit(output.exit_code(main(sys.argv[1:])))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import toolkit.launch
-from toolkit.environment import Place, place
+from toolkit.environment import RankEnvironment, rank_environment
 from toolkit.errors import ConfigError
 from toolkit.hardware import Hardware
 from toolkit.launch import launch_from
@@ -158,12 +158,13 @@ def test_a_refusal_is_the_last_thing_that_torchrun_prints():
 
 @pytest.mark.parametrize("value", ["", " "])
 def test_an_empty_variable_is_one_that_is_not_set(value):
-    assert place({"WORLD_SIZE": value, "RANK": value, "LOCAL_RANK": value}) == Place(0, 0, 1)
+    environ = dict.fromkeys(["WORLD_SIZE", "RANK", "LOCAL_RANK"], value)
+    assert rank_environment(environ) == RankEnvironment(0, 0, 1)
 
 
 def test_a_rank_beyond_the_world_is_refused():
     with pytest.raises(ConfigError, match="below 2"):
-        place({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+        rank_environment({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])

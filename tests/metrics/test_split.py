@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,15 @@ def test_several_steps_are_averaged_and_none_is_none() -> None:
     assert split([event("aten::mm", 0, 1)]) is None
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: several wait for one another where other work shares the cores, in any part."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def profiled(tmp_path: Path, run: Any) -> Split:
     """The split of a second call of ``run``, traced as a step."""
     run()
@@ -164,7 +174,7 @@ def profiled(tmp_path: Path, run: Any) -> Split:
     return found
 
 
-def test_real_linear_layers_forward_and_backward(tmp_path: Path) -> None:
+def test_real_linear_layers_forward_and_backward(tmp_path: Path, one_thread: None) -> None:
     weight = torch.randn(512, 512, requires_grad=True)
     tokens = torch.randn(512, 512)
     found = profiled(tmp_path, lambda: (tokens @ weight).sum().backward())
@@ -173,8 +183,8 @@ def test_real_linear_layers_forward_and_backward(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_real_attention_and_loss(tmp_path: Path, again: bool) -> None:
-    queries = torch.randn(2, 8, 256, 32, requires_grad=True)
+def test_real_attention_and_loss(tmp_path: Path, one_thread: None, again: bool) -> None:
+    queries = torch.randn(2, 8, 512, 32, requires_grad=True)
     logits = torch.randn(512, 4096, requires_grad=True)
     labels = torch.zeros(512, dtype=torch.int64)
     attend = lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)  # noqa: E731
@@ -183,9 +193,7 @@ def test_real_attention_and_loss(tmp_path: Path, again: bool) -> None:
         out = checkpoint(attend, queries, use_reentrant=False) if again else attend(queries)
         (out.sum() + torch.nn.functional.cross_entropy(logits, labels)).backward()
 
-    run()  # the first takes memory that is new to the process, which counts as the loss
     found = profiled(tmp_path, run)
-    # Where other work shares the cores, either may take a hundred times the other.
-    assert min(found.parts["attention"], found.parts["loss"]) > 0
+    assert found.parts["attention"] > 0.05 * found.wall and found.parts["loss"] > 0.05 * found.wall
     assert found.parts["attention"] + found.parts["loss"] > 0.5 * found.wall
     assert found.parts["linear"] < 0.05 * found.wall

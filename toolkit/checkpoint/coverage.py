@@ -1,4 +1,4 @@
-"""Whether the chunks that an index lists make up each tensor once and whole, in bytes of their own."""
+"""Checks that the chunks of an index make up each tensor once and whole, in bytes of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 def coverage_problem(
     tensors: Mapping[str, TensorStorageMetadata], stored: Mapping[MetadataIndex, Any]
 ) -> str | None:
-    """What is wrong with the chunks of ``tensors``, or with where they are ``stored``."""
+    """Name what is wrong with the chunks of ``tensors`` or with where they are ``stored``, or None."""
     for name, entry in tensors.items():
         if not all(_lies_inside(chunk, entry.size) for chunk in entry.chunks):
             return f"a chunk of {name} lies outside its shape {tuple(entry.size)}"
@@ -37,7 +37,7 @@ def _lies_inside(chunk: ChunkStorageMetadata, shape: Sequence[int]) -> bool:
 
 
 def _tiles(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether ``chunks`` fill ``shape`` without overlap.
+    """Check that ``chunks`` fill ``shape`` without overlap.
 
     A box is known by its corners, counted +1 or -1 by how many of their coordinates are ends: boxes fill
     another one exactly where the counts of theirs sum to those of the other.

@@ -68,7 +68,7 @@ def pieces(folder: Path, metadata: Metadata, name: str) -> list[Piece]:
 
 
 def index_problems(folder: Path, files: Mapping[str, dict[str, Any]]) -> list[str]:
-    """What is wrong with the index of the checkpoint in ``folder``, or with the pieces that it tells of."""
+    """List what is wrong with the index of the checkpoint in ``folder`` and with the pieces it tells of."""
     try:
         metadata = read_metadata(folder, files)
         for name in tensors_of(metadata):

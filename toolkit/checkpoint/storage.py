@@ -223,7 +223,7 @@ def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def tensor_place(folder: Path, metadata: Metadata, name: str, number: int) -> Place:
-    """Where the numbers of a chunk of the tensor ``name`` lie, by a vetted index; reads none of them.
+    """Find where a vetted index puts the numbers of a chunk of the tensor ``name``; read none of them.
 
     Raises:
         CheckpointError: there is no such tensor whose rows follow one another.

@@ -85,7 +85,7 @@ class ActsWith:
 
 
 def _holds(value: object, values: tuple[Any, ...]) -> bool:
-    """Whether a value is one of ``values``, or a list with one."""
+    """Say if a value is one of ``values``, or a list with one."""
     return any(item in values for item in (value if isinstance(value, list) else [value]))
 
 

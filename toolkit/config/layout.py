@@ -97,8 +97,11 @@ def strategy_in_effect(parallelism: Parallelism, mesh: Degrees) -> str:
 
 
 def takes_ring(parallelism: Parallelism, *, device: str, documents: bool) -> bool:
-    """Whether keys and values go around a ring on a ``device`` ("cpu" or "cuda"): where asked for, but
-    not within ``documents`` on CUDA, whose flash kernel has no mask for them. There they are gathered."""
+    """Say if keys and values go around a ring on a ``device`` ("cpu" or "cuda").
+
+    They do where asked for, but not within ``documents`` on CUDA, whose flash kernel has no mask for them.
+    There they are gathered.
+    """
     asked = parallelism.context_parallel_rotate_method == "alltoall"
     return asked and parallelism.context_parallel_degree > 1 and not (documents and device == "cuda")
 

@@ -119,7 +119,7 @@ def _fix(field: Field, setting: Setting) -> str:
 
 
 def _meant(value: object, annotation: Any) -> object:
-    """What a value that is not allowed looks most like, of a list item by item; itself, if like nothing."""
+    """Guess what a value that is not allowed stands for, a list item by item; itself, if like nothing."""
     named = choices(annotation)
     if isinstance(value, str):
         return closest(value, named) or parse(value, annotation)

@@ -106,7 +106,7 @@ def module_names(n_layers: int) -> list[str]:
 
 
 def is_cut(modules: list[list[str]], n_layers: int) -> bool:
-    """Whether stages of these modules hold something each, and together every module once, in order."""
+    """Check that stages of these modules hold something each, and together every module once, in order."""
     return all(modules) and [name for part in modules for name in part] == module_names(n_layers)
 
 

@@ -41,7 +41,7 @@ class HashedFile:
 
 
 def first_damaged(path: Path, hashes: Sequence[str], *, every: bool) -> int | None:
-    """Where the first block begins that is not what its hash says: of ``every`` block, or of some."""
+    """Find the byte where the first damaged block begins, of ``every`` block or of some."""
     last = len(hashes) - 1
     count = len(hashes) if every else min(SAMPLED, len(hashes))
     looked_at = [last * index // max(1, count - 1) for index in range(count)]

@@ -206,8 +206,10 @@ class _Counted:
 
 
 def lost_worker(error: RuntimeError) -> DataError | None:
-    """What to tell of ``error`` if it is torch's about a worker that has ended. torch raises it in whatever
-    this process is at, as soon as the worker ends."""
+    """Turn ``error`` into what the user is told, if it is torch's about a worker that has ended.
+
+    torch raises it in whatever this process is at, as soon as the worker ends.
+    """
     said = re.match(r"DataLoader worker \(pid.*?\) [^.]*", str(error))
     return _lost(said[0]) if said else None
 

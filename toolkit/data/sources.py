@@ -152,7 +152,7 @@ def choices_read(name: str, path: str | None) -> set[str]:
 
 
 def check_name(name: str) -> Problem | None:
-    """Why no corpus can be called ``name``, or None."""
+    """Check that a corpus can be called ``name``; None if so."""
     from toolkit.data import hub
 
     if name in EMBEDDED or name in hub.KNOWN or "/" in name:

@@ -155,7 +155,7 @@ def read_ranks(content: bytes, path: Path) -> dict[bytes, int]:
 
 
 def of_llama3(n_ranks: int) -> bool:
-    """Whether a tiktoken file of ``n_ranks`` ranks has Llama 3's form: its own, and the smaller ones of
+    """Say if a tiktoken file of ``n_ranks`` ranks has Llama 3's form: its own, and the smaller ones of
     tools/train_tokenizer."""
     return n_ranks <= N_LLAMA3_RANKS and n_ranks != N_CL100K_RANKS
 
@@ -232,7 +232,7 @@ def json_vocabulary_size(files: TokenizerFiles) -> int:
 
 
 def adds_bos(files: TokenizerFiles, bos_id: int | None) -> bool:
-    """Whether a plain text begins with the token ``bos_id``, as transformers reads the folder: by
+    """Say if a plain text begins with the token ``bos_id``, as transformers reads the folder: by
     tokenizer.json where there is one, else by ``add_bos_token`` of tokenizer_config.json. Where neither says
     it, a text does, as with Meta's files.
 

@@ -83,7 +83,7 @@ def _byte_level(*, add_prefix_space: bool, use_regex: bool) -> dict[str, object]
 
 
 def post_processor(tokenizer: Tokenizer) -> dict[str, object] | None:
-    """What puts BOS before a text, as the files of Llama 3.1 and later do; None where nothing does."""
+    """Build the part that puts BOS before a text, as in the files of Llama 3.1 and later; None for no BOS."""
     if not tokenizer.adds_bos:
         return None
     token = tokenizer.bos_id

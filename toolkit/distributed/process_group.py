@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit.environment import place
+from toolkit.environment import rank_environment
 from toolkit.errors import DeviceError, Problem
 
 GLOO = "gloo_one_thread"
@@ -37,7 +37,7 @@ def local_device(checked: str = "") -> torch.device:
         raise _unlike(rule, "have nvidia-smi work where the run starts (its folder in PATH)")
     if found == "cpu":
         return torch.device("cpu")
-    index = place(os.environ).local_rank
+    index = rank_environment(os.environ).local_rank
     if index >= torch.cuda.device_count():
         rule = f"local rank {index} has no GPU: torch finds {torch.cuda.device_count()} on this machine"
         fix = "start no more processes here than GPUs (NGPU), or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
@@ -92,7 +92,7 @@ def start(device: torch.device, *, timeout_seconds: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         device_id = device
-    if place(os.environ).world_size > 1:
+    if rank_environment(os.environ).world_size > 1:
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     else:
         store = dist.HashStore()

@@ -115,7 +115,7 @@ def _environment(launch: Launch, rank: int, port: int) -> dict[str, str]:
 
 
 def _first_of_rank() -> Callable[[], None]:
-    """What a new rank runs first: a process group of its own, and the end of a launcher that is killed."""
+    """Give a new rank a process group of its own, and have it end with a launcher that is killed."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     parent = os.getpid()
 

@@ -112,7 +112,7 @@ class MetricLogger:
             return None
 
     def _console_lost(self) -> dict[str, str]:
-        """What the next record is to say of the console, once."""
+        """Return what the next record is to say of a console that was lost, once."""
         reason = output.lost() if self._console is not None else ""
         if not reason or _CONSOLE_LOST in self._told:
             return {}

@@ -1,4 +1,4 @@
-"""Where a value that is not finite began: the forward pass of a step anew, watching what each module gives.
+"""Finds where a value that is not finite began: a second forward pass that watches every module.
 
 One rank's NaN is on all ranks after the first collective. What tells them apart is who had it first: in the
 earliest micro-batch, of the lowest layer there, from the first module that ran.
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from toolkit.names import clean_name
 from toolkit.parallel.execution import Execution, MicroBatch
+from toolkit.shards import local_part
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _finite(values: Any) -> bool:
         return all(map(_finite, values))
     if not isinstance(values, Tensor) or not values.is_floating_point():
         return True
-    return bool(getattr(values, "_local_tensor", values).isfinite().all())
+    return bool(local_part(values)[0].isfinite().all())
 
 
 @torch.no_grad()

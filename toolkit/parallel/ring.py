@@ -115,8 +115,8 @@ def _seen(shards: SequenceShards, step: int) -> list[tuple[int, int, int, int]]:
 def _mask(
     documents: Tensor | None, shards: SequenceShards, one: int, other: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """What keeps the queries of piece ``one`` within their documents among the keys of piece ``other``, to be
-    added to scores: (B, 1, P, P); None for whole rows."""
+    """Build the mask that keeps the queries of piece ``one`` within their documents among the keys of piece
+    ``other``, to be added to scores: (B, 1, P, P); None for whole rows."""
     if documents is None:
         return None
     parts = documents.chunk(shards.pieces, dim=1)

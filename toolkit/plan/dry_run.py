@@ -94,8 +94,8 @@ def world_size(environ: Mapping[str, str], device: str) -> int:
 
 
 def target(environ: Mapping[str, str], device: str) -> Hardware:
-    """What the run is meant for: GPUs such as are here, or any where there is none; the CPU for who asks for
-    that ``device``, or hides the GPUs by an empty CUDA_VISIBLE_DEVICES."""
+    """Choose the hardware that the run is meant for: GPUs such as are here, or any where there is none; the
+    CPU if that is the ``device``, or if an empty CUDA_VISIBLE_DEVICES hides the GPUs."""
     here = detect(device)
     if device == "cpu" or here.device == "cuda" or "CUDA_VISIBLE_DEVICES" in environ:
         return here

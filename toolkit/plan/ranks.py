@@ -72,9 +72,11 @@ def holding(
     param_dtype: torch.dtype,
     target: str = "cpu",
 ) -> Holding:
-    """What ``rank`` of a run that passed the preflight holds after its first step, and sends in each; it
-    computes in ``param_dtype`` on the device ``target``. Needs no process group, and must not be called where
-    there is one."""
+    """Count what ``rank`` of a run that passed the preflight holds after its first step, and sends in each.
+
+    It computes in ``param_dtype`` on the device ``target``. Needs no process group, and must not be called
+    where there is one.
+    """
     options = config.parallelism
     if not takes_ring(options, device=target, documents=config.data.document_mask):
         gathers = options.model_copy(update={"context_parallel_rotate_method": "allgather"})

@@ -58,4 +58,4 @@ def _world_size(argv: Sequence[str]) -> tuple[int | None, list[str]]:
 
 if __name__ == "__main__":
     output.protect(end_with_reader=True)
-    sys.exit(output.code_of(main(sys.argv[1:])))
+    sys.exit(output.exit_code(main(sys.argv[1:])))

@@ -173,7 +173,7 @@ def checkpoint_notes(run: Run) -> list[str]:
 
 
 def _left_out(run: Run) -> Iterator[str]:
-    """What becomes of the schedule of the learning rate where it, or the step, is not loaded."""
+    """Tell what becomes of the schedule of the learning rate where it, or the step, is not loaded."""
     excluded = run.config.checkpoint.exclude_from_loading
     if "lr_scheduler" in excluded:
         yield (

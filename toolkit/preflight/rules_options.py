@@ -64,7 +64,7 @@ def options_notes(run: Run) -> list[str]:
 
 @rule()
 def device_is_here(run: Run) -> list[Problem]:
-    """Who asks for GPUs does not mean the CPU."""
+    """A run that asks for GPUs does not fall back to the CPU."""
     if run.config.training.device != "cuda" or run.hardware.device == "cuda":
         return []
     fix = 'have nvidia-smi show one (driver, PATH, CUDA_VISIBLE_DEVICES), or set it to "auto" or "cpu"'

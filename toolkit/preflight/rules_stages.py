@@ -77,7 +77,7 @@ def _cut(run: Run, **change: Any) -> list[list[str]]:
 
 
 def _works(run: Run, **change: Any) -> bool:
-    """Whether the schedule takes the stages and each has something."""
+    """Check that the schedule takes the stages and each has something."""
     assert run.model is not None
     options = run.config.parallelism.model_copy(update=change)
     modules, pp = _cut(run, **change), options.pipeline_parallel_degree

@@ -49,7 +49,7 @@ WRAP_CLASSES = ("TransformerBlock", "Embedding", "OutputHead", *INNER_CLASSES)
 
 
 def takes_vocabulary(flavor: str) -> bool:
-    """Whether a tokenizer says how large the vocabulary is, unless ``vocab_size`` does: of a debugmodel."""
+    """Say if the tokenizer sets the size of the vocabulary where ``vocab_size`` does not: of a debugmodel."""
     return flavor.startswith("debugmodel")
 
 
