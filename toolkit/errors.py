@@ -118,7 +118,7 @@ def report(error: BaseException, *, show: bool, debug: bool = False) -> int:
 
     A :class:`ToolkitError` is one message; anything else, or ``debug``, is a traceback.
     """
-    _leave_for_torchrun(error, show=show)
+    _leave_for_torchrun(error)
     if show:
         if debug or not isinstance(error, ToolkitError):
             print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
@@ -130,19 +130,17 @@ def report(error: BaseException, *, show: bool, debug: bool = False) -> int:
     return error.exit_code if isinstance(error, ToolkitError) else EXIT_ERROR
 
 
-def _leave_for_torchrun(error: BaseException, *, show: bool) -> None:
+def _leave_for_torchrun(error: BaseException) -> None:
     """Have the message end what torchrun prints, some forty lines in which it would be lost.
 
-    torchrun takes the oldest of the files that it has named to its ranks: that of the rank which tells.
+    torchrun takes the oldest of the files that it has named to its ranks. Every rank leaves one, since the
+    first that ends has the others killed, perhaps before they tell; it is a second older than the killed.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
-    text, seconds = "another rank tells the error", time.time() + 1
-    if show:
-        unforeseen = not isinstance(error, ToolkitError)
-        text = "".join(traceback.format_exception(error)) if unforeseen else f"error: {error}"
-        seconds = time.time()
-    told = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(seconds))}}
+    unforeseen = not isinstance(error, ToolkitError)
+    text = "".join(traceback.format_exception(error)) if unforeseen else f"error: {error}"
+    told = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}}
     with suppress(OSError), open(file, "w", encoding="utf-8") as reply:
         json.dump({"message": told}, reply)
