@@ -35,7 +35,8 @@ def save(signum, frame):
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, save)
 os.write(1, b"ready %d\\n" % os.getpid())  # print may not be entered again, and the signal comes at once
-signal.pause()
+while True:
+    time.sleep(0.05)  # signal.pause would not return for one that came just before it
 """
 STUBBORN = """
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
