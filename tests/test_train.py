@@ -12,8 +12,8 @@ import toolkit.trainer
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer
 from toolkit import train
-from toolkit.distributed.fault_reports import SUPERVISED
 from toolkit.errors import EXIT_DATA, EXIT_ERROR, DataError, OutOfMemory, ToolkitError, TrainingError
+from toolkit.launcher.fault_reports import SUPERVISED
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,11 @@ from toolkit import output, preflight
 from toolkit.checkpoint.manifest import committed_steps
 from toolkit.config import Config, load_config
 from toolkit.corpora import open_data
-from toolkit.distributed.signals import Stopped, stop_at_once
-from toolkit.distributed.supervisor import Launch, say, supervise
-from toolkit.environment import environment_error, shown_ranks, whole_number
 from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ToolkitError, report
 from toolkit.hardware import CHECKED_DEVICE, Hardware, detect
+from toolkit.launcher.environment import environment_error, shown_ranks, whole_number
+from toolkit.launcher.signals import Stopped, stop_at_once
+from toolkit.launcher.supervisor import Launch, say, supervise
 from toolkit.run_folder import traces_prefix
 
 

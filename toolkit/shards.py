@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from toolkit.environment import whole_number
 from toolkit.hardware import cores
+from toolkit.launcher.environment import whole_number
 
 BLOCKS_BYTES = 1 << 30
 """Memory for the blocks that threads have in flight, whatever the number of cores."""

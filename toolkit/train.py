@@ -22,9 +22,6 @@ from typing import NoReturn
 from toolkit import output
 from toolkit.config import Config, load_config
 from toolkit.corpora import open_data
-from toolkit.distributed.fault_reporter import FaultReporter, lost_peers
-from toolkit.distributed.fault_reports import SUPERVISED
-from toolkit.environment import is_reporting_rank, rank_environment
 from toolkit.errors import (
     EXIT_ERROR,
     EXIT_FINISHED,
@@ -36,6 +33,9 @@ from toolkit.errors import (
     report,
 )
 from toolkit.hardware import CHECKED_DEVICE
+from toolkit.launcher.environment import is_reporting_rank, rank_environment
+from toolkit.launcher.fault_reporter import FaultReporter, lost_peers
+from toolkit.launcher.fault_reports import SUPERVISED
 from toolkit.run_folder import traces_prefix
 
 
@@ -43,7 +43,8 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     import torch
 
     from toolkit.data.loader import lost_worker
-    from toolkit.distributed import flight_recorder, process_group
+    from toolkit.distributed import process_group
+    from toolkit.launcher import flight_recorder
     from toolkit.metrics.memory import out_of_memory_advice
     from toolkit.metrics.phases import Phases
     from toolkit.trainer import Trainer

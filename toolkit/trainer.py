@@ -25,10 +25,8 @@ from toolkit.config import Config
 from toolkit.config.layout import batch_shape, degrees
 from toolkit.corpora import Data
 from toolkit.distributed import process_group
-from toolkit.distributed.deadline import Deadline
 from toolkit.distributed.garbage import GarbageCollection
 from toolkit.distributed.seeds import seed_step, set_deterministic
-from toolkit.distributed.signals import StopRequest
 from toolkit.errors import (
     EXIT_ERROR,
     EXIT_FINISHED,
@@ -38,6 +36,8 @@ from toolkit.errors import (
     Problem,
     TrainingError,
 )
+from toolkit.launcher.signals import StopRequest
+from toolkit.launcher.time_limit import Deadline
 from toolkit.loaders import training_loader, validation_loader
 from toolkit.locks import claim
 from toolkit.metrics.memory import memory, out_of_memory_advice

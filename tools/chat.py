@@ -35,12 +35,12 @@ from toolkit.arguments import (
 from toolkit.data.chat import ChatFormat, Message, chat_format
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import process_group
-from toolkit.environment import is_reporting_rank
 from toolkit.errors import EXIT_FINISHED, DataError, ToolkitError, report
 from toolkit.generation.generator import Generator
 from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
 from toolkit.inference import needed_tokenizer
+from toolkit.launcher.environment import is_reporting_rank
 from toolkit.wording import printable
 
 HELP = "/reset forgets the dialog, /quit or /exit ends"

@@ -34,10 +34,10 @@ from toolkit.corpora import Data, run_tokenizer
 from toolkit.data.cache import tokenized
 from toolkit.data.sources import open_source, open_text
 from toolkit.distributed import process_group
-from toolkit.environment import is_reporting_rank
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, flags_named, report
 from toolkit.evaluation import Evaluator, Loss, documents, text_loss
 from toolkit.inference import Loaded, needed_tokenizer
+from toolkit.launcher.environment import is_reporting_rank
 from toolkit.loaders import validation_loader
 from toolkit.wording import install
 

@@ -39,11 +39,11 @@ from toolkit.arguments import (
 )
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import process_group
-from toolkit.environment import is_reporting_rank
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
 from toolkit.generation.generator import Generator
 from toolkit.generation.text import TextStream
 from toolkit.inference import needed_tokenizer
+from toolkit.launcher.environment import is_reporting_rank
 
 
 def _parser() -> argparse.ArgumentParser:

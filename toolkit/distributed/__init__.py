@@ -1,1 +1,1 @@
-"""Process groups, time-outs, seeds and garbage collection."""
+"""Process groups, agreement between ranks, seeds and garbage collection."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit.environment import rank_environment
 from toolkit.errors import DeviceError, Problem
+from toolkit.launcher.environment import rank_environment
 
 GLOO = "gloo_one_thread"
 """The back end of CPU tensors: torch's gloo with one worker thread a group.

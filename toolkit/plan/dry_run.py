@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 from toolkit import preflight
 from toolkit.config import Config
 from toolkit.config.layout import Degrees, reshard_after_forward
-from toolkit.environment import shown_ranks, whole_number
 from toolkit.errors import EXIT_FINISHED, ConfigError
 from toolkit.hardware import Hardware, detect
+from toolkit.launcher.environment import shown_ranks, whole_number
 from toolkit.models.llama.presets import block_parameters
 from toolkit.preflight.facts import Run
 from toolkit.shape import needs_tokenizer

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from toolkit import output, preflight
 from toolkit.config import load_config
-from toolkit.environment import whole_number
 from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, report
 from toolkit.hardware import detect
+from toolkit.launcher.environment import whole_number
 
 _WORLD_SIZE = "--world-size"
 

@@ -20,9 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from toolkit.distributed import fault_reports
-from toolkit.distributed.fault_reports import QUESTION, Place, Report
 from toolkit.errors import EXIT_ERROR
+from toolkit.launcher import fault_reports
+from toolkit.launcher.fault_reports import QUESTION, Place, Report
 
 PACKAGE = Path(__file__).parents[1]
 PATIENCE_SECONDS = 10.0
@@ -93,7 +93,7 @@ class FaultReporter:
         places: tuple[Place, ...] = ()
         place, seconds = None, 0.0
         if grouped:
-            from toolkit.distributed import flight_recorder
+            from toolkit.launcher import flight_recorder
 
             places, place, seconds = flight_recorder.standing()
         if _transfers(frames):

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import free_port
-from toolkit.distributed.fault_reporter import PATIENCE_SECONDS
-from toolkit.distributed.supervisor import Launch
+from toolkit.launcher.fault_reporter import PATIENCE_SECONDS
+from toolkit.launcher.supervisor import Launch
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 10  # of one wait for a peer, in steps that take tenths of a second: enough on a busy machine

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import toolkit.launch
-from toolkit.environment import RankEnvironment, rank_environment
 from toolkit.errors import ConfigError
 from toolkit.hardware import Hardware
 from toolkit.launch import launch_from
+from toolkit.launcher.environment import RankEnvironment, rank_environment
 
 ROOT = Path(__file__).parents[2]
 CPU = Hardware("cpu", "CPU", 2, native_bf16=False, float8=False)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from toolkit.distributed.deadline import Deadline
+from toolkit.launcher.time_limit import Deadline
 
 INSISTING_SECONDS = 2.0
 """A SIGINT so long after the first signal is of a person who does not want to wait, not of a scheduler."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from toolkit.distributed import fault_reports
-from toolkit.distributed.fault_reports import Place, Report, at_fault, tell
+from toolkit.launcher import fault_reports
+from toolkit.launcher.fault_reports import Place, Report, at_fault, tell
 
 # Four ranks, pp 2 × tp 2.
 TP = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}

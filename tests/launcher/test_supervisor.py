@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.distributed.supervisor import Launch, exit_code, supervise
+from toolkit.launcher.supervisor import Launch, exit_code, supervise
 
 ROOT = Path(__file__).parents[2]
 PREAMBLE = "import os, signal, sys, time; rank = int(os.environ['RANK']); "
 LAUNCHER = """
 import sys
 from toolkit import output
-from toolkit.distributed.supervisor import Launch, supervise
+from toolkit.launcher.supervisor import Launch, supervise
 output.protect()
 sys.exit(supervise([sys.executable, "-S", "-c", sys.argv[2]], Launch(**eval(sys.argv[1]))))
 """
@@ -205,7 +205,7 @@ def test_a_rank_that_reports_lost_peers_hides_none_that_failed_by_itself(tmp_pat
     prefix = tmp_path / "rank_"
     report = f"""
 from pathlib import Path
-from toolkit.distributed.fault_reports import Report, write
+from toolkit.launcher.fault_reports import Report, write
 if rank == 0:
     write(Path({str(prefix)!r}), Report(0, 7, "", True, None, 0.0, ()))
     sys.exit(1)
@@ -302,8 +302,8 @@ def test_a_signal_reaches_each_rank_once_and_the_save_is_waited_for(number):
 def test_who_logs_out_loses_nothing(tmp_path):
     leader, follower = pty.openpty()
     code = f"""
-from toolkit.distributed.deadline import Deadline
-from toolkit.distributed.signals import StopRequest
+from toolkit.launcher.time_limit import Deadline
+from toolkit.launcher.signals import StopRequest
 from toolkit import output
 output.protect()
 request = StopRequest(Deadline(None, {{}}))

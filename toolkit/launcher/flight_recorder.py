@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit.distributed.fault_reports import Place
+from toolkit.launcher.fault_reports import Place
 
 _RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 

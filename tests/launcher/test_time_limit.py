@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.distributed.deadline import RESERVE, SLURM_END, Deadline
+from toolkit.launcher.time_limit import RESERVE, SLURM_END, Deadline
 
 
 class _Clock:

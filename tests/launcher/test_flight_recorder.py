@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import free_port
-from toolkit.distributed import fault_reports, flight_recorder, process_group
-from toolkit.distributed.fault_reporter import FaultReporter, lost_peers
-from toolkit.distributed.fault_reports import Place
+from toolkit.distributed import process_group
+from toolkit.launcher import fault_reports, flight_recorder
+from toolkit.launcher.fault_reporter import FaultReporter, lost_peers
+from toolkit.launcher.fault_reports import Place
 
 FORMED_WITH, SET_LATER = 60, 2  # seconds of time-out
 
