@@ -14,9 +14,9 @@ from tests.preflight.bad_runs import TOKENIZER
 from toolkit.errors import EXIT_DATA
 from toolkit.models.llama.model import Llama, init_rule
 from toolkit.models.llama.presets import resolve
+from toolkit.models.llama.state_dict_adapter import hf_row_order, reorders_rows, to_hf
 from toolkit.parallel.initialize import initialize
 from toolkit.weights import fill
-from toolkit.weights.hf_names import hf_row_order, reorders_rows, to_hf
 from tools.make_random_model import main
 
 # wq has 300 rows more than a block of BLOCK_ELEMENTS, and blocks that part heads.

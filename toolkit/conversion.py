@@ -22,12 +22,13 @@ from toolkit.checkpoint.streaming import Pending, write_checkpoint
 from toolkit.collective import Ranks
 from toolkit.companions import Companions, asked_bos, tokenizer_companions, tokenizer_of
 from toolkit.errors import DataError
+from toolkit.io.json_fields import read_object
+from toolkit.models.llama.hf_config import CONFIG, GENERATION_CONFIG
+from toolkit.models.llama.state_dict_adapter import reorders_rows, to_hf
 from toolkit.shards import block_threads
 from toolkit.sources import MODEL_PREFIX, CheckpointWeights, open_source
 from toolkit.unfinished import refuse_existing, state_of
 from toolkit.weights.fill import BLOCK_BYTES
-from toolkit.weights.hf_config import CONFIG, GENERATION_CONFIG
-from toolkit.weights.hf_names import reorders_rows, to_hf
 from toolkit.weights.hf_write import (
     MAX_BYTES,
     SpecialTokens,
@@ -36,7 +37,6 @@ from toolkit.weights.hf_write import (
     shard_names,
     write_hf,
 )
-from toolkit.weights.json_fields import read_object
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.meta_write import PART, write_meta
 from toolkit.weights.safetensors_folder import SafetensorsFolder

@@ -11,9 +11,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests.preflight.bad_runs import TOKENIZER, Bad, bad, save
+from toolkit.models.llama.hf_config import config_json
 from toolkit.models.llama.presets import LlamaArgs, parameter_shapes
-from toolkit.weights.hf_config import config_json
-from toolkit.weights.hf_names import to_hf
+from toolkit.models.llama.state_dict_adapter import to_hf
 
 SHAPE = LlamaArgs(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=4352, head_dim=8, rope_theta=5e5

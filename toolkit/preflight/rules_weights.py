@@ -9,11 +9,11 @@ from pathlib import Path
 
 from toolkit.data.tokenizer_files import vocabulary_size
 from toolkit.errors import DataError, Problem
+from toolkit.models.llama import hf_config
 from toolkit.models.llama.presets import PRESETS, LlamaArgs, parameter_shapes
+from toolkit.models.llama.state_dict_adapter import from_hf, to_hf
 from toolkit.preflight.facts import Run, rule
 from toolkit.preflight.weight_folders import instead_of_hugging_face
-from toolkit.weights import hf_config
-from toolkit.weights.hf_names import from_hf, to_hf
 from toolkit.weights.safetensors_header import folder_entries
 from toolkit.wording import first_few
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from toolkit.collective import Ranks
+from toolkit.models.llama.hf_config import CONFIG, GENERATION_CONFIG, config_json, generation_config_json
 from toolkit.models.llama.presets import LlamaArgs
+from toolkit.models.llama.state_dict_adapter import hf_row_order, reorders_rows, to_hf
 from toolkit.weights.fill import File, Folder, write_folder
-from toolkit.weights.hf_config import CONFIG, GENERATION_CONFIG, config_json, generation_config_json
-from toolkit.weights.hf_names import hf_row_order, reorders_rows, to_hf
 from toolkit.weights.safetensors_folder import SafetensorsFolder
 from toolkit.weights.safetensors_header import INDEX, SINGLE
 from toolkit.weights.source import Source, Stored

@@ -15,9 +15,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.collective import Ranks
+from toolkit.models.llama.meta_params import PARAMS, params_json
 from toolkit.weights.fill import File, Folder, write_folder
 from toolkit.weights.meta_folder import MetaFolder
-from toolkit.weights.meta_params import PARAMS, params_json
 from toolkit.weights.source import EMBEDDING, HEAD, Source, Stored
 from toolkit.weights.views import in_order
 

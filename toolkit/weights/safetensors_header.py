@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import DataError
-from toolkit.weights.json_fields import is_count, read_object
+from toolkit.io.json_fields import is_count, read_object
 from toolkit.wording import first_few
 
 SINGLE = "model.safetensors"

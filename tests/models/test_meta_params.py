@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.errors import DataError
+from toolkit.models.llama.meta_params import args_of, params_json
 from toolkit.models.llama.presets import PRESETS, LlamaArgs, RopeScaling
-from toolkit.weights.meta_params import args_of, params_json
 
 PUBLISHED = {
     ("llama2", "7B"): '{"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-05, '
@@ -128,7 +128,7 @@ def test_what_is_no_llama_is_refused_by_field(changes: dict[str, Any], says: str
 
 @pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
 def test_a_real_file_that_spells_everything_out() -> None:
-    from toolkit.weights import hf_config
+    from toolkit.models.llama import hf_config
 
     folder = Path(os.environ["TOOLKIT_ASSETS"], "stories260K")
     assert args_of(folder / "meta", vocab_size=7) == hf_config.args_of(folder / "hf")

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.models.llama.model import Llama
 from toolkit.models.llama.presets import PRESETS, parameter_names, parameter_shapes, resolve
-from toolkit.weights.hf_names import from_hf, hf_row_order, reorders_rows, to_hf
+from toolkit.models.llama.state_dict_adapter import from_hf, hf_row_order, reorders_rows, to_hf
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "llama3.2"])

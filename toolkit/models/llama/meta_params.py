@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from toolkit.io.json_fields import Fields, check_heads, read_object
 from toolkit.models.llama.presets import PRESETS, LlamaArgs, RopeScaling, meta_ffn_dim
-from toolkit.weights.json_fields import Fields, check_heads, read_object
 
 PARAMS = "params.json"
 

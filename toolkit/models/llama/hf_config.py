@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import DataError
+from toolkit.io.json_fields import Fields, check_heads, read_object
 from toolkit.models.llama.presets import LlamaArgs, RopeScaling
-from toolkit.weights.json_fields import Fields, check_heads, read_object
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
