@@ -16,12 +16,13 @@ from torch import Tensor
 
 from tests.weights.folders import FAMILY, save_meta, save_transformers
 from toolkit import conversion as conversion_module
-from toolkit import shards, unfinished
+from toolkit import shards
 from toolkit.checkpoint import streaming
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.conversion import convert, prepare
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, DataError
-from toolkit.locks import claim
+from toolkit.io import work_folder as unfinished
+from toolkit.io.locks import claim
 from toolkit.sources import CheckpointWeights, open_source
 from toolkit.weights import fill
 from toolkit.weights.meta_folder import MetaFolder

@@ -27,12 +27,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from toolkit import output, preflight
+from toolkit import preflight
 from toolkit.checkpoint.manifest import committed_steps
 from toolkit.config import Config, load_config
 from toolkit.corpora import open_data
 from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ToolkitError, report
 from toolkit.hardware import CHECKED_DEVICE, Hardware, detect
+from toolkit.io import standard_streams
 from toolkit.launcher.environment import environment_error, shown_ranks, whole_number
 from toolkit.launcher.signals import Stopped, stop_at_once
 from toolkit.launcher.supervisor import Launch, say, supervise
@@ -114,5 +115,5 @@ def _show_text(config: Config, prompt: str) -> None:
 
 
 if __name__ == "__main__":
-    output.protect()
+    standard_streams.protect()
     sys.exit(main(sys.argv[1:]))

@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from toolkit import output
 from toolkit.config import Config, load_config
 from toolkit.corpora import open_data
 from toolkit.errors import (
@@ -33,6 +32,7 @@ from toolkit.errors import (
     report,
 )
 from toolkit.hardware import CHECKED_DEVICE
+from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank, rank_environment
 from toolkit.launcher.fault_reporter import FaultReporter, lost_peers
 from toolkit.launcher.fault_reports import SUPERVISED
@@ -125,7 +125,7 @@ def _leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    output.protect()
+    standard_streams.protect()
     # Imports make no garbage, and take longer while it is looked for; training does that at steps of its own.
     gc.disable()
     _leave(main(sys.argv[1:]))

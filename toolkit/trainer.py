@@ -36,10 +36,10 @@ from toolkit.errors import (
     Problem,
     TrainingError,
 )
+from toolkit.io.locks import claim
 from toolkit.launcher.signals import StopRequest
 from toolkit.launcher.time_limit import Deadline
 from toolkit.loaders import training_loader, validation_loader
-from toolkit.locks import claim
 from toolkit.metrics.memory import memory, out_of_memory_advice
 from toolkit.metrics.phases import Phases
 from toolkit.metrics.speed import SpeedMeter

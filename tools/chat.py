@@ -25,7 +25,6 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from toolkit import output
 from toolkit.arguments import (
     add_model_arguments,
     add_sampling_arguments,
@@ -40,6 +39,7 @@ from toolkit.generation.generator import Generator
 from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
 from toolkit.inference import needed_tokenizer
+from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
 from toolkit.wording import printable
 
@@ -241,5 +241,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    output.protect(end_with_reader=True)
+    standard_streams.protect(end_with_reader=True)
     sys.exit(main(sys.argv[1:]))

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from toolkit import local_paths, output
+from toolkit import local_paths
 from toolkit.checkpoint.manifest import (
     check_files,
     committed_steps,
@@ -31,6 +31,7 @@ from toolkit.checkpoint.retention import delete, leftovers, superseded
 from toolkit.config.values import dotted
 from toolkit.errors import EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, CheckpointError, ToolkitError, report
 from toolkit.hardware import cores
+from toolkit.io import standard_streams
 from toolkit.wording import one_line
 
 GIB = 2**30
@@ -251,5 +252,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    output.protect(end_with_reader=True)
-    sys.exit(output.exit_code(main(sys.argv[1:])))
+    standard_streams.protect(end_with_reader=True)
+    sys.exit(standard_streams.exit_code(main(sys.argv[1:])))

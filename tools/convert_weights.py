@@ -24,8 +24,9 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from toolkit import local_paths, output
+from toolkit import local_paths
 from toolkit.errors import EXIT_FINISHED, ToolkitError, report
+from toolkit.io import standard_streams
 from toolkit.wording import one_line
 
 _WAYS = ("hf-to-dcp", "dcp-to-hf", "meta-to-dcp", "dcp-to-meta", "meta-to-hf", "hf-to-meta")
@@ -108,6 +109,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    output.protect()
+    standard_streams.protect()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once; the same command goes on
     sys.exit(main(sys.argv[1:]))

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from toolkit import local_paths, output, preflight
+from toolkit import local_paths, preflight
 from toolkit.arguments import add_bos_argument, add_model_arguments, count, load_as_asked
 from toolkit.config import Config, load_config
 from toolkit.config.corpora import corpora
@@ -37,6 +37,7 @@ from toolkit.distributed import process_group
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, flags_named, report
 from toolkit.evaluation import Evaluator, Loss, documents, text_loss
 from toolkit.inference import Loaded, needed_tokenizer
+from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
 from toolkit.loaders import validation_loader
 from toolkit.wording import install
@@ -246,5 +247,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    output.protect(end_with_reader=True)
-    sys.exit(output.exit_code(main(sys.argv[1:])))
+    standard_streams.protect(end_with_reader=True)
+    sys.exit(standard_streams.exit_code(main(sys.argv[1:])))

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from toolkit import local_paths, output
+from toolkit import local_paths
 from toolkit.arguments import (
     add_bos_argument,
     add_model_arguments,
@@ -43,6 +43,7 @@ from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, Toolk
 from toolkit.generation.generator import Generator
 from toolkit.generation.text import TextStream
 from toolkit.inference import needed_tokenizer
+from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
 
 
@@ -212,6 +213,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    output.protect(end_with_reader=True)
+    standard_streams.protect(end_with_reader=True)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, between two words or in one
-    sys.exit(output.exit_code(main(sys.argv[1:])))
+    sys.exit(standard_streams.exit_code(main(sys.argv[1:])))

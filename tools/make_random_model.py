@@ -22,16 +22,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from toolkit import local_paths, output
+from toolkit import local_paths
 from toolkit.collective import Ranks
 from toolkit.companions import Companions, tokenizer_companions
 from toolkit.config import load_config
 from toolkit.config.tables_training import Model
 from toolkit.errors import EXIT_FINISHED, ToolkitError, flags_named, report
+from toolkit.io import standard_streams
+from toolkit.io.tensor_file import whole
 from toolkit.models.llama.model import init_rule
 from toolkit.models.llama.presets import LlamaArgs, parameter_count, parameter_shapes
 from toolkit.parallel.initialize import initial_rows
-from toolkit.regions import whole
 from toolkit.shape import model_args, model_named
 from toolkit.weights.hf_write import MAX_BYTES, write_hf
 from toolkit.weights.source import Region, Stored
@@ -130,5 +131,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    output.protect()
+    standard_streams.protect()
     sys.exit(main(sys.argv[1:]))

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit import local_paths, output
+from toolkit import local_paths
 from toolkit.errors import ConfigError, DataError, Problem, ToolkitError
+from toolkit.io import standard_streams
 from toolkit.wording import install, printable
 
 Record = dict[str, Any]
@@ -222,5 +223,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    output.protect()
+    standard_streams.protect()
     sys.exit(main(sys.argv[1:]))

@@ -28,10 +28,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-from toolkit import output, preflight
+from toolkit import preflight
 from toolkit.config import Config, load_config
 from toolkit.corpora import open_corpora, run_tokenizer
 from toolkit.errors import EXIT_FINISHED, ToolkitError, report
+from toolkit.io import standard_streams
 
 _RULES = (
     "tokenizer_readable",
@@ -99,6 +100,6 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    output.protect()
+    standard_streams.protect()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it; the helpers end with their pipe
     sys.exit(main(sys.argv[1:]))

@@ -24,10 +24,11 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from toolkit import local_paths, output
+from toolkit import local_paths
 from toolkit.data.sources import open_source, open_text
 from toolkit.data.tokenizer_files import LLAMA3_PATTERN, N_LLAMA3_SPECIAL, llama3_names, of_llama3
 from toolkit.errors import EXIT_ERROR, ConfigError, Problem, ToolkitError, flags_named
+from toolkit.io import standard_streams
 from toolkit.wording import printable
 
 FILE_NAMES = {"tiktoken": "tokenizer.model", "sentencepiece": "tokenizer.model", "json": "tokenizer.json"}
@@ -202,5 +203,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    output.protect()
+    standard_streams.protect()
     sys.exit(main())

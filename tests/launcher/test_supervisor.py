@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[2]
 PREAMBLE = "import os, signal, sys, time; rank = int(os.environ['RANK']); "
 LAUNCHER = """
 import sys
-from toolkit import output
+from toolkit.io import standard_streams
 from toolkit.launcher.supervisor import Launch, supervise
-output.protect()
+standard_streams.protect()
 sys.exit(supervise([sys.executable, "-S", "-c", sys.argv[2]], Launch(**eval(sys.argv[1]))))
 """
 SAVES = """
@@ -304,8 +304,8 @@ def test_who_logs_out_loses_nothing(tmp_path):
     code = f"""
 from toolkit.launcher.time_limit import Deadline
 from toolkit.launcher.signals import StopRequest
-from toolkit import output
-output.protect()
+from toolkit.io import standard_streams
+standard_streams.protect()
 request = StopRequest(Deadline(None, {{}}))
 print("ready", flush=True)
 while not request.asked:

@@ -8,7 +8,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from toolkit import output
+from toolkit.io import standard_streams
 from toolkit.metrics.logger import MetricLogger
 from toolkit.metrics.memory import memory
 
@@ -123,10 +123,10 @@ def _full(*_):
 
 
 def test_a_lost_console_is_told_once_in_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(output, "lost", lambda: "standard output cannot be written: broken")
+    monkeypatch.setattr(standard_streams, "lost", lambda: "standard output cannot be written: broken")
     _run(tmp_path, [1, 2])
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [record.get("console_lost") for record in records] == [output.lost(), None, None]
+    assert [record.get("console_lost") for record in records] == [standard_streams.lost(), None, None]
 
 
 def test_memory_on_cpu_is_what_is_resident():

@@ -35,9 +35,9 @@ from toolkit.checkpoint.manifest import (
 from toolkit.checkpoint.retention import clear, delete, superseded, temporary_name
 from toolkit.checkpoint.storage import CommittingWriter, Files, RowByRow, tensors_of
 from toolkit.collective import Ranks
-from toolkit.durable import sync_file, sync_folder
 from toolkit.errors import CheckpointError
-from toolkit.unfinished import take_place
+from toolkit.io.atomic import sync_file, sync_folder
+from toolkit.io.work_folder import take_place
 
 
 class CheckpointManager:

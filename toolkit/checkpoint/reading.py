@@ -18,7 +18,7 @@ from toolkit.checkpoint.storage import METADATA, read_metadata, tensor_place, te
 from toolkit.collective import Ranks
 from toolkit.errors import CheckpointError
 from toolkit.hardware import cores
-from toolkit.regions import Place, Region, new_output, read_region, whole
+from toolkit.io.tensor_file import Place, Region, new_output, read_region, whole
 from toolkit.wording import first_few
 
 

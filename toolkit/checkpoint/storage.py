@@ -30,7 +30,7 @@ from torch.futures import Future
 from toolkit.checkpoint.coverage import coverage_problem
 from toolkit.checkpoint.manifest import ADVICE
 from toolkit.errors import CheckpointError
-from toolkit.regions import FilePart, Place, SavedFile, read_region
+from toolkit.io.tensor_file import FilePart, Place, SavedFile, read_region
 
 METADATA = ".metadata"
 Files = dict[str, dict[str, Any]]

@@ -34,9 +34,9 @@ from toolkit.checkpoint.manager import commit_folder, without_crc32
 from toolkit.checkpoint.manifest import build_manifest, step_folder
 from toolkit.checkpoint.storage import CommittingWriter, Files, Results, read_metadata
 from toolkit.errors import CheckpointError
-from toolkit.locks import LOCK, claimed
+from toolkit.io.locks import LOCK, claimed
+from toolkit.io.work_folder import Done, forget_parts, in_progress, refuse_existing, work_folder
 from toolkit.shards import block_threads
-from toolkit.unfinished import Done, forget_parts, in_progress, refuse_existing, work_folder
 
 FILE_BYTES = 1 << 30
 PIECE_BYTES = 128 << 20

@@ -39,9 +39,9 @@ from toolkit.data.content import content_hashes, locked, say, stamps, too_large,
 from toolkit.data.sources import Source, kind
 from toolkit.data.text_files import PIECE_BYTES
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.durable import sync_file, sync_folder
 from toolkit.errors import DataError
 from toolkit.hardware import cores
+from toolkit.io.atomic import sync_file, sync_folder
 
 if TYPE_CHECKING:
     from toolkit.data.progress import Progress

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit import output
+from toolkit.io import standard_streams
 from toolkit.metrics.console import Console
 from toolkit.metrics.jsonl import JsonLines
 from toolkit.metrics.tensorboard import TensorBoard
@@ -113,7 +113,7 @@ class MetricLogger:
 
     def _console_lost(self) -> dict[str, str]:
         """Return what the next record is to say of a console that was lost, once."""
-        reason = output.lost() if self._console is not None else ""
+        reason = standard_streams.lost() if self._console is not None else ""
         if not reason or _CONSOLE_LOST in self._told:
             return {}
         self._told.add(_CONSOLE_LOST)

@@ -6,10 +6,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from toolkit import output, preflight
+from toolkit import preflight
 from toolkit.config import load_config
 from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, report
 from toolkit.hardware import detect
+from toolkit.io import standard_streams
 from toolkit.launcher.environment import whole_number
 
 _WORLD_SIZE = "--world-size"
@@ -57,5 +58,5 @@ def _world_size(argv: Sequence[str]) -> tuple[int | None, list[str]]:
 
 
 if __name__ == "__main__":
-    output.protect(end_with_reader=True)
-    sys.exit(output.exit_code(main(sys.argv[1:])))
+    standard_streams.protect(end_with_reader=True)
+    sys.exit(standard_streams.exit_code(main(sys.argv[1:])))

@@ -20,11 +20,19 @@ from torch import Tensor
 
 from toolkit.blocks import row_blocks, rows_of
 from toolkit.collective import Ranks
-from toolkit.durable import sync_file, sync_folder
 from toolkit.errors import CheckpointError, DataError
-from toolkit.locks import claimed
+from toolkit.io.atomic import sync_file, sync_folder
+from toolkit.io.locks import claimed
+from toolkit.io.work_folder import (
+    Done,
+    finish,
+    in_progress,
+    refuse_existing,
+    state_of,
+    work_folder,
+    write_file,
+)
 from toolkit.shards import block_threads
-from toolkit.unfinished import Done, finish, in_progress, refuse_existing, state_of, work_folder, write_file
 from toolkit.weights.source import Source
 
 BLOCK_BYTES = 64 << 20

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from toolkit.io.tensor_file import Place, new_output, read_region, whole
 from toolkit.models.llama import hf_config
 from toolkit.models.llama.state_dict_adapter import from_hf, reorders_rows
-from toolkit.regions import Place, new_output, read_region, whole
 from toolkit.weights.safetensors_header import folder_entries
 from toolkit.weights.source import Region, Stored, without_tied_head
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import DataError
+from toolkit.io.tensor_file import Region
 from toolkit.models.llama.presets import LlamaArgs
-from toolkit.regions import Region
 
 
 @dataclass(frozen=True)

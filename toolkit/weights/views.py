@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import DataError
+from toolkit.io.tensor_file import new_output, whole
 from toolkit.models.llama.presets import parameter_shapes
-from toolkit.regions import new_output, whole
 from toolkit.weights.source import EMBEDDING, HEAD, Region, Source, Stored
 from toolkit.wording import first_few
 

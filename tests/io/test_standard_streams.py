@@ -14,13 +14,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import sys
-from toolkit import output
-output.protect(end_with_reader="end" in sys.argv)
+from toolkit.io import standard_streams
+standard_streams.protect(end_with_reader="end" in sys.argv)
 print("first", flush=True)
 sys.stdin.read()  # until the reader has gone
 for number in range(3):
     print("2 × 3 → 6", flush=True)
-print("lost:", output.lost(), file=sys.stderr)
+print("lost:", standard_streams.lost(), file=sys.stderr)
 """
 SAID = "standard output cannot be written: [Errno {}] {}; going on without it\n"
 
@@ -97,6 +97,6 @@ def test_characters_that_the_encoding_lacks_are_escaped() -> None:
 
 
 def test_what_an_unbuffered_program_has_printed_outlives_it() -> None:
-    program = "import os; from toolkit import output; output.protect(); print('told'); os._exit(1)"
+    program = "import os; from toolkit import output; standard_streams.protect(); print('told'); os._exit(1)"
     ended = subprocess.run([sys.executable, "-u", "-c", program], cwd=ROOT, capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (1, b"told\n")

@@ -14,8 +14,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from toolkit.durable import sync_file, sync_folder
 from toolkit.errors import DataError
+from toolkit.io.atomic import sync_file, sync_folder
 
 _DONE = ".done"
 

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from toolkit.locks import claim, claimed
+from toolkit.io.locks import claim, claimed
 
 
 def test_a_folder_is_one_runs_until_it_lets_go(tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.weights.stories import ASSETS, needs_assets
-from toolkit import regions
+from toolkit.io import tensor_file as regions
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors_folder import SafetensorsFolder
 from toolkit.weights.source import Source
