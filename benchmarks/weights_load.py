@@ -29,10 +29,10 @@ from benchmarks.machine import describe
 from tests.helpers import run_world
 from toolkit.build import build_model, sharding
 from toolkit.config import Config
+from toolkit.distributed.dtensor import local_part
 from toolkit.hardware import cores
 from toolkit.metrics.memory import resident
 from toolkit.parallel.mesh import build_mesh
-from toolkit.shards import local_part
 from toolkit.weights.load import load_weights, open_alike
 from toolkit.weights.safetensors_folder import SafetensorsFolder
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tests.weights.folders import FAMILY, save_meta, save_transformers
 from toolkit import conversion as conversion_module
-from toolkit import shards
 from toolkit.checkpoint import streaming
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.conversion import convert, prepare
+from toolkit.distributed import dtensor as shards
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, DataError
 from toolkit.io import work_folder as unfinished
 from toolkit.io.locks import claim

@@ -16,9 +16,9 @@ from tests.helpers import run_world
 from tests.training import small_config
 from toolkit.build import build_model, sharding
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.collective import Ranks
 from toolkit.config.layout import degrees
 from toolkit.conversion import convert, prepare
+from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError
 from toolkit.export import export_hf
 from toolkit.parallel.execution import Execution

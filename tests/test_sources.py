@@ -16,7 +16,7 @@ from tests.helpers import run_world
 from tests.models.small_llama import small
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.collective import Ranks
+from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.sources import CheckpointWeights, open_source
 from toolkit.weights.load import open_alike

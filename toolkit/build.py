@@ -16,6 +16,7 @@ from torch import Tensor
 from toolkit.config import Config
 from toolkit.config.layout import reshard_after_forward, takes_ring
 from toolkit.config.stages import Stages, may_split_backward, pipeline_stages
+from toolkit.distributed.process_group import native_dtype
 from toolkit.models.llama.model import Llama, init_rule
 from toolkit.models.llama.presets import LlamaArgs, attention_choice
 from toolkit.optim.optimizer import NamedParameters, build_optimizer
@@ -25,7 +26,6 @@ from toolkit.parallel.fsdp import Sharding
 from toolkit.parallel.initialize import initialize
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.parallelize import parallelize
-from toolkit.precision import native_dtype
 
 if TYPE_CHECKING:
     from toolkit.parallel.compile import Compiling

@@ -16,17 +16,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit import __version__
-from toolkit.blocks import row_blocks, rows_of
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.checkpoint.streaming import Pending, write_checkpoint
-from toolkit.collective import Ranks
 from toolkit.companions import Companions, asked_bos, tokenizer_companions, tokenizer_of
+from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
 from toolkit.io.json_fields import read_object
+from toolkit.io.row_blocks import block_threads, row_blocks, rows_of
 from toolkit.io.work_folder import refuse_existing, state_of
 from toolkit.models.llama.hf_config import CONFIG, GENERATION_CONFIG
 from toolkit.models.llama.state_dict_adapter import reorders_rows, to_hf
-from toolkit.shards import block_threads
 from toolkit.sources import MODEL_PREFIX, CheckpointWeights, open_source
 from toolkit.weights.fill import BLOCK_BYTES
 from toolkit.weights.hf_write import (

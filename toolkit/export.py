@@ -9,8 +9,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit.checkpoint.reading import open_checkpoint
-from toolkit.collective import Ranks
 from toolkit.companions import Companions, asked_bos, tokenizer_companions
+from toolkit.distributed.agreement import Ranks
 from toolkit.sources import CheckpointWeights
 from toolkit.weights.hf_write import MAX_BYTES, write_hf
 from toolkit.weights.views import Cast

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from toolkit.collective import Ranks
 from toolkit.companions import asked_bos, tokenizer_of
 from toolkit.config.values import dotted
 from toolkit.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
+from toolkit.distributed.agreement import Ranks
 from toolkit.errors import ConfigError, DataError, Problem
 from toolkit.generation.generator import Generator, reduce_overhead
 from toolkit.generation.packed import can_pack, pack

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from toolkit.checkpoint.manifest import MANIFEST, committed_steps, step_folder
 from toolkit.checkpoint.reading import open_checkpoint, pieces, read_pieces
 from toolkit.checkpoint.storage import tensors_of
-from toolkit.collective import Ranks
+from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.llama.presets import LlamaArgs, RopeScaling
 from toolkit.weights.meta_folder import MetaFolder

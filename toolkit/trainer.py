@@ -25,7 +25,7 @@ from toolkit.config import Config
 from toolkit.config.layout import batch_shape, degrees
 from toolkit.corpora import Data
 from toolkit.distributed import process_group
-from toolkit.distributed.garbage import GarbageCollection
+from toolkit.distributed.garbage_collection import GarbageCollection
 from toolkit.distributed.seeds import seed_step, set_deterministic
 from toolkit.errors import (
     EXIT_ERROR,

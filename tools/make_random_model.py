@@ -23,10 +23,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from toolkit import local_paths
-from toolkit.collective import Ranks
 from toolkit.companions import Companions, tokenizer_companions
 from toolkit.config import load_config
 from toolkit.config.tables_training import Model
+from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_FINISHED, ToolkitError, flags_named, report
 from toolkit.io import standard_streams
 from toolkit.io.tensor_file import whole

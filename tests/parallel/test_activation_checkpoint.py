@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.models.small_llama import build, small, tokens_and_labels
+from toolkit.distributed.dtensor import clean_name
 from toolkit.models.llama.model import Llama
-from toolkit.names import clean_name
 from toolkit.parallel.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpoint
 from toolkit.parallel.compile import Compiling, apply_compile
 

@@ -15,8 +15,8 @@ from torch._dynamo.utils import counters
 from tests.helpers import run_world
 from tests.models.small_llama import build, small, tokens_and_labels
 from tests.training import small_config, small_trainer, weights_digest
+from toolkit.distributed.dtensor import clean_name
 from toolkit.models.llama.model import Llama
-from toolkit.names import clean_name
 from toolkit.parallel.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpoint
 from toolkit.parallel.compile import CompileClock, Compiling, apply_compile, use_cache
 

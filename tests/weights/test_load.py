@@ -26,8 +26,8 @@ from tests.weights.stories import (
     run,
 )
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.collective import Ranks
 from toolkit.conversion import convert, prepare
+from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
 from toolkit.export import export_hf
 from toolkit.weights.load import load_weights, open_alike

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit.checkpoint.manifest import ADVICE, check_files
 from toolkit.checkpoint.storage import METADATA, VerifiedReader, read_metadata, tensors_of
-from toolkit.collective import Ranks
+from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError
 from toolkit.wording import first_few
 

@@ -34,7 +34,7 @@ from toolkit.checkpoint.manifest import (
 )
 from toolkit.checkpoint.retention import clear, delete, superseded, temporary_name
 from toolkit.checkpoint.storage import CommittingWriter, Files, RowByRow, tensors_of
-from toolkit.collective import Ranks
+from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError
 from toolkit.io.atomic import sync_file, sync_folder
 from toolkit.io.work_folder import take_place

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from toolkit.checkpoint.loading import share
 from toolkit.checkpoint.manifest import ADVICE, check_files, read_manifest
 from toolkit.checkpoint.storage import METADATA, read_metadata, tensor_place, tensors_of
-from toolkit.collective import Ranks
+from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError
 from toolkit.hardware import cores
 from toolkit.io.tensor_file import Place, Region, new_output, read_region, whole

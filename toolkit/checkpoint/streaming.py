@@ -29,14 +29,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from toolkit.blocks import row_blocks
 from toolkit.checkpoint.manager import commit_folder, without_crc32
 from toolkit.checkpoint.manifest import build_manifest, step_folder
 from toolkit.checkpoint.storage import CommittingWriter, Files, Results, read_metadata
 from toolkit.errors import CheckpointError
 from toolkit.io.locks import LOCK, claimed
+from toolkit.io.row_blocks import block_threads, row_blocks
 from toolkit.io.work_folder import Done, forget_parts, in_progress, refuse_existing, work_folder
-from toolkit.shards import block_threads
 
 FILE_BYTES = 1 << 30
 PIECE_BYTES = 128 << 20

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from toolkit import hardware
 from toolkit.errors import DeviceError, Problem
 from toolkit.launcher.environment import rank_environment
 
@@ -43,6 +44,15 @@ def local_device(checked: str = "") -> torch.device:
         fix = "start no more processes here than GPUs (NGPU), or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
         raise DeviceError(Problem(rule, fix))
     return torch.device("cuda", index)
+
+
+def native_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device multiplies it natively, else float32."""
+    if device.type == "cuda":
+        native = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        native = hardware.cpu_multiplies_bf16()
+    return torch.bfloat16 if native else torch.float32
 
 
 def _unlike(rule: str, fix: str) -> DeviceError:

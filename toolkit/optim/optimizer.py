@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from toolkit.names import clean_name
+from toolkit.distributed.dtensor import clean_name
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from toolkit.distributed.dtensor import clean_name
 from toolkit.models.llama.model import Llama
-from toolkit.names import clean_name
 from toolkit.parallel.fsdp import Sharding, begin_micro_batch
 from toolkit.parallel.mesh import Mesh
 

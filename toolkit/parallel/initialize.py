@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from toolkit.distributed.dtensor import clean_name, local_part
+from toolkit.io.row_blocks import threads
 from toolkit.models.llama.model import Init
-from toolkit.names import clean_name
-from toolkit.shards import local_part, threads
 
 BLOCK_ELEMENTS = 1 << 18
 """Numbers in a block, at most, unless a single row has more. Changing it changes every initialisation."""

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.names import clean_name
+from toolkit.distributed.dtensor import clean_name, local_part
 from toolkit.parallel.execution import Execution, MicroBatch
-from toolkit.shards import local_part
 
 
 @dataclass(frozen=True)

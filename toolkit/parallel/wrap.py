@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from toolkit.distributed.dtensor import WRAPPER_PREFIXES
 from toolkit.models.llama.model import Llama
 from toolkit.models.llama.sharding import root_modules
-from toolkit.names import WRAPPER_PREFIXES
 
 
 @dataclass(frozen=True)

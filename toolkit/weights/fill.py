@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from toolkit.blocks import row_blocks, rows_of
-from toolkit.collective import Ranks
+from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.io.atomic import sync_file, sync_folder
 from toolkit.io.locks import claimed
+from toolkit.io.row_blocks import block_threads, row_blocks, rows_of
 from toolkit.io.work_folder import (
     Done,
     finish,
@@ -32,7 +32,6 @@ from toolkit.io.work_folder import (
     work_folder,
     write_file,
 )
-from toolkit.shards import block_threads
 from toolkit.weights.source import Source
 
 BLOCK_BYTES = 64 << 20

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit.blocks import row_blocks
-from toolkit.collective import Ranks
+from toolkit.distributed.agreement import Ranks
+from toolkit.distributed.dtensor import local_part
 from toolkit.errors import CheckpointError, DataError
-from toolkit.shards import local_part, threads
+from toolkit.io.row_blocks import row_blocks, threads
 from toolkit.weights.source import EMBEDDING, HEAD, Source, Stored
 from toolkit.wording import first_few
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from toolkit.collective import Ranks
+from toolkit.distributed.agreement import Ranks
 from toolkit.models.llama.meta_params import PARAMS, params_json
 from toolkit.weights.fill import File, Folder, write_folder
 from toolkit.weights.meta_folder import MetaFolder

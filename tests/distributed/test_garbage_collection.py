@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from toolkit.distributed.garbage import GarbageCollection
+from toolkit.distributed.garbage_collection import GarbageCollection
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,25 @@
+"""Parameters that torch shards and wraps: this rank's part, and the name without the wrappers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def clean_name(fqn: str) -> str:
+    """`fqn` without the parts that activation checkpointing and torch.compile add to it."""
+    for prefix in WRAPPER_PREFIXES:
+        fqn = fqn.replace(prefix, "")
+    return fqn
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of a tensor, DTensor or plain, and where it starts in every dimension."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), (0,) * tensor.ndim
+    mesh, placements = tensor.device_mesh, tensor.placements
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    return tensor.to_local().detach(), tuple(offset)
