@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from toolkit import local_paths
+from toolkit.config import local_paths
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import native_dtype
 from toolkit.errors import flags_named

@@ -20,7 +20,7 @@ from toolkit.checkpoint.manifest import step_folder
 from toolkit.checkpoint.streaming import Pending, write_checkpoint
 from toolkit.companions import Companions, asked_bos, tokenizer_companions, tokenizer_of
 from toolkit.distributed.agreement import Ranks
-from toolkit.errors import DataError
+from toolkit.errors import DataError, either, first_few
 from toolkit.io.json_fields import read_object
 from toolkit.io.row_blocks import block_threads, row_blocks, rows_of
 from toolkit.io.work_folder import refuse_existing, state_of
@@ -41,7 +41,6 @@ from toolkit.weights.meta_write import PART, write_meta
 from toolkit.weights.safetensors_folder import SafetensorsFolder
 from toolkit.weights.source import Source
 from toolkit.weights.views import Cast, Resized, check_complete, in_order
-from toolkit.wording import either, first_few
 
 FORMATS: Mapping[str, type] = {"hf": SafetensorsFolder, "meta": MetaFolder, "dcp": CheckpointWeights}
 _STEP = re.compile(r"step-(\d+)")

@@ -22,11 +22,10 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.tasks import TaskManager
 
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.errors import ConfigError, DataError, Problem
+from toolkit.errors import ConfigError, DataError, Problem, did_you_mean
 from toolkit.evaluation import Evaluator, Row, first_token, rolling_windows
 from toolkit.generation.generator import Generator
 from toolkit.generation.sampling import Sampling
-from toolkit.wording import did_you_mean
 
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 DEFAULT_NEW_TOKENS = 256  # lm-eval's own

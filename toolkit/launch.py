@@ -35,9 +35,9 @@ from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ToolkitError, report
 from toolkit.hardware import CHECKED_DEVICE, Hardware, detect
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import environment_error, shown_ranks, whole_number
+from toolkit.launcher.fault_reports import traces_prefix
 from toolkit.launcher.signals import Stopped, stop_at_once
 from toolkit.launcher.supervisor import Launch, say, supervise
-from toolkit.run_folder import traces_prefix
 
 
 def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
@@ -97,7 +97,9 @@ def main(argv: Sequence[str]) -> int:
     os.environ[CHECKED_DEVICE] = hardware.device
     ranks = f"{launch.processes} ranks" if launch.processes > 1 else "1 rank"
     say(f"configuration checked, corpus tokenised; starting {ranks}")
-    code = supervise([sys.executable, "-u", "-m", "toolkit.train", *argv], launch, traces_prefix(config))
+    code = supervise(
+        [sys.executable, "-u", "-m", "toolkit.train", *argv], launch, traces_prefix(config.job, config.comm)
+    )
     if code == EXIT_FINISHED and tell and os.environ.get("SAMPLE"):
         _show_text(config, os.environ["SAMPLE"])
     return code

@@ -18,11 +18,10 @@ from toolkit.checkpoint.background import Background
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, step_folder
 from toolkit.config import Config
-from toolkit.errors import CheckpointError, DataError
+from toolkit.errors import CheckpointError, DataError, printable
 from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.parallel.execution import Execution
 from toolkit.shape import EXPORTS, weights_folder
-from toolkit.wording import printable
 
 
 @dataclass

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit.errors import TrainingError
+from toolkit.errors import TrainingError, first_few
 from toolkit.loss import IGNORED_LABEL
 from toolkit.optim.clip import clip_, global_norm, nonfinite_parameters
 from toolkit.optim.in_backward import StepInBackward
 from toolkit.parallel.execution import Execution, MicroBatch
-from toolkit.wording import first_few
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ from toolkit.hardware import CHECKED_DEVICE
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank, rank_environment
 from toolkit.launcher.fault_reporter import FaultReporter, lost_peers
-from toolkit.launcher.fault_reports import SUPERVISED
-from toolkit.run_folder import traces_prefix
+from toolkit.launcher.fault_reports import SUPERVISED, traces_prefix
 
 
 def _train(config: Config, faults: FaultReporter | None, checked_device: str) -> int:
@@ -54,7 +53,7 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     with phases("tokenizer and tokens"):
         data = open_data(config, progress=chief)
     device = process_group.local_device(checked_device)
-    flight_recorder.enable(config.comm.trace_buf_size, traces_prefix(config))
+    flight_recorder.enable(config.comm.trace_buf_size, traces_prefix(config.job, config.comm))
     with phases("process group"):
         process_group.start(device, timeout_seconds=config.comm.init_timeout_seconds)
     try:
@@ -99,7 +98,9 @@ def main(argv: Sequence[str]) -> int:
     except ToolkitError as error:  # the same on every rank
         return report(error, show=is_reporting_rank(os.environ), debug=debug)
     if world_size > 1:
-        faults = FaultReporter(traces_prefix(config), rank, world_size, supervised=SUPERVISED in os.environ)
+        faults = FaultReporter(
+            traces_prefix(config.job, config.comm), rank, world_size, supervised=SUPERVISED in os.environ
+        )
     try:
         return _train(config, faults, checked)
     except ToolkitError as error:

@@ -34,14 +34,13 @@ from toolkit.arguments import (
 from toolkit.data.chat import ChatFormat, Message, chat_format
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import process_group
-from toolkit.errors import EXIT_FINISHED, DataError, ToolkitError, report
+from toolkit.errors import EXIT_FINISHED, DataError, ToolkitError, printable, report
 from toolkit.generation.generator import Generator
 from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
 from toolkit.inference import needed_tokenizer
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
-from toolkit.wording import printable
 
 HELP = "/reset forgets the dialog, /quit or /exit ends"
 _ENDS = ("/quit", "/exit")

@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from toolkit import local_paths
 from toolkit.checkpoint.manifest import (
     check_files,
     committed_steps,
@@ -28,11 +27,19 @@ from toolkit.checkpoint.manifest import (
     unsound_steps,
 )
 from toolkit.checkpoint.retention import delete, leftovers, superseded
+from toolkit.config import local_paths
 from toolkit.config.values import dotted
-from toolkit.errors import EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, CheckpointError, ToolkitError, report
+from toolkit.errors import (
+    EXIT_DATA,
+    EXIT_ERROR,
+    EXIT_FINISHED,
+    CheckpointError,
+    ToolkitError,
+    one_line,
+    report,
+)
 from toolkit.hardware import cores
 from toolkit.io import standard_streams
-from toolkit.wording import one_line
 
 GIB = 2**30
 

@@ -24,10 +24,9 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from toolkit import local_paths
-from toolkit.errors import EXIT_FINISHED, ToolkitError, report
+from toolkit.config import local_paths
+from toolkit.errors import EXIT_FINISHED, ToolkitError, one_line, report
 from toolkit.io import standard_streams
-from toolkit.wording import one_line
 
 _WAYS = ("hf-to-dcp", "dcp-to-hf", "meta-to-dcp", "dcp-to-meta", "meta-to-hf", "hf-to-meta")
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -26,21 +26,29 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from toolkit import local_paths, preflight
+from toolkit import preflight
 from toolkit.arguments import add_bos_argument, add_model_arguments, count, load_as_asked
-from toolkit.config import Config, load_config
+from toolkit.config import Config, load_config, local_paths
 from toolkit.config.corpora import corpora
 from toolkit.corpora import Data, run_tokenizer
 from toolkit.data.cache import tokenized
 from toolkit.data.sources import open_source, open_text
 from toolkit.distributed import process_group
-from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, flags_named, report
+from toolkit.errors import (
+    EXIT_FINISHED,
+    ConfigError,
+    DataError,
+    Problem,
+    ToolkitError,
+    flags_named,
+    install,
+    report,
+)
 from toolkit.evaluation import Evaluator, Loss, documents, text_loss
 from toolkit.inference import Loaded, needed_tokenizer
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
 from toolkit.loaders import validation_loader
-from toolkit.wording import install
 
 _WINDOW = 4096
 """The most tokens of a window unless more are asked for: a context may be of 131,072."""

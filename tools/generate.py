@@ -28,7 +28,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from toolkit import local_paths
 from toolkit.arguments import (
     add_bos_argument,
     add_model_arguments,
@@ -37,6 +36,7 @@ from toolkit.arguments import (
     load_as_asked,
     sampling_as_asked,
 )
+from toolkit.config import local_paths
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import process_group
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report

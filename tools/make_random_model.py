@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from toolkit import local_paths
 from toolkit.companions import Companions, tokenizer_companions
-from toolkit.config import load_config
+from toolkit.config import load_config, local_paths
 from toolkit.config.tables_training import Model
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_FINISHED, ToolkitError, flags_named, report

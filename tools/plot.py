@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit import local_paths
-from toolkit.errors import ConfigError, DataError, Problem, ToolkitError
+from toolkit.config import local_paths
+from toolkit.errors import ConfigError, DataError, Problem, ToolkitError, install, printable
 from toolkit.io import standard_streams
-from toolkit.wording import install, printable
 
 Record = dict[str, Any]
 Points = tuple[list[float], list[float]]

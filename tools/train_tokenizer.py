@@ -24,12 +24,11 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from toolkit import local_paths
+from toolkit.config import local_paths
 from toolkit.data.sources import open_source, open_text
 from toolkit.data.tokenizer_files import LLAMA3_PATTERN, N_LLAMA3_SPECIAL, llama3_names, of_llama3
-from toolkit.errors import EXIT_ERROR, ConfigError, Problem, ToolkitError, flags_named
+from toolkit.errors import EXIT_ERROR, ConfigError, Problem, ToolkitError, flags_named, printable
 from toolkit.io import standard_streams
-from toolkit.wording import printable
 
 FILE_NAMES = {"tiktoken": "tokenizer.model", "sentencepiece": "tokenizer.model", "json": "tokenizer.json"}
 

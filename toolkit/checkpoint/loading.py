@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from toolkit.checkpoint.manifest import ADVICE, check_files
 from toolkit.checkpoint.storage import METADATA, VerifiedReader, read_metadata, tensors_of
 from toolkit.distributed.agreement import Ranks
-from toolkit.errors import CheckpointError
-from toolkit.wording import first_few
+from toolkit.errors import CheckpointError, first_few
 
 _SHOWN = 8
 

@@ -16,10 +16,9 @@ from toolkit.checkpoint.loading import share
 from toolkit.checkpoint.manifest import ADVICE, check_files, read_manifest
 from toolkit.checkpoint.storage import METADATA, read_metadata, tensor_place, tensors_of
 from toolkit.distributed.agreement import Ranks
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, first_few
 from toolkit.hardware import cores
 from toolkit.io.tensor_file import Place, Region, new_output, read_region, whole
-from toolkit.wording import first_few
 
 
 @dataclass(frozen=True)

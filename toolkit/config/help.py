@@ -7,8 +7,7 @@ import textwrap
 from toolkit.config.fields import ActsWith, DefaultOnly, NotBuilt
 from toolkit.config.schema import Field, fields, schema_name, tables
 from toolkit.config.values import format_toml, short_type
-from toolkit.errors import ConfigError, Problem
-from toolkit.wording import did_you_mean
+from toolkit.errors import ConfigError, Problem, did_you_mean
 
 _USAGE = """\
 usage: python -m toolkit.train [--job.config_file FILE.toml] [--table.key VALUE ...]

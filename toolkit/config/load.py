@@ -16,11 +16,10 @@ from pydantic import ValidationError
 from toolkit.config.arguments import read_arguments
 from toolkit.config.fields import LocalPath
 from toolkit.config.files import Setting, read_files
+from toolkit.config.local_paths import url_problem
 from toolkit.config.schema import Config, Field, find_field
 from toolkit.config.values import choices, format_toml, in_words, parse
-from toolkit.errors import ConfigError, Problem
-from toolkit.local_paths import url_problem
-from toolkit.wording import closest
+from toolkit.errors import ConfigError, Problem, closest
 
 _CONFIG_FILE = "job.config_file"
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from toolkit.config.schema import fields_by_key, find_table, is_group, tables
-from toolkit.errors import Problem
-from toolkit.wording import closest
+from toolkit.errors import Problem, closest
 
 RENAMED = {
     "checkpoint.enable_checkpoint": "checkpoint.enable",

@@ -23,9 +23,8 @@ from typing import Any
 
 from toolkit.compat import file_digest
 from toolkit.data.sources import Source
-from toolkit.errors import DataError, Problem
+from toolkit.errors import DataError, Problem, printable
 from toolkit.hardware import cores
-from toolkit.wording import printable
 
 SETTLED_SECONDS = 2.0  # a younger file could change again within its time stamp's resolution
 CORE_BYTES_PER_SECOND = 12e6  # benchmarks/results/tokenize_corpus.md, with the tokenizer of Llama 3

@@ -24,8 +24,7 @@ from typing import Any
 from toolkit.data.columns import SourceError
 from toolkit.data.content import locked, remember, say, too_large
 from toolkit.data.sources import Source
-from toolkit.errors import DataError, Problem
-from toolkit.wording import install
+from toolkit.errors import DataError, Problem, install
 
 KNOWN = {"c4": ("allenai/c4", "en")}
 _ID = re.compile(r"[\w.-]+/[\w.-]+")

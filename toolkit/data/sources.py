@@ -19,8 +19,7 @@ from pathlib import Path
 from toolkit.data import text_files
 from toolkit.data.columns import SourceError
 from toolkit.data.text_files import Piece, is_json
-from toolkit.errors import ConfigError, DataError, Problem
-from toolkit.wording import closest, did_you_mean, install
+from toolkit.errors import ConfigError, DataError, Problem, closest, did_you_mean, install
 
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
 EMBEDDED = {

@@ -17,13 +17,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from toolkit.wording import first_few
+from toolkit.config.tables_run import Comm, Job
+from toolkit.errors import first_few
 
 QUESTION = signal.SIGUSR2  # a rank that gets it reports and ends
 SUPERVISED = "TOOLKIT_SUPERVISED"  # in the environment of ranks whose launcher asks, and tells the user
 WHOLE = ("default_pg", "mesh_default")
 TOLD = 8  # ranks whose waiting is told one by one
 POLL_SECONDS = 0.2
+
+
+def traces_prefix(job: Job, comm: Comm) -> Path:
+    """The beginning of the names of the files in which ranks tell of failed collectives."""
+    return Path(job.dump_folder).expanduser() / comm.save_traces_folder / comm.save_traces_file_prefix
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,11 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import IO
 
-from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE
+from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, printable
 from toolkit.hardware import cores
 from toolkit.launcher import fault_reports
 from toolkit.launcher.fault_reports import QUESTION, SUPERVISED
 from toolkit.launcher.signals import INSISTING_SECONDS, asking
-from toolkit.wording import printable
 
 ENDED_WELL = (EXIT_FINISHED, EXIT_REQUEUE)
 TAIL_LINES = 30

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.errors import printable
 from toolkit.io import standard_streams
 from toolkit.metrics.console import Console
 from toolkit.metrics.jsonl import JsonLines
 from toolkit.metrics.tensorboard import TensorBoard
-from toolkit.wording import printable
 
 if TYPE_CHECKING:
     from toolkit.metrics.wandb import WandB

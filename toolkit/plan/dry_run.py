@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING
 from toolkit import preflight
 from toolkit.config import Config
 from toolkit.config.layout import Degrees, reshard_after_forward
-from toolkit.errors import EXIT_FINISHED, ConfigError
+from toolkit.errors import EXIT_FINISHED, ConfigError, one_line
 from toolkit.hardware import Hardware, detect
 from toolkit.launcher.environment import shown_ranks, whole_number
 from toolkit.models.llama.presets import block_parameters
 from toolkit.preflight.facts import Run
 from toolkit.shape import needs_tokenizer
-from toolkit.wording import one_line
 
 if TYPE_CHECKING:  # it imports torch, which a mistake shall not wait for
     from toolkit.plan.ranks import Holding, Part

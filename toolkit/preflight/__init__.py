@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 
 from toolkit.config import Config
 from toolkit.config.layout import Degrees, strategy_in_effect
-from toolkit.errors import ConfigError, Problem
+from toolkit.errors import ConfigError, Problem, one_line
 from toolkit.hardware import Hardware, detect
 from toolkit.models.llama.presets import parameter_count
 from toolkit.preflight import (
@@ -33,7 +33,6 @@ from toolkit.preflight import (
     rules_weights,
 )
 from toolkit.preflight.facts import RULES, Rule, Run
-from toolkit.wording import one_line
 
 __all__ = ["RULES", "check", "describe", "notes", "run", "summary"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from toolkit.wording import closest
+from toolkit.errors import closest
 
 _SIZES = {
     "Llama-2-7b-hf": ("llama2", "7B"),

@@ -7,11 +7,10 @@ from dataclasses import asdict
 
 from toolkit.checkpoint.manifest import check_files, read_manifest, step_folder
 from toolkit.config.values import dotted
-from toolkit.errors import CheckpointError, DataError, Problem
+from toolkit.errors import CheckpointError, DataError, Problem, first_few
 from toolkit.preflight.facts import Run, rule
 from toolkit.preflight.rules_weights import CHANGEABLE
 from toolkit.preflight.weight_folders import instead_of_checkpoint
-from toolkit.wording import first_few
 
 _CURVE = ("model", "data", "training", "validation", "optimizer", "lr_scheduler", "debug")
 """Tables that a run which goes on is expected to share with the run so far."""

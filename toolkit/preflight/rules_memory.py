@@ -9,10 +9,9 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 from toolkit.config.schema import fields_by_key
-from toolkit.errors import Problem
+from toolkit.errors import Problem, closest, install
 from toolkit.preflight import facts
 from toolkit.preflight.facts import Run, rule
-from toolkit.wording import closest, install
 
 _TABLE = "activation_checkpoint"
 _STRIDE = f"{_TABLE}.selective_ac_option"

@@ -6,9 +6,8 @@ import math
 from itertools import product
 
 from toolkit.config.layout import Degrees
-from toolkit.errors import Problem
+from toolkit.errors import Problem, either, nearest_multiple
 from toolkit.preflight.facts import Run, divisors, rule
-from toolkit.wording import either, nearest_multiple
 
 _SHOWN = 6
 _DEGREES = {

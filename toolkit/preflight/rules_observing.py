@@ -7,9 +7,8 @@ import os
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
-from toolkit.errors import Problem
+from toolkit.errors import Problem, install
 from toolkit.preflight.facts import Run, rule
-from toolkit.wording import install
 
 
 @rule()

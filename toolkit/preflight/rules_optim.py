@@ -5,11 +5,10 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from toolkit.config.replaced import is_set, replaced
-from toolkit.errors import Problem
+from toolkit.errors import Problem, closest, first_few
 from toolkit.models.llama.presets import parameter_names
 from toolkit.optim.schedule import cut_to_fit
 from toolkit.preflight.facts import Run, rule
-from toolkit.wording import closest, first_few
 
 _ENDLESS = ("constant", "step")
 _EARLY = "optimizer.early_step_in_backward"

@@ -8,12 +8,11 @@ from pathlib import Path
 from toolkit.config.layout import reshard_after_forward, strategy
 from toolkit.config.replaced import is_set
 from toolkit.config.stages import BASES, SCHEDULES, bubble, stages_of_ranks
-from toolkit.errors import Problem
+from toolkit.errors import Problem, either
 from toolkit.preflight import facts
 from toolkit.preflight.facts import Run, divisors, rule
 from toolkit.preflight.rules_sharding import units_in_blocks
 from toolkit.preflight.schedule_file import Malformed, ScheduleFile, fault, read_schedule
-from toolkit.wording import either
 
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _SIZE = "parallelism.pipeline_parallel_microbatch_size"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from toolkit.config.layout import reshard_after_forward, strategy
 from toolkit.config.replaced import is_set
 from toolkit.config.schema import fields_by_key
-from toolkit.errors import Problem
+from toolkit.errors import Problem, did_you_mean
 from toolkit.models.llama.presets import INNER_CLASSES, WRAP_CLASSES, LlamaArgs, block_parameters
 from toolkit.preflight.facts import Run, divisors, rule
-from toolkit.wording import did_you_mean
 
 _REPLICATE = "parallelism.data_parallel_replicate_degree"
 _SHARD = "parallelism.data_parallel_shard_degree"

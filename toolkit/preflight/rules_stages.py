@@ -15,9 +15,8 @@ from toolkit.config.stages import (
     pipeline_stages,
     schedule_of,
 )
-from toolkit.errors import Problem
+from toolkit.errors import Problem, did_you_mean, either, first_few
 from toolkit.preflight.facts import Run, rule
-from toolkit.wording import did_you_mean, either, first_few
 
 _DEGREE = "parallelism.pipeline_parallel_degree"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"

@@ -6,10 +6,9 @@ import math
 import os
 
 from toolkit.config.layout import takes_ring
-from toolkit.errors import Problem
+from toolkit.errors import Problem, either, nearest_multiple
 from toolkit.preflight.facts import Run, divisors, rule
 from toolkit.preflight.rules_attention import attention_of, precision_of
-from toolkit.wording import either, nearest_multiple
 
 _TP = "parallelism.tensor_parallel_degree"
 _CP = "parallelism.context_parallel_degree"

@@ -8,14 +8,13 @@ from dataclasses import fields
 from pathlib import Path
 
 from toolkit.data.tokenizer_files import vocabulary_size
-from toolkit.errors import DataError, Problem
+from toolkit.errors import DataError, Problem, first_few
 from toolkit.models.llama import hf_config
 from toolkit.models.llama.presets import PRESETS, LlamaArgs, parameter_shapes
 from toolkit.models.llama.state_dict_adapter import from_hf, to_hf
 from toolkit.preflight.facts import Run, rule
 from toolkit.preflight.weight_folders import instead_of_hugging_face
 from toolkit.weights.safetensors_header import folder_entries
-from toolkit.wording import first_few
 
 _SHOWN = 4
 CHANGEABLE = {"norm_eps": "norm_eps", "rope_theta": "rope_theta", "rope_scaling": "rope_scaling_factor"}

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from toolkit.distributed.agreement import Ranks
 from toolkit.distributed.dtensor import local_part
-from toolkit.errors import CheckpointError, DataError
+from toolkit.errors import CheckpointError, DataError, first_few
 from toolkit.io.row_blocks import row_blocks, threads
 from toolkit.weights.source import EMBEDDING, HEAD, Source, Stored
-from toolkit.wording import first_few
 
 BLOCK_BYTES = 16 << 20
 """Of a thread's block: small, so that many threads need little."""

@@ -17,12 +17,11 @@ from zipfile import BadZipFile
 import torch
 from torch import Tensor
 
-from toolkit.errors import DataError
+from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import BUFFER_BYTES, Place, SavedFile, new_output, read_region, whole
 from toolkit.models.llama import meta_params
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.weights.source import Region, Stored, without_tied_head
-from toolkit.wording import first_few
 
 _EMBEDDING = "tok_embeddings.weight"
 _NO_WEIGHT = "rope.freqs"

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import DataError
+from toolkit.errors import DataError, first_few
 from toolkit.io.json_fields import is_count, read_object
-from toolkit.wording import first_few
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -10,11 +10,10 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from toolkit.errors import DataError
+from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import new_output, whole
 from toolkit.models.llama.presets import parameter_shapes
 from toolkit.weights.source import EMBEDDING, HEAD, Region, Source, Stored
-from toolkit.wording import first_few
 
 _SHOWN = 20
 

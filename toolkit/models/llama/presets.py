@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from toolkit.errors import ConfigError, Problem
-from toolkit.wording import did_you_mean, nearest_multiple
+from toolkit.errors import ConfigError, Problem, did_you_mean, nearest_multiple
 
 
 @dataclass(frozen=True)
