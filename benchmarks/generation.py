@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.machine import describe
 from tests.models.test_transformers import theirs
+from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator
-from toolkit.generation.packed import can_pack, pack
 from toolkit.hardware import cores
 from toolkit.models.llama.model import Llama
 from toolkit.models.llama.presets import LlamaArgs, resolve

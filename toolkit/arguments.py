@@ -11,8 +11,8 @@ from toolkit.config import local_paths
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import native_dtype
 from toolkit.errors import flags_named
+from toolkit.generation.load import Loaded, load_model
 from toolkit.generation.sampling import Sampling
-from toolkit.inference import Loaded, load_model
 from toolkit.launcher.environment import rank_environment
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")

@@ -36,9 +36,9 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import process_group
 from toolkit.errors import EXIT_FINISHED, DataError, ToolkitError, printable, report
 from toolkit.generation.generator import Generator
+from toolkit.generation.load import needed_tokenizer
 from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
-from toolkit.inference import needed_tokenizer
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
 

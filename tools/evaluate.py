@@ -44,8 +44,8 @@ from toolkit.errors import (
     install,
     report,
 )
-from toolkit.evaluation import Evaluator, Loss, documents, text_loss
-from toolkit.inference import Loaded, needed_tokenizer
+from toolkit.evaluation.perplexity import Evaluator, Loss, documents, text_loss
+from toolkit.generation.load import Loaded, needed_tokenizer
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
 from toolkit.loaders import validation_loader
@@ -152,7 +152,7 @@ def of_validation_set(loaded: Loaded, evaluator: Evaluator, config: Config) -> L
 
 def of_tasks(loaded: Loaded, evaluator: Evaluator, asked: argparse.Namespace, length: int) -> dict[str, Any]:
     """lm-eval's results of --tasks, told and returned on rank 0."""
-    from toolkit.evaluation_tasks import TaskModel, result_lines, run_tasks
+    from toolkit.evaluation.lm_eval import TaskModel, result_lines, run_tasks
 
     model = TaskModel(evaluator, loaded.generator(), needed_tokenizer(loaded), length=length)
     names = [name.strip() for name in asked.tasks.split(",") if name.strip()]

@@ -12,9 +12,9 @@ import torch
 from tests.models.small_llama import VOCAB, build, small
 from toolkit.errors import DataError
 from toolkit.generation import generator as module
-from toolkit.generation.cache import KVCache
+from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator
-from toolkit.generation.packed import can_pack, pack
+from toolkit.generation.kv_cache import KVCache
 from toolkit.generation.sampling import Sampling
 from toolkit.models.llama.model import Llama
 

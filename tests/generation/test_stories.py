@@ -13,8 +13,8 @@ import torch
 
 from tests.helpers import run_world
 from toolkit.errors import ConfigError
+from toolkit.generation.load import load_model, needed_tokenizer
 from toolkit.generation.text import TextStream
-from toolkit.inference import load_model, needed_tokenizer
 from tools import generate
 
 ASSETS = Path(os.environ.get("TOOLKIT_ASSETS", ""))

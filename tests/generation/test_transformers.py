@@ -13,8 +13,8 @@ from tests.helpers import run_world
 from tests.models.small_llama import build, small
 from tests.models.test_transformers import theirs
 from toolkit.generation.generator import Generator
+from toolkit.generation.load import load_model
 from toolkit.generation.sampling import Sampling
-from toolkit.inference import load_model
 from toolkit.models.llama.model import Llama
 
 NEW, FEW = 200, 15

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.errors import DataError
-from toolkit.generation.cache import KVCache
+from toolkit.generation.kv_cache import KVCache
 from toolkit.generation.sampling import Draws, Sampling, draw, processed
 from toolkit.models.llama.model import Llama
 

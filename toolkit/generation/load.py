@@ -18,8 +18,8 @@ from toolkit.config.values import dotted
 from toolkit.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import ConfigError, DataError, Problem
+from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator, reduce_overhead
-from toolkit.generation.packed import can_pack, pack
 from toolkit.models.llama.model import Llama
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.models.llama.sharding import fsdp_units, tensor_plan

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from tests.helpers import run_world
 from tests.models.small_llama import build, small
-from toolkit import evaluation
 from toolkit.data.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import DataError
-from toolkit.evaluation import Evaluator, Row, documents, first_token, rolling_windows, text_loss
-from toolkit.inference import load_model, needed_tokenizer
+from toolkit.evaluation.perplexity import Evaluator, Row, documents, first_token, rolling_windows, text_loss
+from toolkit.evaluation.perplexity import perplexity as evaluation
+from toolkit.generation.load import load_model, needed_tokenizer
 
 ASSETS = Path(os.environ.get("TOOLKIT_ASSETS", ""))
 needs_assets = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")

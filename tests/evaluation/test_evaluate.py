@@ -15,8 +15,8 @@ from tests.training import small_config, small_trainer
 from toolkit.checkpoint.manifest import MANIFEST, build_manifest, read_manifest
 from toolkit.config import load_config
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED
-from toolkit.evaluation import Evaluator
-from toolkit.inference import load_model
+from toolkit.evaluation.perplexity import Evaluator
+from toolkit.generation.load import load_model
 from tools.evaluate import main, of_validation_set
 
 ASSETS = Path(os.environ.get("TOOLKIT_ASSETS", ""))
@@ -77,7 +77,7 @@ def test_windows_are_of_the_length_of_the_training(tmp_path: Path) -> None:
     counted = {"tensor_count": manifest["tensors"]["count"], "tensor_bytes": manifest["tensors"]["bytes"]}
     anew = build_manifest(step=2, files=manifest["files"], run=manifest["run"], **counted)
     (step / MANIFEST).write_text(json.dumps(anew))
-    tokenizer = str(Path(__file__).parent / "assets" / "tokenizer")
+    tokenizer = str(Path(__file__).parents[1] / "assets" / "tokenizer")
     assert main([*asked, "--tokenizer", tokenizer]) == EXIT_FINISHED
     assert json.loads(output.read_bytes())["text"]["seq_len"] == 4096
 

@@ -55,9 +55,9 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
 
 
 def task_model(add_bos: bool | None = None) -> Any:
-    from toolkit.evaluation import Evaluator
-    from toolkit.evaluation_tasks import TaskModel
-    from toolkit.inference import load_model, needed_tokenizer
+    from toolkit.evaluation.lm_eval import TaskModel
+    from toolkit.evaluation.perplexity import Evaluator
+    from toolkit.generation.load import load_model, needed_tokenizer
 
     loaded = load_model(MODEL, device=torch.device("cpu"), dtype=torch.float32, add_bos=add_bos)
     evaluator = Evaluator(loaded.model, batch_size=3, mesh=loaded.mesh)
@@ -177,7 +177,7 @@ def write_tasks(folder: Path) -> None:
 def _results(names: list[str], folder: str) -> Any:
     import lm_eval.evaluator
 
-    from toolkit.evaluation_tasks import run_tasks
+    from toolkit.evaluation.lm_eval import run_tasks
 
     lm_eval.evaluator.add_env_info = lambda results: None
     found = run_tasks(task_model(), names, folder=folder, few_shot=1)
@@ -200,7 +200,7 @@ def test_local_tasks_from_end_to_end(
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    from toolkit.evaluation_tasks import result_lines, run_tasks
+    from toolkit.evaluation.lm_eval import result_lines, run_tasks
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     # It would list this machine's packages and graphics drivers for its log.
@@ -226,6 +226,6 @@ def test_local_tasks_from_end_to_end(
         ["tiny_names", "exact_match"],
     ]
     assert f"{found['tiny_choices']['acc,none']:.4f} ± " in lines[0]
-    monkeypatch.setattr("toolkit.evaluation_tasks.TaskManager", lambda **_: manager)
+    monkeypatch.setattr("toolkit.evaluation.lm_eval.TaskManager", lambda **_: manager)
     with pytest.raises(ConfigError, match="did you mean tiny_choices"):
         run_tasks(ours, ["tiny_choice"], folder=str(tmp_path))

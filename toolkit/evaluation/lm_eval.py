@@ -23,7 +23,7 @@ from lm_eval.tasks import TaskManager
 
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import ConfigError, DataError, Problem, did_you_mean
-from toolkit.evaluation import Evaluator, Row, first_token, rolling_windows
+from toolkit.evaluation.perplexity import Evaluator, Row, first_token, rolling_windows
 from toolkit.generation.generator import Generator
 from toolkit.generation.sampling import Sampling
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from tests.helpers import run_world
 from toolkit.data.chat import Llama2Format, Message, chat_format
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED, DataError
+from toolkit.generation.load import Loaded, load_model, needed_tokenizer
 from toolkit.generation.sampling import Sampling
-from toolkit.inference import Loaded, load_model, needed_tokenizer
 from tools.chat import Dialog, Terminal, main, talk
 
 pytestmark = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
