@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import describe
-from toolkit.conversion import compare
-from toolkit.sources import open_source
+from toolkit.weights.convert import compare
+from toolkit.weights.open import open_source
 
 GIB = 2**30
 WAYS = ("hf-to-dcp", "dcp-to-hf", "hf-to-meta", "meta-to-hf", "meta-to-dcp", "dcp-to-meta")

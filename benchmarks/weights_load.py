@@ -34,7 +34,7 @@ from toolkit.hardware import cores
 from toolkit.metrics.memory import resident
 from toolkit.parallel.mesh import build_mesh
 from toolkit.weights.load import load_weights, open_alike
-from toolkit.weights.safetensors_folder import SafetensorsFolder
+from toolkit.weights.safetensors import SafetensorsFolder
 
 MB = 1e6
 STATES = ("cold", "warm")

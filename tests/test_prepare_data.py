@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 
 from toolkit.config import load_config
-from toolkit.corpora import open_data
 from toolkit.data import block_hashes, cache, content
+from toolkit.data.build import open_data
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED, DataError
 from tools import prepare_data
 

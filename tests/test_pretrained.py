@@ -18,7 +18,7 @@ from tests.training import small_config, small_trainer
 from tests.weights.stories import ASSETS, needs_assets
 from toolkit.config import Config
 from toolkit.trainer import Trainer
-from toolkit.weights.safetensors_folder import SafetensorsFolder
+from toolkit.weights.safetensors import SafetensorsFolder
 
 pytestmark = needs_assets
 LAYOUTS: dict[str, dict[str, Any]] = {

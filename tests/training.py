@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from toolkit.config import Config
-from toolkit.corpora import open_data
+from toolkit.data.build import open_data
 from toolkit.metrics.phases import Phases
 from toolkit.trainer import Trainer
 

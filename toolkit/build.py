@@ -208,7 +208,7 @@ def load_hugging_face(
         DataError: the folder is damaged or does not fit the model; alike on every rank.
     """
     from toolkit.weights.load import load_weights, open_alike
-    from toolkit.weights.safetensors_folder import SafetensorsFolder
+    from toolkit.weights.safetensors import SafetensorsFolder
 
     source = open_alike(lambda: SafetensorsFolder(folder), on_rank_0_alone=broadcast, group=group)
     tensors: dict[str, Tensor] = dict(execution.named_parameters())

@@ -30,7 +30,7 @@ from pathlib import Path
 from toolkit import preflight
 from toolkit.checkpoint.manifest import committed_steps
 from toolkit.config import Config, load_config
-from toolkit.corpora import open_data
+from toolkit.data.build import open_data
 from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ToolkitError, report
 from toolkit.hardware import CHECKED_DEVICE, Hardware, detect
 from toolkit.io import standard_streams

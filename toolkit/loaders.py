@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.config import Config
 from toolkit.config.layout import BatchShape
-from toolkit.corpora import Data
+from toolkit.data.build import Data
 from toolkit.data.loader import Loader, build_loader
 
 

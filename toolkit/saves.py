@@ -19,9 +19,9 @@ from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, step_folder
 from toolkit.config import Config
 from toolkit.errors import CheckpointError, DataError, printable
+from toolkit.models.registry import EXPORTS, weights_folder
 from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.parallel.execution import Execution
-from toolkit.shape import EXPORTS, weights_folder
 
 
 @dataclass
@@ -202,7 +202,7 @@ class Saves:
         Raises:
             CheckpointError, DataError: the ``final`` one failed.
         """
-        from toolkit.export import export_hf
+        from toolkit.weights.export import export_hf
 
         self.end_save(wait=True)
         model = self._config.model

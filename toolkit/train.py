@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from toolkit.config import Config, load_config
-from toolkit.corpora import open_data
+from toolkit.data.build import open_data
 from toolkit.errors import (
     EXIT_ERROR,
     EXIT_FINISHED,

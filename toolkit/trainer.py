@@ -23,7 +23,7 @@ from toolkit.build import (
 )
 from toolkit.config import Config
 from toolkit.config.layout import batch_shape, degrees
-from toolkit.corpora import Data
+from toolkit.data.build import Data
 from toolkit.distributed import process_group
 from toolkit.distributed.garbage_collection import GarbageCollection
 from toolkit.distributed.seeds import seed_step, set_deterministic
@@ -44,12 +44,12 @@ from toolkit.metrics.memory import memory, out_of_memory_advice
 from toolkit.metrics.phases import Phases
 from toolkit.metrics.speed import SpeedMeter
 from toolkit.metrics.summary import summary
+from toolkit.models.registry import model_args
 from toolkit.observers import observers
 from toolkit.optim.schedule import learning_rate
 from toolkit.parallel.mesh import build_mesh
 from toolkit.reporting import open_log, open_speed_meter, told_at_start
 from toolkit.saves import Progress, Saves, pretrained_folder
-from toolkit.shape import model_args
 from toolkit.step import StepResult, TrainStep
 from toolkit.validate import validate
 

@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--vocab-size is at least 1")
     import torch
 
-    from toolkit.conversion import convert, mapping, prepare
+    from toolkit.weights.convert import convert, mapping, prepare
 
     try:
         conversion = prepare(

@@ -30,7 +30,7 @@ from toolkit import preflight
 from toolkit.arguments import add_bos_argument, add_model_arguments, count, load_as_asked
 from toolkit.config import Config, load_config, local_paths
 from toolkit.config.corpora import corpora
-from toolkit.corpora import Data, run_tokenizer
+from toolkit.data.build import Data, run_tokenizer
 from toolkit.data.cache import tokenized
 from toolkit.data.sources import open_source, open_text
 from toolkit.distributed import process_group

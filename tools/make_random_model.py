@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from toolkit.companions import Companions, tokenizer_companions
 from toolkit.config import load_config, local_paths
 from toolkit.config.tables_training import Model
 from toolkit.distributed.agreement import Ranks
@@ -31,8 +30,9 @@ from toolkit.io import standard_streams
 from toolkit.io.tensor_file import whole
 from toolkit.models.llama.model import init_rule
 from toolkit.models.llama.presets import LlamaArgs, parameter_count, parameter_shapes
+from toolkit.models.registry import model_args, model_named
 from toolkit.parallel.initialize import initial_rows
-from toolkit.shape import model_args, model_named
+from toolkit.weights.hf_assets import Companions, tokenizer_companions
 from toolkit.weights.hf_write import MAX_BYTES, write_hf
 from toolkit.weights.source import Region, Stored
 

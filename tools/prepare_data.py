@@ -30,7 +30,7 @@ from collections.abc import Sequence
 
 from toolkit import preflight
 from toolkit.config import Config, load_config
-from toolkit.corpora import open_corpora, run_tokenizer
+from toolkit.data.build import open_corpora, run_tokenizer
 from toolkit.errors import EXIT_FINISHED, ToolkitError, report
 from toolkit.io import standard_streams
 

@@ -20,9 +20,9 @@ import pytest
 
 from tests.data.byte_tokenizer import ByteTokenizer, ModuleProbe
 from toolkit.config import load_config
-from toolkit.corpora import run_tokenizer
 from toolkit.data import block_hashes, content, sources, text_files
 from toolkit.data import cache as cache_module
+from toolkit.data.build import run_tokenizer
 from toolkit.data.cache import TokenCache, open_cache, tokenized
 from toolkit.data.sources import Source
 from toolkit.data.tokenizer import load_tokenizer

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.weights.stories import ASSETS, needs_assets
 from toolkit.io import tensor_file as regions
 from toolkit.weights.meta_folder import MetaFolder
-from toolkit.weights.safetensors_folder import SafetensorsFolder
+from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import Source
 
 pytestmark = needs_assets

@@ -22,7 +22,7 @@ from toolkit.parallel.execution import Execution, Whole
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.pipeline import Pipeline
 from toolkit.weights.meta_folder import MetaFolder
-from toolkit.weights.safetensors_folder import SafetensorsFolder
+from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import Source
 
 needs_assets = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")

@@ -16,7 +16,7 @@ from tests.checkpoint.tampering import shorten_storage
 from tests.weights.stories import ASSETS, needs_assets
 from toolkit.errors import DataError
 from toolkit.weights.meta_folder import MetaFolder
-from toolkit.weights.safetensors_folder import SafetensorsFolder
+from toolkit.weights.safetensors import SafetensorsFolder
 
 pytestmark = needs_assets
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

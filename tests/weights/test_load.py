@@ -26,12 +26,12 @@ from tests.weights.stories import (
     run,
 )
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.conversion import convert, prepare
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
-from toolkit.export import export_hf
+from toolkit.weights.convert import convert, prepare
+from toolkit.weights.export import export_hf
 from toolkit.weights.load import load_weights, open_alike
-from toolkit.weights.safetensors_folder import SafetensorsFolder
+from toolkit.weights.safetensors import SafetensorsFolder
 
 TP, PP = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from toolkit.companions import asked_bos, tokenizer_of
 from toolkit.config.values import dotted
 from toolkit.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
 from toolkit.distributed.agreement import Ranks
@@ -24,8 +23,9 @@ from toolkit.models.llama.model import Llama
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.models.llama.sharding import fsdp_units, tensor_plan
 from toolkit.parallel.mesh import Mesh, build_mesh
-from toolkit.sources import CheckpointWeights, open_source
+from toolkit.weights.hf_assets import asked_bos, tokenizer_of
 from toolkit.weights.load import load_weights, open_alike
+from toolkit.weights.open import CheckpointWeights, open_source
 from toolkit.weights.source import Source
 
 
@@ -72,8 +72,9 @@ def load_model(
     add_bos: bool | None = None,
     verify: bool = True,
 ) -> Loaded:
-    """The model at ``path``, in any form that :func:`toolkit.sources.open_source` opens, with parameters of
-    ``dtype`` and without gradients.
+    """The model at ``path``, in any form that :func:`toolkit.weights.open.open_source` opens.
+
+    Its parameters are of ``dtype`` and have no gradients.
 
     Sharded over all ranks where there is a process group. With ``verify`` a checkpoint is compared with its
     hashes, of which each rank takes its share. The tokenizer is that at ``tokenizer_path``, else the one

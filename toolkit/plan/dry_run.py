@@ -24,8 +24,8 @@ from toolkit.errors import EXIT_FINISHED, ConfigError, one_line
 from toolkit.hardware import Hardware, detect
 from toolkit.launcher.environment import shown_ranks, whole_number
 from toolkit.models.llama.presets import block_parameters
+from toolkit.models.registry import needs_tokenizer
 from toolkit.preflight.facts import Run
-from toolkit.shape import needs_tokenizer
 
 if TYPE_CHECKING:  # it imports torch, which a mistake shall not wait for
     from toolkit.plan.ranks import Holding, Part

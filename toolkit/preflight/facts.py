@@ -18,7 +18,7 @@ from toolkit.data.tokenizer_files import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
 from toolkit.models.llama.presets import LlamaArgs
-from toolkit.shape import model_args, model_named, weights_folder
+from toolkit.models.registry import model_args, model_named, weights_folder
 
 
 @dataclass(frozen=True)

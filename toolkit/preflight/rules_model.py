@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from toolkit.errors import DataError, Problem
+from toolkit.models.registry import architecture_key, config_folder
 from toolkit.preflight.facts import Run, rule
 from toolkit.preflight.hub import PUBLISHED, download_line, published_name
-from toolkit.shape import architecture_key, config_folder
 
 
 @rule()

@@ -22,7 +22,7 @@ from toolkit.models.llama.hf_config import CONFIG, GENERATION_CONFIG, config_jso
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.models.llama.state_dict_adapter import hf_row_order, reorders_rows, to_hf
 from toolkit.weights.fill import File, Folder, write_folder
-from toolkit.weights.safetensors_folder import SafetensorsFolder
+from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.safetensors_header import INDEX, SINGLE
 from toolkit.weights.source import Source, Stored
 from toolkit.weights.views import in_order

@@ -22,7 +22,7 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.llama.presets import LlamaArgs, RopeScaling
 from toolkit.weights.meta_folder import MetaFolder
-from toolkit.weights.safetensors_folder import SafetensorsFolder
+from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import Region, Source, Stored
 
 MODEL_PREFIX = "model."

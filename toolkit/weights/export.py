@@ -9,10 +9,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit.checkpoint.reading import open_checkpoint
-from toolkit.companions import Companions, asked_bos, tokenizer_companions
 from toolkit.distributed.agreement import Ranks
-from toolkit.sources import CheckpointWeights
+from toolkit.weights.hf_assets import Companions, asked_bos, tokenizer_companions
 from toolkit.weights.hf_write import MAX_BYTES, write_hf
+from toolkit.weights.open import CheckpointWeights
 from toolkit.weights.views import Cast
 
 

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from toolkit import __version__
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.checkpoint.streaming import Pending, write_checkpoint
-from toolkit.companions import Companions, asked_bos, tokenizer_companions, tokenizer_of
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError, either, first_few
 from toolkit.io.json_fields import read_object
@@ -26,8 +25,8 @@ from toolkit.io.row_blocks import block_threads, row_blocks, rows_of
 from toolkit.io.work_folder import refuse_existing, state_of
 from toolkit.models.llama.hf_config import CONFIG, GENERATION_CONFIG
 from toolkit.models.llama.state_dict_adapter import reorders_rows, to_hf
-from toolkit.sources import MODEL_PREFIX, CheckpointWeights, open_source
 from toolkit.weights.fill import BLOCK_BYTES
+from toolkit.weights.hf_assets import Companions, asked_bos, tokenizer_companions, tokenizer_of
 from toolkit.weights.hf_write import (
     MAX_BYTES,
     SpecialTokens,
@@ -38,7 +37,8 @@ from toolkit.weights.hf_write import (
 )
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.meta_write import PART, write_meta
-from toolkit.weights.safetensors_folder import SafetensorsFolder
+from toolkit.weights.open import MODEL_PREFIX, CheckpointWeights, open_source
+from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import Source
 from toolkit.weights.views import Cast, Resized, check_complete, in_order
 

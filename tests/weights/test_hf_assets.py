@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.preflight.bad_weights import write_model
-from toolkit.companions import tokenizer_companions, tokenizer_of
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.sources import open_source
+from toolkit.weights.hf_assets import tokenizer_companions, tokenizer_of
+from toolkit.weights.open import open_source
 from tools.convert_weights import main
 
 TOKENIZER = Path("tests/assets/tokenizer").resolve()

@@ -18,8 +18,8 @@ from toolkit.checkpoint import manifest
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
-from toolkit.sources import CheckpointWeights, open_source
 from toolkit.weights.load import open_alike
+from toolkit.weights.open import CheckpointWeights, open_source
 
 RUN = {"model": asdict(small())}
 

@@ -17,13 +17,13 @@ from tests.training import small_config
 from toolkit.build import build_model, sharding
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.config.layout import degrees
-from toolkit.conversion import convert, prepare
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError
-from toolkit.export import export_hf
+from toolkit.models.registry import model_args
 from toolkit.parallel.execution import Execution
 from toolkit.parallel.mesh import build_mesh
-from toolkit.shape import model_args
+from toolkit.weights.convert import convert, prepare
+from toolkit.weights.export import export_hf
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},

@@ -15,19 +15,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.weights.folders import FAMILY, save_meta, save_transformers
-from toolkit import conversion as conversion_module
 from toolkit.checkpoint import streaming
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.conversion import convert, prepare
 from toolkit.distributed import dtensor as shards
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, DataError
 from toolkit.io import work_folder as unfinished
 from toolkit.io.locks import claim
-from toolkit.sources import CheckpointWeights, open_source
+from toolkit.weights import convert as conversion_module
 from toolkit.weights import fill
+from toolkit.weights.convert import convert, prepare
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.meta_write import PART
-from toolkit.weights.safetensors_folder import SafetensorsFolder
+from toolkit.weights.open import CheckpointWeights, open_source
+from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import Source
 from tools import convert_weights
 
@@ -454,7 +454,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         "hf-to-meta", tmp_path / "hf", tmp_path / "link"
     )
     assert not list(tmp_path.glob("link.tmp-*"))
-    tokenizer = Path(__file__).parent / "assets" / "tokenizer"
+    tokenizer = Path(__file__).parents[1] / "assets" / "tokenizer"
     assert "--vocab-size" in said("hf-to-meta", tmp_path / "hf", tmp_path / "out", "--tokenizer", tokenizer)
     assert not (tmp_path / "out").exists()
 
@@ -463,7 +463,7 @@ def test_the_program_tells_the_mapping_and_carries_the_tokenizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_transformers("llama3", tmp_path / "hf")
-    tokenizer = Path(__file__).parent / "assets" / "tokenizer"
+    tokenizer = Path(__file__).parents[1] / "assets" / "tokenizer"
     words = ["hf-to-dcp", str(tmp_path / "hf"), str(tmp_path / "out")]
     assert convert_weights.main([*words, "--dry-run"]) == EXIT_FINISHED
     lines = capsys.readouterr().out.splitlines()
