@@ -23,7 +23,7 @@ from tests.helpers import in_layout
 from tests.training import small_config, small_trainer, weights_digest
 from toolkit.config import Config
 from toolkit.config.layout import degrees
-from toolkit.step import MicroBatch, StepResult
+from toolkit.train_step import MicroBatch, StepResult
 
 STEPS = 20
 SAMPLES = 16

@@ -34,8 +34,8 @@ from toolkit.config import Config
 from toolkit.config.stages import pipeline_stages
 from toolkit.hardware import detect
 from toolkit.parallel.execution import Execution
-from toolkit.plan.communication import Exchange
-from toolkit.plan.ranks import holding
+from toolkit.planner.communication import Exchange
+from toolkit.planner.memory import holding
 from toolkit.preflight.facts import Run
 
 STEPS = 5

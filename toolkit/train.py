@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         config = load_config(argv)
         debug = config.job.debug
         if config.comm.mode == "fake_backend":
-            from toolkit.plan.dry_run import dry_run
+            from toolkit.planner.dry_run import dry_run
 
             return dry_run(config, os.environ)
         here = rank_environment(os.environ)

@@ -21,6 +21,7 @@ from toolkit.build import (
     model_optimizer,
     sharding,
 )
+from toolkit.checkpointer import Progress, Saves, pretrained_folder
 from toolkit.config import Config
 from toolkit.config.layout import batch_shape, degrees
 from toolkit.data.build import Data
@@ -49,8 +50,7 @@ from toolkit.observers import observers
 from toolkit.optim.schedule import learning_rate
 from toolkit.parallel.mesh import build_mesh
 from toolkit.reporting import open_log, open_speed_meter, told_at_start
-from toolkit.saves import Progress, Saves, pretrained_folder
-from toolkit.step import StepResult, TrainStep
+from toolkit.train_step import StepResult, TrainStep
 from toolkit.validate import validate
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.parallel.execution import Execution, MicroBatch
-from toolkit.step import count_valid
+from toolkit.train_step import count_valid
 
 
 @torch.no_grad()

@@ -25,12 +25,6 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from toolkit.arguments import (
-    add_model_arguments,
-    add_sampling_arguments,
-    load_as_asked,
-    sampling_as_asked,
-)
 from toolkit.data.chat import ChatFormat, Message, chat_format
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import process_group
@@ -41,6 +35,12 @@ from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
+from tools.cli import (
+    add_model_arguments,
+    add_sampling_arguments,
+    load_as_asked,
+    sampling_as_asked,
+)
 
 HELP = "/reset forgets the dialog, /quit or /exit ends"
 _ENDS = ("/quit", "/exit")

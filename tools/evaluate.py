@@ -27,7 +27,6 @@ from itertools import islice
 from typing import Any
 
 from toolkit import preflight
-from toolkit.arguments import add_bos_argument, add_model_arguments, count, load_as_asked
 from toolkit.config import Config, load_config, local_paths
 from toolkit.config.corpora import corpora
 from toolkit.data.build import Data, run_tokenizer
@@ -49,6 +48,7 @@ from toolkit.generation.load import Loaded, needed_tokenizer
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
 from toolkit.loaders import validation_loader
+from tools.cli import add_bos_argument, add_model_arguments, count, load_as_asked
 
 _WINDOW = 4096
 """The most tokens of a window unless more are asked for: a context may be of 131,072."""

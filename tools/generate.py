@@ -28,14 +28,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from toolkit.arguments import (
-    add_bos_argument,
-    add_model_arguments,
-    add_sampling_arguments,
-    count,
-    load_as_asked,
-    sampling_as_asked,
-)
 from toolkit.config import local_paths
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import process_group
@@ -45,6 +37,14 @@ from toolkit.generation.load import needed_tokenizer
 from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
+from tools.cli import (
+    add_bos_argument,
+    add_model_arguments,
+    add_sampling_arguments,
+    count,
+    load_as_asked,
+    sampling_as_asked,
+)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,7 +28,7 @@ from toolkit.models.registry import needs_tokenizer
 from toolkit.preflight.facts import Run
 
 if TYPE_CHECKING:  # it imports torch, which a mistake shall not wait for
-    from toolkit.plan.ranks import Holding, Part
+    from toolkit.planner.memory import Holding, Part
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _SHOWN = 3
@@ -59,7 +59,7 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
     if run.stages:
         print("\n".join(_describe_stages(run)))
     from toolkit.build import DTYPES
-    from toolkit.plan.ranks import holding
+    from toolkit.planner.memory import holding
 
     assert run.mesh and run.model, "the preflight found nothing wrong with the config"
     alike = _distinct(run)
@@ -244,7 +244,7 @@ def _memory(run: Run, found: Holding) -> Iterator[tuple[str, int, str]]:
 
 def _sent(found: Holding) -> Iterator[tuple[str, int, str]]:
     """What goes out over each dimension in a step, in bytes; without the few of the whole world."""
-    from toolkit.plan.communication import WORLD
+    from toolkit.planner.communication import WORLD
 
     sizes: dict[str, Counter[str]] = {}
     for exchange in found.exchanges:

@@ -25,7 +25,7 @@ from toolkit.models.llama.presets import LlamaArgs
 from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.parallel.execution import Execution
 from toolkit.parallel.mesh import build_mesh
-from toolkit.plan.communication import Exchange, exchanges
+from toolkit.planner.communication import Exchange, exchanges
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from toolkit.config.layout import degrees
 from toolkit.hardware import detect
 from toolkit.models.llama.presets import parameter_count
 from toolkit.optim.optimizer import optimizer_tensors
-from toolkit.plan.ranks import holding
+from toolkit.planner.memory import holding
 from toolkit.preflight.facts import Run
 
 PIPELINE = {

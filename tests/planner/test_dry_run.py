@@ -20,8 +20,8 @@ from toolkit.config.layout import Degrees
 from toolkit.errors import ConfigError
 from toolkit.hardware import detect
 from toolkit.parallel.mesh import build_mesh
-from toolkit.plan.dry_run import _few, _modules, _ranges, _size, coordinates, strides, target, world_size
-from toolkit.plan.ranks import _pretended
+from toolkit.planner.dry_run import _few, _modules, _ranges, _size, coordinates, strides, target, world_size
+from toolkit.planner.memory import _pretended
 from toolkit.preflight import check
 
 ROOT = Path(__file__).parents[2]
