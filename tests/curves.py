@@ -22,7 +22,7 @@ from tests import layouts
 from tests.helpers import in_layout
 from tests.training import small_config, small_trainer, weights_digest
 from toolkit.config import Config
-from toolkit.config.layout import degrees
+from toolkit.parallel.dims import degrees
 from toolkit.train_step import MicroBatch, StepResult
 
 STEPS = 20

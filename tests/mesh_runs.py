@@ -31,9 +31,9 @@ from tests.traffic import Sent, Traffic, label
 from tests.training import small_config, small_trainer
 from toolkit.build import DTYPES
 from toolkit.config import Config
-from toolkit.config.stages import pipeline_stages
 from toolkit.hardware import detect
 from toolkit.parallel.execution import Execution
+from toolkit.parallel.pipeline_schedules import pipeline_stages
 from toolkit.planner.communication import Exchange
 from toolkit.planner.memory import holding
 from toolkit.preflight.facts import Run

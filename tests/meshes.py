@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from toolkit.config.layout import STRATEGIES
-from toolkit.config.stages import SCHEDULES
+from toolkit.parallel.dims import STRATEGIES
+from toolkit.parallel.pipeline_schedules import SCHEDULES
 
 Settings = dict[str, Any]
 """Values by dotted key."""

@@ -32,13 +32,13 @@ from tests.mesh_runs import (
     recording,
 )
 from toolkit import build
-from toolkit.config.layout import STRATEGIES
-from toolkit.config.stages import SCHEDULES
 from toolkit.hardware import Hardware
 from toolkit.parallel import fsdp, tensor
 from toolkit.parallel.context import SequenceShards
+from toolkit.parallel.dims import STRATEGIES
 from toolkit.parallel.execution import Execution, Whole
 from toolkit.parallel.pipeline import Pipeline
+from toolkit.parallel.pipeline_schedules import SCHEDULES
 from toolkit.preflight import check
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all runs

@@ -14,18 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.config import Config
-from toolkit.config.layout import reshard_after_forward, takes_ring
-from toolkit.config.stages import Stages, may_split_backward, pipeline_stages
 from toolkit.distributed.process_group import native_dtype
 from toolkit.models.llama.model import Llama, init_rule
 from toolkit.models.llama.presets import LlamaArgs, attention_choice
 from toolkit.optim.optimizer import NamedParameters, build_optimizer
 from toolkit.parallel.activation_checkpoint import ActivationCheckpointing
+from toolkit.parallel.dims import reshard_after_forward, takes_ring
 from toolkit.parallel.execution import Execution, Whole
 from toolkit.parallel.fsdp import Sharding
 from toolkit.parallel.initialize import initialize
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.parallelize import parallelize
+from toolkit.parallel.pipeline_schedules import Stages, may_split_backward, pipeline_stages
 
 if TYPE_CHECKING:
     from toolkit.parallel.compile import Compiling

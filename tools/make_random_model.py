@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from toolkit.config import load_config, local_paths
-from toolkit.config.tables_training import Model
+from toolkit.config.training import Model
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_FINISHED, ToolkitError, flags_named, report
 from toolkit.io import standard_streams

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from toolkit.config import load_config
-from toolkit.config.fields import LocalPath
 from toolkit.config.local_paths import url_problem
 from toolkit.config.schema import NAME, Field, fields
+from toolkit.config.types import LocalPath
 from toolkit.errors import ConfigError
 
 PATHS = [field for field in fields() if any(isinstance(mark, LocalPath) for mark in field.marks)]

@@ -23,8 +23,8 @@ from tests.mesh_runs import error
 from tests.training import small_config
 from toolkit.build import build_model, sharding
 from toolkit.config import Config
-from toolkit.config.layout import degrees
 from toolkit.models.registry import model_args
+from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all runs

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from toolkit import train
 from toolkit.config import load_config
-from toolkit.config.layout import Degrees
 from toolkit.errors import ConfigError
 from toolkit.hardware import detect
+from toolkit.parallel.dims import Degrees
 from toolkit.parallel.mesh import build_mesh
 from toolkit.planner.dry_run import _few, _modules, _ranges, _size, coordinates, strides, target, world_size
 from toolkit.planner.memory import _pretended

@@ -20,10 +20,10 @@ from tests import mesh_runs, meshes
 from tests.helpers import run_world
 from tests.parallel.sharded import gathered_bytes, groups
 from tests.training import small_config, small_trainer
-from toolkit.config.layout import degrees
 from toolkit.hardware import detect
 from toolkit.models.llama.presets import parameter_count
 from toolkit.optim.optimizer import optimizer_tensors
+from toolkit.parallel.dims import degrees
 from toolkit.planner.memory import holding
 from toolkit.preflight.facts import Run
 

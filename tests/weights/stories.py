@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tests.training import small_config
 from toolkit.build import build_model, sharding
-from toolkit.config.layout import degrees
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.models.llama.presets import LlamaArgs
+from toolkit.parallel.dims import degrees
 from toolkit.parallel.execution import Execution, Whole
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.pipeline import Pipeline

@@ -16,10 +16,10 @@ from tests.helpers import run_world
 from tests.training import small_config
 from toolkit.build import build_model, sharding
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.config.layout import degrees
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError
 from toolkit.models.registry import model_args
+from toolkit.parallel.dims import degrees
 from toolkit.parallel.execution import Execution
 from toolkit.parallel.mesh import build_mesh
 from toolkit.weights.convert import convert, prepare

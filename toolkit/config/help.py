@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
-from toolkit.config.fields import ActsWith, DefaultOnly, NotBuilt
 from toolkit.config.schema import Field, fields, schema_name, tables
+from toolkit.config.types import ActsWith, DefaultOnly, NotBuilt
 from toolkit.config.values import format_toml, short_type
 from toolkit.errors import ConfigError, Problem, did_you_mean
 

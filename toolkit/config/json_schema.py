@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.config.fields import NONE
 from toolkit.config.help import meaning
 from toolkit.config.schema import Config, fields, tables
+from toolkit.config.types import NONE
 
 
 def json_schema() -> dict[str, Any]:

@@ -13,11 +13,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from toolkit.config.arguments import read_arguments
-from toolkit.config.fields import LocalPath
-from toolkit.config.files import Setting, read_files
+from toolkit.config.cli import read_arguments
 from toolkit.config.local_paths import url_problem
 from toolkit.config.schema import Config, Field, find_field
+from toolkit.config.toml import Setting, read_files
+from toolkit.config.types import LocalPath
 from toolkit.config.values import choices, format_toml, in_words, parse
 from toolkit.errors import ConfigError, Problem, closest
 

@@ -11,9 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import PrivateAttr
 
-from toolkit.config.fields import ActsWith, Table
-from toolkit.config.tables_parallel import ActivationCheckpoint, Compile, Parallelism, Quantize
-from toolkit.config.tables_run import (
+from toolkit.config.job import (
     Checkpoint,
     Comm,
     Debug,
@@ -24,7 +22,8 @@ from toolkit.config.tables_run import (
     Metrics,
     Profiling,
 )
-from toolkit.config.tables_training import (
+from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism, Quantize
+from toolkit.config.training import (
     Data,
     LRScheduler,
     Model,
@@ -32,6 +31,7 @@ from toolkit.config.tables_training import (
     Training,
     Validation,
 )
+from toolkit.config.types import ActsWith, Table
 from toolkit.config.values import format_toml
 
 DEFAULT = "default"
@@ -105,7 +105,7 @@ class Config(Table):
 
         What another key has taken the place of is a comment: side by side in one file the two contradict.
         """
-        from toolkit.config.replaced import replaced  # which reads this class
+        from toolkit.config.precedence import replaced  # which reads this class
 
         gone = replaced(self)
         lines: list[str] = []

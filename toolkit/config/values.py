@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
 from toolkit.compat import tomllib
-from toolkit.config.fields import NONE, allows_none
+from toolkit.config.types import NONE, allows_none
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 _PLURALS = {str: "strings", int: "integers", float: "numbers"}

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from toolkit.config.tables_run import Comm, Job
+from toolkit.config.job import Comm, Job
 from toolkit.errors import first_few
 
 QUESTION = signal.SIGUSR2  # a rank that gets it reports and ends

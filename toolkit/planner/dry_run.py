@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 from toolkit import preflight
 from toolkit.config import Config
-from toolkit.config.layout import Degrees, reshard_after_forward
 from toolkit.errors import EXIT_FINISHED, ConfigError, one_line
 from toolkit.hardware import Hardware, detect
 from toolkit.launcher.environment import shown_ranks, whole_number
 from toolkit.models.llama.presets import block_parameters
 from toolkit.models.registry import needs_tokenizer
+from toolkit.parallel.dims import Degrees, reshard_after_forward
 from toolkit.preflight.facts import Run
 
 if TYPE_CHECKING:  # it imports torch, which a mistake shall not wait for

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from toolkit.config import Config
-from toolkit.config.layout import Degrees, strategy_in_effect
 from toolkit.errors import ConfigError, Problem, one_line
 from toolkit.hardware import Hardware, detect
 from toolkit.models.llama.presets import parameter_count
+from toolkit.parallel.dims import Degrees, strategy_in_effect
 from toolkit.preflight import (
     rules_attention,
     rules_checkpoint,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from itertools import product
 
-from toolkit.config.layout import Degrees
 from toolkit.errors import Problem, either, nearest_multiple
+from toolkit.parallel.dims import Degrees
 from toolkit.preflight.facts import Run, divisors, rule
 
 _SHOWN = 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from toolkit.config.corpora import corpora
-from toolkit.config.replaced import ONE_CORPUS, is_set, replaced
+from toolkit.config.precedence import ONE_CORPUS, is_set, replaced
 from toolkit.config.schema import Field, fields_by_key
 from toolkit.config.values import format_toml
 from toolkit.data.sources import EMBEDDED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from toolkit.config.replaced import is_set, replaced
+from toolkit.config.precedence import is_set, replaced
 from toolkit.errors import Problem, closest, first_few
 from toolkit.models.llama.presets import parameter_names
 from toolkit.optim.schedule import cut_to_fit

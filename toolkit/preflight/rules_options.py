@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TypeVar
 
-from toolkit.config.fields import ActsWith, DefaultOnly, NotBuilt
 from toolkit.config.schema import Field
+from toolkit.config.types import ActsWith, DefaultOnly, NotBuilt
 from toolkit.config.values import format_toml
 from toolkit.errors import Problem
 from toolkit.preflight.facts import Run, rule

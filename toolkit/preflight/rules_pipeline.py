@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.config.layout import reshard_after_forward, strategy
-from toolkit.config.replaced import is_set
-from toolkit.config.stages import BASES, SCHEDULES, bubble, stages_of_ranks
+from toolkit.config.precedence import is_set
 from toolkit.errors import Problem, either
+from toolkit.parallel.dims import reshard_after_forward, strategy
+from toolkit.parallel.pipeline_schedules import BASES, SCHEDULES, bubble, stages_of_ranks
 from toolkit.preflight import facts
 from toolkit.preflight.facts import Run, divisors, rule
 from toolkit.preflight.rules_sharding import units_in_blocks

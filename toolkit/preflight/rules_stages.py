@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from itertools import pairwise, product
 from typing import Any
 
-from toolkit.config.layout import degrees
-from toolkit.config.stages import (
+from toolkit.errors import Problem, did_you_mean, either, first_few
+from toolkit.parallel.dims import degrees
+from toolkit.parallel.pipeline_schedules import (
     SCHEDULES,
     Schedule,
     is_cut,
@@ -15,7 +16,6 @@ from toolkit.config.stages import (
     pipeline_stages,
     schedule_of,
 )
-from toolkit.errors import Problem, did_you_mean, either, first_few
 from toolkit.preflight.facts import Run, rule
 
 _DEGREE = "parallelism.pipeline_parallel_degree"

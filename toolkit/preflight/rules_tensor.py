@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 
-from toolkit.config.layout import takes_ring
 from toolkit.errors import Problem, either, nearest_multiple
+from toolkit.parallel.dims import takes_ring
 from toolkit.preflight.facts import Run, divisors, rule
 from toolkit.preflight.rules_attention import attention_of, precision_of
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval
 from pydantic import Field as Constraint
 
-from toolkit.config.fields import (
+from toolkit.config.types import (
     FLOAT8,
     NO_MOE,
     NO_MX,

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.compat import tomllib
+from toolkit.config.did_you_mean import unknown_key
 from toolkit.config.lines import Path, key_lines
 from toolkit.config.local_paths import url_problem
 from toolkit.config.schema import find_field, find_table, is_group
-from toolkit.config.suggest import unknown_key
 from toolkit.errors import Problem, did_you_mean
 
 _EXTENDS = "extends"

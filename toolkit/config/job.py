@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from toolkit.config.fields import (
+from toolkit.config.types import (
     NO_MOE,
     ActsWith,
     DefaultOnly,

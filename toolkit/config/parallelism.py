@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from toolkit.config.fields import (
+from toolkit.config.types import (
     FLOAT8,
     NO_MOE,
     NO_MX,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.config.tables_parallel import Parallelism
+from toolkit.config.parallelism import Parallelism
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.config.stages import (
+from toolkit.config.parallelism import Parallelism
+from toolkit.parallel.pipeline_schedules import (
     SCHEDULES,
     bubble,
     is_cut,
@@ -14,7 +15,6 @@ from toolkit.config.stages import (
     pipeline_stages,
     stages_of_ranks,
 )
-from toolkit.config.tables_parallel import Parallelism
 
 
 def _layers(**options: Any) -> list[int]:

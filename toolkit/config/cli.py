@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from toolkit.config.files import Setting
+from toolkit.config.did_you_mean import unknown_key
 from toolkit.config.schema import Field, find_field, is_group
-from toolkit.config.suggest import unknown_key
+from toolkit.config.toml import Setting
 from toolkit.config.values import parse
 from toolkit.errors import Problem
 

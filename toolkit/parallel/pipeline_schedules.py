@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from toolkit.config.tables_parallel import Parallelism
+from toolkit.config.parallelism import Parallelism
 
 
 @dataclass(frozen=True)

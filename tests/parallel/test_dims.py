@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from toolkit.config import Config, load_config
-from toolkit.config.layout import STRATEGIES, degrees, reshard_after_forward, strategy
-from toolkit.config.tables_parallel import Parallelism
+from toolkit.config.parallelism import Parallelism
 from toolkit.hardware import Hardware
+from toolkit.parallel.dims import STRATEGIES, degrees, reshard_after_forward, strategy
 from toolkit.preflight import check
 
 CPU = Hardware("cpu", "CPU", 2, native_bf16=True, float8=False)
