@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.config import Config
+from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import Data
 from toolkit.data.loader import Loader, build_loader
-from toolkit.parallel.dims import BatchShape
 
 
 def training_loader(

@@ -23,6 +23,7 @@ from toolkit.build import (
 )
 from toolkit.checkpointer import Progress, Saves, pretrained_folder
 from toolkit.config import Config
+from toolkit.data.batch_size import batch_shape
 from toolkit.data.build import Data
 from toolkit.distributed import process_group
 from toolkit.distributed.garbage_collection import GarbageCollection
@@ -47,7 +48,7 @@ from toolkit.metrics.summary import summary
 from toolkit.models.registry import model_args
 from toolkit.observers import observers
 from toolkit.optim.schedule import learning_rate
-from toolkit.parallel.dims import batch_shape, degrees
+from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
 from toolkit.reporting import open_log, open_speed_meter, told_at_start
 from toolkit.train_step import StepResult, TrainStep

@@ -28,8 +28,7 @@ from typing import Any
 
 from toolkit import preflight
 from toolkit.config import Config, load_config, local_paths
-from toolkit.config.corpora import corpora
-from toolkit.data.build import Data, run_tokenizer
+from toolkit.data.build import Data, corpora, run_tokenizer
 from toolkit.data.cache import tokenized
 from toolkit.data.sources import open_source, open_text
 from toolkit.distributed import process_group

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from toolkit.config import Config
 from toolkit.config.help import help_text
-from toolkit.config.json_schema import json_schema
 from toolkit.config.schema import Field, fields, fields_by_key
+from tools.config_schema import json_schema
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from toolkit.config import Config
+from toolkit.data.batch_size import BatchShape
 from toolkit.models.llama.model import Llama
-from toolkit.parallel.dims import BatchShape
 from toolkit.parallel.execution import Execution
 from toolkit.parallel.fsdp import Sharding
 from toolkit.parallel.mesh import Mesh

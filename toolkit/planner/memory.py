@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.build import build_model, model_optimizer, sharding
 from toolkit.config import Config
+from toolkit.data.batch_size import batch_shape
 from toolkit.distributed.dtensor import clean_name
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.optim.optimizer import optimizer_tensors
-from toolkit.parallel.dims import Degrees, batch_shape, takes_ring
+from toolkit.parallel.dims import Degrees, takes_ring
 from toolkit.parallel.execution import Execution
 from toolkit.parallel.mesh import build_mesh
 from toolkit.planner.communication import Exchange, exchanges

@@ -12,12 +12,13 @@ from typing import Any
 
 from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
 from toolkit.config import Config
+from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.data.tokenizer_files import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.models.registry import model_args, model_named, weights_folder
-from toolkit.parallel.dims import BatchShape, Degrees, batch_shape, degrees
+from toolkit.parallel.dims import Degrees, degrees
 from toolkit.parallel.pipeline_schedules import Schedule, Stages, pipeline_stages, schedule_of
 
 

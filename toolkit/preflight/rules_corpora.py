@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.config import Config
-from toolkit.config.corpora import CorpusOptions, corpora
 from toolkit.config.schema import find_field
+from toolkit.data.build import CorpusOptions, corpora
 from toolkit.data.content import too_large, unread
 from toolkit.data.sources import (
     EMBEDDED,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from toolkit.config.corpora import corpora
 from toolkit.config.precedence import ONE_CORPUS, is_set, replaced
 from toolkit.config.schema import Field, fields_by_key
 from toolkit.config.values import format_toml
+from toolkit.data.build import corpora
 from toolkit.data.sources import EMBEDDED
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.facts import Run, rule

@@ -1,0 +1,30 @@
+"""A global batch divided over ranks and micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Samples of a step: ``total`` are ``accumulation`` micro-batches of ``local`` on each rank."""
+
+    total: int
+    local: int
+    accumulation: int
+
+
+def batch_shape(*, global_batch_size: int, local_batch_size: int, dp: int) -> BatchShape | None:
+    """Cut a global batch over ``dp`` ranks, or None where it does not divide.
+
+    A ``global_batch_size`` of −1 is one micro-batch on each rank. ``local_batch_size`` is what fits on a
+    device, hence an upper bound: the micro-batch is the largest divisor of a rank's part within it, so
+    that one TOML gives the same run on more ranks than it was written for.
+    """
+    if global_batch_size == -1:
+        return BatchShape(local_batch_size * dp, local_batch_size, 1)
+    if global_batch_size % dp:
+        return None
+    rows = global_batch_size // dp
+    local = max(size for size in range(1, min(local_batch_size, rows) + 1) if rows % size == 0)
+    return BatchShape(global_batch_size, local, rows // local)
