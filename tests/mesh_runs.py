@@ -36,7 +36,7 @@ from toolkit.parallel.execution import Execution
 from toolkit.parallel.pipeline_schedules import pipeline_stages
 from toolkit.planner.communication import Exchange
 from toolkit.planner.memory import holding
-from toolkit.preflight.facts import Run
+from toolkit.preflight.planned_run import PlannedRun
 
 STEPS = 5
 
@@ -171,7 +171,7 @@ def _gathered(tensor: Tensor | None) -> Tensor:
 def planned(folder: str | Path, layout: str) -> list[list[Exchange]]:
     """What the planner says that each rank of a layout exchanges in a step."""
     config = configure(folder, layout)
-    run = Run(config, meshes.ranks(layout), detect())
+    run = PlannedRun(config, meshes.ranks(layout), detect())
     assert run.mesh and run.model
     dtype = DTYPES[config.training.mixed_precision_param]
     return [

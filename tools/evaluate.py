@@ -206,7 +206,7 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
         return None
     bos = [] if asked.add_bos_token is None else [f"--model.add_bos_token={asked.add_bos_token}".lower()]
     config = load_config(["--job.config_file", asked.config, "--validation.enable", "true", *words, *bos])
-    preflight.run(config, world_size=1, only=_RULES)
+    preflight.raise_problems(config, world_size=1, only=_RULES)
     return config
 
 

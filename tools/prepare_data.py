@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     own, words = parser.parse_known_args(argv)
     try:
         config = load_config(words)
-        preflight.run(config, world_size=1, only=_RULES)
+        preflight.raise_problems(config, world_size=1, only=_RULES)
         prepare(config, own.processes, verify=own.verify)
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)

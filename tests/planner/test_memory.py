@@ -25,7 +25,7 @@ from toolkit.models.llama.presets import parameter_count
 from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.parallel.dims import degrees
 from toolkit.planner.memory import holding
-from toolkit.preflight.facts import Run
+from toolkit.preflight.planned_run import PlannedRun
 
 PIPELINE = {
     "pipeline_parallel_degree": 2,
@@ -143,7 +143,7 @@ def test_a_rank_holds_what_it_holds_in_a_real_run(name, ran, tmp_path):
 
 def test_a_ring_within_documents_is_planned_as_its_device_runs_it(tmp_path: Path) -> None:
     config = mesh_runs.configure(tmp_path, "cp2 ring")
-    run = Run(config, 2, detect())
+    run = PlannedRun(config, 2, detect())
     assert run.mesh and run.model
     for target, operations in (("cpu", {"send"}), ("cuda", {"all_gather", "reduce_scatter"})):
         found = holding(config, run.model, run.mesh, 0, param_dtype=torch.float64, target=target)
@@ -160,7 +160,7 @@ def test_a_ring_within_documents_is_planned_as_its_device_runs_it(tmp_path: Path
 def test_the_ranks_of_a_world_hold_the_model(layout: str, tmp_path: Path) -> None:
     """Each parameter once a replica; norms on all ranks of a tp group, a tied embedding on two stages."""
     config = mesh_runs.configure(tmp_path, layout)
-    run = Run(config, meshes.ranks(layout), detect())
+    run = PlannedRun(config, meshes.ranks(layout), detect())
     assert run.mesh and run.model
     held, whole = Counter[str](), {}
     for rank in range(run.world_size):

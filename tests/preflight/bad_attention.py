@@ -1,4 +1,4 @@
-"""Runs that break the rules of ``rules_attention``."""
+"""Runs that break the rules of ``rules.attention``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that break the rules of ``rules_memory``."""
+"""Runs that break the rules of ``rules.memory``."""
 
 from __future__ import annotations
 

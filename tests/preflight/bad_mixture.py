@@ -1,4 +1,4 @@
-"""Runs that break the rules of ``rules_mixture``."""
+"""Runs that break the rules of ``rules.mixture``."""
 
 from __future__ import annotations
 

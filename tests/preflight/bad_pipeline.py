@@ -1,4 +1,4 @@
-"""Runs that break the rules of ``rules_pipeline``. A rank has all 16 samples of a step, where nothing else is
+"""Runs that break the rules of ``rules.pipeline``. A rank has all 16 samples of a step, where nothing else is
 said, in as many micro-batches."""
 
 from __future__ import annotations

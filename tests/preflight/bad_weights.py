@@ -1,4 +1,4 @@
-"""Runs that break the rules of ``rules_weights``, and folders of small models for them."""
+"""Runs that break the rules of ``rules.weights``, and folders of small models for them."""
 
 from __future__ import annotations
 

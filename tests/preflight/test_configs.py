@@ -11,7 +11,7 @@ from tests.preflight.bad_weights import SHAPE, write_model
 from toolkit.config import Config, load_config
 from toolkit.models.llama.presets import parameter_count
 from toolkit.preflight import check
-from toolkit.preflight.facts import Run
+from toolkit.preflight.planned_run import PlannedRun
 
 ROOT = Path(__file__).parents[2]
 TITAN = ROOT / "tests" / "config" / "torchtitan"
@@ -50,7 +50,7 @@ def test_our_config(name: str, world_sizes: tuple[int, ...], parameters: int, tm
     assert config.training.global_batch_size != -1, "a run that is the same on any mesh"
     for world_size in world_sizes:
         assert check(config, world_size=world_size, hardware=H100) == []
-        model = Run(config, world_size, H100).model
+        model = PlannedRun(config, world_size, H100).model
         assert model is not None and parameter_count(model) == parameters
 
 
@@ -60,7 +60,7 @@ def test_fine_tuning_takes_the_model_from_the_folder_of_its_weights(tmp_path: Pa
     config = load(ROOT / "train_configs" / "fine_tune.toml", tmp_path, *flags)
     for world_size in (1, 2, 8, 16):
         assert check(config, world_size=world_size, hardware=H100) == []
-        assert Run(config, world_size, H100).model == SHAPE
+        assert PlannedRun(config, world_size, H100).model == SHAPE
 
 
 def test_all_our_configs_are_tested() -> None:

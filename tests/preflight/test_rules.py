@@ -10,15 +10,15 @@ import pytest
 
 from tests.preflight import (
     bad_attention,
-    bad_corpora,
+    bad_data,
+    bad_fsdp,
     bad_memory,
+    bad_metrics,
     bad_mixture,
-    bad_observing,
     bad_optim,
     bad_pipeline,
-    bad_sharding,
-    bad_stages,
-    bad_tensor,
+    bad_pipeline_stages,
+    bad_tensor_context_parallel,
     bad_weights,
 )
 from tests.preflight.bad_runs import (
@@ -38,8 +38,8 @@ from tests.preflight.bad_runs import (
 )
 from toolkit.errors import CheckpointError, ConfigError, DataError
 from toolkit.hardware import Hardware
-from toolkit.preflight import RULES, check, notes, run
-from toolkit.preflight.facts import Run
+from toolkit.preflight import RULES, check, notes, raise_problems
+from toolkit.preflight.planned_run import PlannedRun
 
 
 @pytest.fixture
@@ -268,15 +268,15 @@ CHECKPOINT = [
 ]
 
 PARTS = (
-    bad_tensor,
-    bad_stages,
+    bad_tensor_context_parallel,
+    bad_pipeline_stages,
     bad_pipeline,
-    bad_sharding,
+    bad_fsdp,
     bad_memory,
     bad_optim,
-    bad_corpora,
+    bad_data,
     bad_mixture,
-    bad_observing,
+    bad_metrics,
     bad_attention,
     bad_weights,
 )
@@ -288,9 +288,9 @@ def test_rule(case: Bad, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case.prepare(folder)
     # Whoever runs the tests as root may write anywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: bool(os.stat(path).st_mode & 0o200))
-    monkeypatch.setattr("toolkit.preflight.facts.torch_version", lambda: case.torch)
+    monkeypatch.setattr("toolkit.preflight.planned_run.torch_version", lambda: case.torch)
     config = configure(case.flags)
-    facts = Run(config, case.world, case.hardware)
+    facts = PlannedRun(config, case.world, case.hardware)
     found = {name: problems for name, rule in RULES.items() if (problems := rule.check(facts))}
     assert set(found) == {case.rule} | case.also
     said = "\n".join(map(str, found[case.rule]))
@@ -364,7 +364,7 @@ def test_the_home_folder_is_where_checkpoints_are_looked_for(
     )
     for config in (own, other):
         assert check(config, world_size=1, hardware=CPU) == []
-        assert Run(config, 1, CPU).manifest is not None
+        assert PlannedRun(config, 1, CPU).manifest is not None
 
 
 def test_a_cache_that_someone_else_keeps_may_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +381,7 @@ def test_hsdp_and_multiples_fit(folder: Path) -> None:
 def test_all_problems_are_reported_at_once_and_config_comes_first(folder: Path) -> None:
     config = configure(["--training.dataset=c5", "--memory_estimation.enable"])
     with pytest.raises(ConfigError) as caught:
-        run(config, world_size=1, hardware=CPU)
+        raise_problems(config, world_size=1, hardware=CPU)
     assert [problem.key for problem in caught.value.problems] == [
         "memory_estimation.enable",
         "training.dataset",
@@ -398,7 +398,7 @@ def test_all_problems_are_reported_at_once_and_config_comes_first(folder: Path) 
 )
 def test_what_cannot_be_used_ends_in_3(flag: str, error: type[Exception], folder: Path) -> None:
     with pytest.raises(error, match=flag.partition("=")[0]) as caught:
-        run(configure([flag, "--checkpoint.enable"]), world_size=1, hardware=CPU)
+        raise_problems(configure([flag, "--checkpoint.enable"]), world_size=1, hardware=CPU)
     assert caught.value.exit_code == 3  # type: ignore[attr-defined]
 
 

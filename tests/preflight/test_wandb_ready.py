@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.preflight.bad_runs import CPU, configure
-from toolkit.preflight import rules_observing
-from toolkit.preflight.facts import Run
+from toolkit.preflight.planned_run import PlannedRun
+from toolkit.preflight.rules import metrics
 
 
 def problems(monkeypatch: pytest.MonkeyPatch, *, installed: bool) -> str:
-    monkeypatch.setattr(rules_observing, "find_spec", lambda name: object() if installed else None)
-    run = Run(configure(["--metrics.enable_wandb"]), 1, CPU)
-    return "\n".join(map(str, rules_observing.wandb_ready(run)))
+    monkeypatch.setattr(metrics, "find_spec", lambda name: object() if installed else None)
+    run = PlannedRun(configure(["--metrics.enable_wandb"]), 1, CPU)
+    return "\n".join(map(str, metrics.wandb_ready(run)))
 
 
 def test_the_package_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from toolkit.launcher.environment import shown_ranks, whole_number
 from toolkit.models.llama.presets import block_parameters
 from toolkit.models.registry import needs_tokenizer
 from toolkit.parallel.dims import Degrees, reshard_after_forward
-from toolkit.preflight.facts import Run
+from toolkit.preflight.planned_run import PlannedRun
 
 if TYPE_CHECKING:  # it imports torch, which a mistake shall not wait for
     from toolkit.planner.memory import Holding, Part
@@ -46,8 +46,8 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
         DataError: the file that says what the model is cannot be read.
     """
     device = config.training.device
-    run = Run(config, world_size(environ, device), target(environ, device))
-    preflight.run(config, world_size=run.world_size, hardware=run.hardware, only=_needed(run))
+    run = PlannedRun(config, world_size(environ, device), target(environ, device))
+    preflight.raise_problems(config, world_size=run.world_size, hardware=run.hardware, only=_needed(run))
     if config.job.print_config:
         print(config.to_toml())
     print("dry    nothing is trained, and no corpus or checkpoint is read")
@@ -76,7 +76,7 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
     return EXIT_FINISHED
 
 
-def _needed(run: Run) -> list[str]:
+def _needed(run: PlannedRun) -> list[str]:
     """The rules that a description cannot do without: those of the config, and those about the files that say
     what the model is, where nothing else does."""
     found = [name for name, rule in preflight.RULES.items() if rule.error is ConfigError]
@@ -123,7 +123,7 @@ def _used(layout: Degrees) -> dict[str, int]:
     return {name: stride for name, stride in strides(layout).items() if getattr(layout, name) > 1}
 
 
-def _describe_mesh(run: Run) -> Iterator[str]:
+def _describe_mesh(run: PlannedRun) -> Iterator[str]:
     assert run.mesh
     if run.world_size == 1:
         return
@@ -143,7 +143,7 @@ def _few(items: Sequence[str]) -> str:
 # The pipeline
 
 
-def _describe_stages(run: Run) -> Iterator[str]:
+def _describe_stages(run: PlannedRun) -> Iterator[str]:
     assert run.stages and run.mesh
     stride = strides(run.mesh)["pp"]
     yield f"\n{'stage':>5}  {'first rank':>10}  {'parameters':>15}  modules"
@@ -153,7 +153,7 @@ def _describe_stages(run: Run) -> Iterator[str]:
         yield f"{stage:>5}  {owner[stage] * stride:>10}  {numbers:>15}  {_modules(modules)}"
 
 
-def _parameters(run: Run, modules: Sequence[str]) -> int:
+def _parameters(run: PlannedRun, modules: Sequence[str]) -> int:
     """Numbers in the parameters of a stage; a tied head on another than the embedding is a copy of it."""
     assert run.model
     table = run.model.vocab_size * run.model.dim
@@ -178,7 +178,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in ends)
 
 
-def _distinct(run: Run) -> dict[int, list[int]]:
+def _distinct(run: PlannedRun) -> dict[int, list[int]]:
     """The first rank of each pipeline rank whose stages are unlike those before, and the ranks like it."""
     if run.stages is None:
         return {0: []}
@@ -197,7 +197,7 @@ def _distinct(run: Run) -> dict[int, list[int]]:
 # A rank
 
 
-def _describe_rank(run: Run, found: Holding, alike: Sequence[int]) -> Iterator[str]:
+def _describe_rank(run: PlannedRun, found: Holding, alike: Sequence[int]) -> Iterator[str]:
     assert run.mesh
     place = coordinates(run.mesh, found.rank)
     where = ", ".join(f"{name} {place[name]}" for name in _used(run.mesh))
@@ -216,7 +216,7 @@ def _describe_rank(run: Run, found: Holding, alike: Sequence[int]) -> Iterator[s
         yield f"  {name:<{width}}  {whole:>15} → {local}"
 
 
-def _memory(run: Run, found: Holding) -> Iterator[tuple[str, int, str]]:
+def _memory(run: PlannedRun, found: Holding) -> Iterator[tuple[str, int, str]]:
     """What is held where, in bytes."""
     training, options = run.config.training, run.config.parallelism
     assert run.mesh and run.batch
@@ -256,7 +256,7 @@ def _sent(found: Holding) -> Iterator[tuple[str, int, str]]:
         yield f"sent over {dimension}", by_operation.total(), f"a step: {each}"
 
 
-def _compute_dtype(run: Run) -> str:
+def _compute_dtype(run: PlannedRun) -> str:
     """The precision of forward and backward."""
     asked = run.config.training.mixed_precision_param
     if asked != "auto":

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
         config = load_config(words)
         hardware = detect(config.training.device)
         world_size = world_size or whole_number(os.environ, "WORLD_SIZE", hardware.count, 1)
-        preflight.run(config, world_size=world_size, hardware=hardware)
+        preflight.raise_problems(config, world_size=world_size, hardware=hardware)
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)
     if config.job.print_config:

@@ -12,7 +12,7 @@ from toolkit.errors import DataError, Problem, first_few
 from toolkit.models.llama import hf_config
 from toolkit.models.llama.presets import PRESETS, LlamaArgs, parameter_shapes
 from toolkit.models.llama.state_dict_adapter import from_hf, to_hf
-from toolkit.preflight.facts import Run, rule
+from toolkit.preflight.planned_run import PlannedRun, rule
 from toolkit.preflight.weight_folders import instead_of_hugging_face
 from toolkit.weights.safetensors_header import folder_entries
 
@@ -22,7 +22,7 @@ CHANGEABLE = {"norm_eps": "norm_eps", "rope_theta": "rope_theta", "rope_scaling"
 
 
 @rule()
-def weights_options_act(run: Run) -> list[Problem]:
+def weights_options_act(run: PlannedRun) -> list[Problem]:
     """What is asked of weights from or for Hugging Face goes together."""
     options, problems = run.config.checkpoint, []
     if options.initial_load_in_hf and not options.initial_load_model_only:
@@ -49,7 +49,7 @@ def weights_options_act(run: Run) -> list[Problem]:
     return problems
 
 
-def weights_notes(run: Run) -> list[str]:
+def weights_notes(run: PlannedRun) -> list[str]:
     """Another folder is read than the one that is named."""
     path = run.config.checkpoint.initial_load_path
     if run.weights is None or not path or run.weights == Path(os.path.expanduser(path)):
@@ -61,7 +61,7 @@ def weights_notes(run: Run) -> list[str]:
 
 
 @rule()
-def weights_are_of_this_model(run: Run) -> list[Problem]:
+def weights_are_of_this_model(run: PlannedRun) -> list[Problem]:
     """The model that is named is the one whose weights are to be loaded."""
     if run.weights is None or run.model is None:
         return []
@@ -101,7 +101,7 @@ def weights_are_of_this_model(run: Run) -> list[Problem]:
 
 
 @rule(DataError)
-def weights_readable(run: Run) -> list[Problem]:
+def weights_readable(run: PlannedRun) -> list[Problem]:
     """The folder is there and whole, and its tensors have the shapes that its config.json says."""
     if run.weights is None:
         return []
@@ -126,7 +126,7 @@ def weights_readable(run: Run) -> list[Problem]:
 
 
 @rule()
-def tokenizer_is_of_weights(run: Run) -> list[Problem]:
+def tokenizer_is_of_weights(run: PlannedRun) -> list[Problem]:
     """Weights that were trained on a tokenizer go on with no smaller one: most likely it is another."""
     if run.weights is None or run.vocabulary is None or _tokenizer_key(run) == _weights_key(run):
         return []
@@ -140,12 +140,12 @@ def tokenizer_is_of_weights(run: Run) -> list[Problem]:
     return [run.problem(_tokenizer_key(run), rule, f'set it to "{run.weights}"')]
 
 
-def _weights_key(run: Run) -> str:
+def _weights_key(run: PlannedRun) -> str:
     path = run.config.checkpoint.initial_load_path
     return "checkpoint.initial_load_path" if path else "model.hf_assets_path"
 
 
-def _tokenizer_key(run: Run) -> str:
+def _tokenizer_key(run: PlannedRun) -> str:
     return "model.tokenizer_path" if run.config.model.tokenizer_path else "model.hf_assets_path"
 
 

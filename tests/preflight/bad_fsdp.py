@@ -1,4 +1,4 @@
-"""Runs that break the rules of ``rules_sharding``."""
+"""Runs that break the rules of ``rules.fsdp``."""
 
 from __future__ import annotations
 

@@ -8,14 +8,14 @@ from toolkit.config.precedence import is_set, replaced
 from toolkit.errors import Problem, closest, first_few
 from toolkit.models.llama.presets import parameter_names
 from toolkit.optim.schedule import cut_to_fit
-from toolkit.preflight.facts import Run, rule
+from toolkit.preflight.planned_run import PlannedRun, rule
 
 _ENDLESS = ("constant", "step")
 _EARLY = "optimizer.early_step_in_backward"
 _SHOWN = 8
 
 
-def _both_set(run: Run, key: str, other: str, what: str) -> list[Problem]:
+def _both_set(run: PlannedRun, key: str, other: str, what: str) -> list[Problem]:
     """``key`` takes the place of ``other`` where it was set nearer, as epochs do of a preset's steps."""
     config = run.config
     if not (is_set(config, key) and is_set(config, other)) or other in replaced(config):
@@ -25,19 +25,19 @@ def _both_set(run: Run, key: str, other: str, what: str) -> list[Problem]:
 
 
 @rule()
-def one_length(run: Run) -> list[Problem]:
+def one_length(run: PlannedRun) -> list[Problem]:
     """A run is as long as its steps or as its epochs."""
     return _both_set(run, "training.epochs", "training.steps", "the length of the run")
 
 
 @rule()
-def one_warmup(run: Run) -> list[Problem]:
+def one_warmup(run: PlannedRun) -> list[Problem]:
     """A warm-up is given in steps or as a part of the schedule."""
     return _both_set(run, "lr_scheduler.warmup_ratio", "lr_scheduler.warmup_steps", "the warm-up")
 
 
 @rule()
-def decay_options_act(run: Run) -> list[Problem]:
+def decay_options_act(run: PlannedRun) -> list[Problem]:
     """Options of a decay that the chosen shape does not read would be ignored in silence."""
     kind = run.config.lr_scheduler.decay_type
     keys = ["decay_ratio", "min_lr_factor"] if kind in _ENDLESS else []
@@ -61,7 +61,7 @@ def decay_options_act(run: Run) -> list[Problem]:
 
 
 @rule()
-def learning_rate_above_zero(run: Run) -> list[Problem]:
+def learning_rate_above_zero(run: PlannedRun) -> list[Problem]:
     """Past the end of its schedule the rate stays where it ended; at zero nothing is learnt."""
     schedule, training = run.config.lr_scheduler, run.config.training
     if schedule.total_steps is None or schedule.decay_type in _ENDLESS or schedule.min_lr_factor > 0:
@@ -83,7 +83,7 @@ def learning_rate_above_zero(run: Run) -> list[Problem]:
 
 
 @rule()
-def no_decay_matches(run: Run) -> list[Problem]:
+def no_decay_matches(run: PlannedRun) -> list[Problem]:
     """A pattern that matches no parameter would leave decayed what its author meant to spare."""
     patterns, model = run.config.optimizer.no_decay, run.model
     if model is None:
@@ -112,7 +112,7 @@ def _similar(pattern: str, kinds: list[str]) -> str:
 
 
 @rule()
-def early_step_alone(run: Run) -> list[Problem]:
+def early_step_alone(run: PlannedRun) -> list[Problem]:
     """A parameter that is updated in backward has neither all micro-batches nor the norm of all gradients."""
     training = run.config.training
     if not run.config.optimizer.early_step_in_backward:
@@ -139,7 +139,7 @@ def early_step_alone(run: Run) -> list[Problem]:
     return problems
 
 
-def optim_notes(run: Run) -> list[str]:
+def optim_notes(run: PlannedRun) -> list[str]:
     """What is allowed but may surprise."""
     schedule, training, optimizer = run.config.lr_scheduler, run.config.training, run.config.optimizer
     said = []

@@ -7,8 +7,8 @@ import os
 
 from toolkit.errors import Problem, either, nearest_multiple
 from toolkit.parallel.dims import takes_ring
-from toolkit.preflight.facts import Run, divisors, rule
-from toolkit.preflight.rules_attention import attention_of, precision_of
+from toolkit.preflight.planned_run import PlannedRun, divisors, rule
+from toolkit.preflight.rules.attention import attention_of, precision_of
 
 _TP = "parallelism.tensor_parallel_degree"
 _CP = "parallelism.context_parallel_degree"
@@ -20,7 +20,7 @@ _SYMMETRIC_MEMORY = 9.0
 
 
 @rule()
-def tensor_parallel_divides(run: Run) -> list[Problem]:
+def tensor_parallel_divides(run: PlannedRun) -> list[Problem]:
     """A dimension that tp shards has equal shards."""
     tp, model = run.config.parallelism.tensor_parallel_degree, run.model
     if model is None or tp == 1:
@@ -45,7 +45,7 @@ def _nearest_size(name: str, size: int, tp: int) -> int:
 
 
 @rule()
-def async_tensor_parallel_runs(run: Run) -> list[Problem]:
+def async_tensor_parallel_runs(run: PlannedRun) -> list[Problem]:
     """Matmuls that overlap their communication are made by the compiler, of copies between GPUs."""
     options, compiling = run.config.parallelism, run.config.compile
     if not options.enable_async_tensor_parallel or options.tensor_parallel_degree == 1:
@@ -66,7 +66,7 @@ def async_tensor_parallel_runs(run: Run) -> list[Problem]:
 
 
 @rule()
-def sequence_divides(run: Run) -> list[Problem]:
+def sequence_divides(run: PlannedRun) -> list[Problem]:
     """Context parallelism cuts a sequence into equal pieces, and tp cuts each of them again."""
     options = run.config.parallelism
     cp, tp = options.context_parallel_degree, options.tensor_parallel_degree
@@ -88,7 +88,7 @@ def sequence_divides(run: Run) -> list[Problem]:
 
 
 @rule()
-def ring_has_a_kernel(run: Run) -> list[Problem]:
+def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
     """A ring adds up parts of attention, for which only the flash kernel says what it needs to know."""
     if not _takes_ring(run):
         return []
@@ -114,12 +114,12 @@ def ring_has_a_kernel(run: Run) -> list[Problem]:
     ]
 
 
-def _takes_ring(run: Run) -> bool:
+def _takes_ring(run: PlannedRun) -> bool:
     options, documents = run.config.parallelism, run.config.data.document_mask
     return takes_ring(options, device=run.hardware.device, documents=documents)
 
 
-def tensor_notes(run: Run) -> list[str]:
+def tensor_notes(run: PlannedRun) -> list[str]:
     """Layouts that work and are slow, and what is computed otherwise than asked."""
     options, said = run.config.parallelism, []
     tp, here = options.tensor_parallel_degree, _ranks_of_a_node()

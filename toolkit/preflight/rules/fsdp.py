@@ -7,7 +7,7 @@ from toolkit.config.schema import fields_by_key
 from toolkit.errors import Problem, did_you_mean
 from toolkit.models.llama.presets import INNER_CLASSES, WRAP_CLASSES, LlamaArgs, block_parameters
 from toolkit.parallel.dims import reshard_after_forward, strategy
-from toolkit.preflight.facts import Run, divisors, rule
+from toolkit.preflight.planned_run import PlannedRun, divisors, rule
 
 _REPLICATE = "parallelism.data_parallel_replicate_degree"
 _SHARD = "parallelism.data_parallel_shard_degree"
@@ -29,7 +29,7 @@ _ELSEWHERE = {
 
 
 @rule()
-def strategy_has_its_degrees(run: Run) -> list[Problem]:
+def strategy_has_its_degrees(run: PlannedRun) -> list[Problem]:
     """Degrees at other than their defaults are those of the strategy."""
     options, name = run.config.parallelism, strategy(run.config.parallelism)
     replicate, shard = options.data_parallel_replicate_degree, options.data_parallel_shard_degree
@@ -56,7 +56,7 @@ def strategy_has_its_degrees(run: Run) -> list[Problem]:
 
 
 @rule()
-def strategy_has_its_resharding(run: Run) -> list[Problem]:
+def strategy_has_its_resharding(run: PlannedRun) -> list[Problem]:
     """``fsdp_reshard_after_forward``, where it is set, does what the strategy does."""
     name, reshard = strategy(run.config.parallelism), run.config.parallelism.fsdp_reshard_after_forward
     if name is None or reshard == "default":
@@ -78,7 +78,7 @@ def strategy_has_its_resharding(run: Run) -> list[Problem]:
 
 
 @rule()
-def reshard_size_divides(run: Run) -> list[Problem]:
+def reshard_size_divides(run: PlannedRun) -> list[Problem]:
     """Parameters are kept sharded over some of the ranks that share them, equally many to each part."""
     size = run.config.parallelism.fsdp_reshard_after_forward
     if isinstance(size, str) or run.mesh is None or run.mesh.pp * run.mesh.tp > 1:
@@ -97,7 +97,7 @@ def reshard_size_divides(run: Run) -> list[Problem]:
 
 
 @rule()
-def reshard_size_has_its_groups(run: Run) -> list[Problem]:
+def reshard_size_has_its_groups(run: PlannedRun) -> list[Problem]:
     """torch makes the groups of a number on each mesh of shards by itself, under the same names on all:
     where there are several, they meet the wrong ranks and wait forever."""
     if isinstance(run.config.parallelism.fsdp_reshard_after_forward, str) or run.mesh is None:
@@ -112,7 +112,7 @@ def reshard_size_has_its_groups(run: Run) -> list[Problem]:
 
 
 @rule()
-def offload_has_a_device(run: Run) -> list[Problem]:
+def offload_has_a_device(run: PlannedRun) -> list[Problem]:
     """There is something to offload from."""
     if not run.config.training.enable_cpu_offload or run.hardware.device != "cpu":
         return []
@@ -120,7 +120,7 @@ def offload_has_a_device(run: Run) -> list[Problem]:
 
 
 @rule()
-def wrap_options_act(run: Run) -> list[Problem]:
+def wrap_options_act(run: PlannedRun) -> list[Problem]:
     """What one wrap policy reads, another does not."""
     policy = run.config.parallelism.fsdp_wrap_policy
     return [
@@ -135,7 +135,7 @@ def wrap_options_act(run: Run) -> list[Problem]:
 
 
 @rule()
-def wrap_classes_exist(run: Run) -> list[Problem]:
+def wrap_classes_exist(run: PlannedRun) -> list[Problem]:
     """Units are made of classes that the model has."""
     options = run.config.parallelism
     if options.fsdp_wrap_policy != "class":
@@ -162,7 +162,7 @@ def _right_class(name: str) -> str:
 
 
 @rule()
-def compiled_blocks_are_whole(run: Run) -> list[Problem]:
+def compiled_blocks_are_whole(run: PlannedRun) -> list[Problem]:
     """A unit has hooks that communicate, which cannot lie inside of a block that is one graph."""
     options, compiling = run.config.parallelism, run.config.compile
     if not compiling.enable or "model" not in compiling.components:
@@ -181,7 +181,7 @@ def compiled_blocks_are_whole(run: Run) -> list[Problem]:
     return []
 
 
-def sharding_notes(run: Run) -> list[str]:
+def sharding_notes(run: PlannedRun) -> list[str]:
     """Options that change nothing in this run."""
     options, said = run.config.parallelism, []
     if options.fsdp_wrap_policy == "size" and run.model:
@@ -208,7 +208,7 @@ def sharding_notes(run: Run) -> list[str]:
     return said
 
 
-def units_in_blocks(run: Run) -> bool:
+def units_in_blocks(run: PlannedRun) -> bool:
     """Whether a part of a block is gathered by itself."""
     options = run.config.parallelism
     if options.fsdp_wrap_policy == "class":

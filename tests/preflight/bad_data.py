@@ -1,4 +1,4 @@
-"""Runs that break the rules of ``rules_corpora``."""
+"""Runs that break the rules of ``rules.data``."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from toolkit.parallel.pipeline_schedules import Schedule, Stages, pipeline_stage
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """A run that has not started. What cannot be known, since another rule is broken, is None."""
 
     config: Config
@@ -193,7 +193,7 @@ class Run:
         return own or (bool(self.loaded_by) and not self.config.checkpoint.initial_load_model_only)
 
 
-Check = Callable[[Run], "list[Problem]"]
+Check = Callable[[PlannedRun], "list[Problem]"]
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ RULES: dict[str, Rule] = {}
 def rule(
     error: type[ConfigError] | type[DataError] | type[CheckpointError] = ConfigError,
 ) -> Callable[[Check], Check]:
-    """Register a function of a :class:`Run` that returns the problems it finds."""
+    """Register a function of a :class:`PlannedRun` that returns the problems it finds."""
 
     def register(check: Check) -> Check:
         RULES[check.__name__] = Rule(check, error)

@@ -9,9 +9,8 @@ from toolkit.config.precedence import is_set
 from toolkit.errors import Problem, either
 from toolkit.parallel.dims import reshard_after_forward, strategy
 from toolkit.parallel.pipeline_schedules import BASES, SCHEDULES, bubble, stages_of_ranks
-from toolkit.preflight import facts
-from toolkit.preflight.facts import Run, divisors, rule
-from toolkit.preflight.rules_sharding import units_in_blocks
+from toolkit.preflight.planned_run import PlannedRun, divisors, rule, torch_before
+from toolkit.preflight.rules.fsdp import units_in_blocks
 from toolkit.preflight.schedule_file import Malformed, ScheduleFile, fault, read_schedule
 
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
@@ -29,7 +28,7 @@ _FORWARDS_FIRST = ("GPipe", "LoopedBFS")
 
 
 @rule()
-def rows_fill_micro_batches(run: Run) -> list[Problem]:
+def rows_fill_micro_batches(run: PlannedRun) -> list[Problem]:
     """What a rank has of a step is whole micro-batches."""
     size = run.config.parallelism.pipeline_parallel_microbatch_size
     if run.pp == 1 or run.rows is None or run.rows % size == 0:
@@ -41,7 +40,7 @@ def rows_fill_micro_batches(run: Run) -> list[Problem]:
 
 
 @rule()
-def schedule_takes_micro_batches(run: Run) -> list[Problem]:
+def schedule_takes_micro_batches(run: PlannedRun) -> list[Problem]:
     """Some schedules need a micro-batch for each stage, others equal rounds of them."""
     options, count, stages = run.config.parallelism, run.micro_batches, run.stages
     if options.pipeline_parallel_schedule_csv or count is None or stages is None or run.rows is None:
@@ -68,12 +67,12 @@ def schedule_takes_micro_batches(run: Run) -> list[Problem]:
     return [run.problem(_SCHEDULE, rule, f"set {', or '.join(fixes)}")]
 
 
-def _takes(run: Run, count: int) -> bool:
+def _takes(run: PlannedRun, count: int) -> bool:
     assert run.stages is not None
     return run.schedule.takes_micro_batches(count, stages=len(run.stages.modules), pp=run.pp)
 
 
-def _batch_for(run: Run, counts: Sequence[int]) -> str:
+def _batch_for(run: PlannedRun, counts: Sequence[int]) -> str:
     """The batch sizes that make so many micro-batches a step."""
     size = run.config.parallelism.pipeline_parallel_microbatch_size
     if run.config.training.global_batch_size == -1:
@@ -84,7 +83,7 @@ def _batch_for(run: Run, counts: Sequence[int]) -> str:
 
 
 @rule()
-def split_backward_keeps_parameters(run: Run) -> list[Problem]:
+def split_backward_keeps_parameters(run: PlannedRun) -> list[Problem]:
     """Half a backward looks for whole parameters: of freed ones it drops the gradients in silence."""
     options = run.config.parallelism
     if run.pp == 1 or reshard_after_forward(options) == "never" or not _splits_backward(run):
@@ -107,7 +106,7 @@ def split_backward_keeps_parameters(run: Run) -> list[Problem]:
 
 
 @rule()
-def split_backward_computes_again(run: Run) -> list[Problem]:
+def split_backward_computes_again(run: PlannedRun) -> list[Problem]:
     """Selective checkpointing hands out once what it kept; a backward in halves asks twice. The compiler has
     made both part of one graph."""
     if run.pp == 1 or not _computes_operations_again(run) or not _splits_backward(run):
@@ -117,15 +116,15 @@ def split_backward_computes_again(run: Run) -> list[Problem]:
         "once what op has kept"
     )
     whole = _whole(run.config.parallelism.pipeline_parallel_schedule_csv)
-    compiled = "" if facts.torch_before((2, 13)) else "set compile.enable = true, "
+    compiled = "" if torch_before((2, 13)) else "set compile.enable = true, "
     fix = f'set it to "1", {compiled}or {whole}'
     return [run.problem(_CHECKPOINT, rule, fix)]
 
 
 @rule()
-def split_backward_of_compiled_code(run: Run) -> list[Problem]:
+def split_backward_of_compiled_code(run: PlannedRun) -> list[Problem]:
     """Compiled code is an autograd.Function, from which torch before 2.13 cannot go on to weights alone."""
-    version = facts.torch_before((2, 13))
+    version = torch_before((2, 13))
     if version is None or run.pp == 1 or not run.config.compile.enable or not _splits_backward(run):
         return []
     rule = (
@@ -137,7 +136,7 @@ def split_backward_of_compiled_code(run: Run) -> list[Problem]:
 
 
 @rule()
-def recomputed_blocks_gather_alike(run: Run) -> list[Problem]:
+def recomputed_blocks_gather_alike(run: PlannedRun) -> list[Problem]:
     """Mode op computes a block again operator by operator, those included that gather a unit inside of it.
     After the first backward torch keeps units gathered, and the next forwards do not gather them; the
     backwards of these do, where the forwards have freed them."""
@@ -156,12 +155,12 @@ def recomputed_blocks_gather_alike(run: Run) -> list[Problem]:
     return [run.problem(_CHECKPOINT, rule, fix)]
 
 
-def _computes_operations_again(run: Run) -> bool:
+def _computes_operations_again(run: PlannedRun) -> bool:
     """Selective checkpointing by operator, of blocks that are not compiled."""
     return run.config.activation_checkpoint.by_operator and not run.config.compile.blocks
 
 
-def _which(run: Run) -> str:
+def _which(run: PlannedRun) -> str:
     options = run.config.parallelism
     file = options.pipeline_parallel_schedule_csv
     return f"the schedule of {file}" if file else options.pipeline_parallel_schedule
@@ -171,7 +170,7 @@ def _whole(file: str | None) -> str:
     return "write B for I and W there" if file else f'set {_SCHEDULE} to "Interleaved1F1B"'
 
 
-def _splits_backward(run: Run) -> bool:
+def _splits_backward(run: PlannedRun) -> bool:
     if run.config.parallelism.pipeline_parallel_schedule_csv:
         schedule = _schedule_file(run)
         return isinstance(schedule, ScheduleFile) and schedule.splits_backward
@@ -179,11 +178,11 @@ def _splits_backward(run: Run) -> bool:
 
 
 @rule()
-def v_shape_runs_here(run: Run) -> list[Problem]:
+def v_shape_runs_here(run: PlannedRun) -> list[Problem]:
     """In a V a rank has two stages in a row; before 2.13 torch sends from one to the other by gloo."""
     if run.pp == 1 or not run.schedule.v_shaped or run.hardware.device != "cpu":
         return []
-    version = facts.torch_before((2, 13))
+    version = torch_before((2, 13))
     if version is None:
         return []
     rule = f"on a CPU it needs torch 2.13, this is {version}: gloo cannot send to its own rank"
@@ -192,7 +191,7 @@ def v_shape_runs_here(run: Run) -> list[Problem]:
 
 
 @rule()
-def early_step_without_pipeline(run: Run) -> list[Problem]:
+def early_step_without_pipeline(run: PlannedRun) -> list[Problem]:
     """A pipeline sums the gradients of all its micro-batches before it reduces them."""
     if run.pp == 1 or not run.config.optimizer.early_step_in_backward:
         return []
@@ -201,7 +200,7 @@ def early_step_without_pipeline(run: Run) -> list[Problem]:
 
 
 @rule()
-def base_has_a_file(run: Run) -> list[Problem]:
+def base_has_a_file(run: PlannedRun) -> list[Problem]:
     """torch's bases of schedules have no order of their own."""
     options = run.config.parallelism
     named = options.pipeline_parallel_schedule in BASES
@@ -212,7 +211,7 @@ def base_has_a_file(run: Run) -> list[Problem]:
     return [run.problem(_SCHEDULE, rule, f'name the file in {_FILE}, or set it to "{whole}"')]
 
 
-def _schedule_file(run: Run) -> ScheduleFile | str:
+def _schedule_file(run: PlannedRun) -> ScheduleFile | str:
     """The user's schedule, or why it cannot be read."""
     path = Path(run.config.parallelism.pipeline_parallel_schedule_csv or "").expanduser()
     try:
@@ -224,7 +223,7 @@ def _schedule_file(run: Run) -> ScheduleFile | str:
 
 
 @rule()
-def schedule_file_fits(run: Run) -> list[Problem]:
+def schedule_file_fits(run: PlannedRun) -> list[Problem]:
     """A schedule of one's own has the run's ranks, stages and micro-batches, and comes to an end."""
     if run.pp == 1 or not run.config.parallelism.pipeline_parallel_schedule_csv:
         return []
@@ -248,7 +247,7 @@ def schedule_file_fits(run: Run) -> list[Problem]:
     return [run.problem(_FILE, rule, f"set {_batch_for(run, [schedule.micro_batches])}")]
 
 
-def _misplaced(run: Run, schedule: ScheduleFile) -> Problem | None:
+def _misplaced(run: PlannedRun, schedule: ScheduleFile) -> Problem | None:
     """The first rank that has other stages than it gets, with the options that would give it these."""
     found, expected = schedule.stages_of_ranks, run.stages.of_ranks if run.stages else []
     if found == expected:
@@ -273,7 +272,7 @@ def _misplaced(run: Run, schedule: ScheduleFile) -> Problem | None:
     return run.problem(_FILE, rule, fix)
 
 
-def pipeline_notes(run: Run) -> list[str]:
+def pipeline_notes(run: PlannedRun) -> list[str]:
     """Waiting, and options that change nothing."""
     options, said = run.config.parallelism, []
     file = options.pipeline_parallel_schedule_csv
@@ -305,7 +304,7 @@ def pipeline_notes(run: Run) -> list[str]:
     return said + _waiting(run)
 
 
-def _waiting(run: Run) -> list[str]:
+def _waiting(run: PlannedRun) -> list[str]:
     """How much of a step ranks wait for one another, and how many micro-batches would help."""
     options, count, stages = run.config.parallelism, run.micro_batches, run.stages
     if options.pipeline_parallel_schedule_csv or count is None or stages is None:

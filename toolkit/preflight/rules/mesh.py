@@ -7,7 +7,7 @@ from itertools import product
 
 from toolkit.errors import Problem, either, nearest_multiple
 from toolkit.parallel.dims import Degrees
-from toolkit.preflight.facts import Run, divisors, rule
+from toolkit.preflight.planned_run import PlannedRun, divisors, rule
 
 _SHOWN = 6
 _DEGREES = {
@@ -20,7 +20,7 @@ _DEGREES = {
 
 
 @rule()
-def world_fills_mesh(run: Run) -> list[Problem]:
+def world_fills_mesh(run: PlannedRun) -> list[Problem]:
     """Every rank has one place in the mesh."""
     if run.mesh:
         return []
@@ -58,7 +58,7 @@ def _fitting(asked: dict[str, int], world_size: int) -> list[Degrees]:
 
 
 @rule()
-def batch_divides(run: Run) -> list[Problem]:
+def batch_divides(run: PlannedRun) -> list[Problem]:
     """A global batch has equal parts on the data-parallel ranks."""
     if run.mesh is None or run.batch:
         return []

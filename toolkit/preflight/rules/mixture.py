@@ -10,7 +10,7 @@ from toolkit.config.values import format_toml
 from toolkit.data.build import corpora
 from toolkit.data.sources import EMBEDDED
 from toolkit.errors import DataError, Problem
-from toolkit.preflight.facts import Run, rule
+from toolkit.preflight.planned_run import PlannedRun, rule
 
 
 def _key(name: str, option: str) -> str:
@@ -18,7 +18,7 @@ def _key(name: str, option: str) -> str:
 
 
 @rule()
-def mixture_or_dataset(run: Run) -> list[Problem]:
+def mixture_or_dataset(run: PlannedRun) -> list[Problem]:
     """A mixture and a dataset side by side contradict one another; a mixture replaces the one of a base."""
     problems = []
     for field in _besides(run):
@@ -32,7 +32,7 @@ def mixture_or_dataset(run: Run) -> list[Problem]:
     return problems
 
 
-def mixture_notes(run: Run) -> list[str]:
+def mixture_notes(run: PlannedRun) -> list[str]:
     """What a mixture replaces of the file that the config extends."""
     config = run.config
     return [
@@ -42,14 +42,14 @@ def mixture_notes(run: Run) -> list[str]:
     ]
 
 
-def _besides(run: Run) -> list[Field]:
+def _besides(run: PlannedRun) -> list[Field]:
     """The keys of the one corpus that are not at their defaults although there is a mixture."""
     config = run.config
     return [fields_by_key()[key] for key in ONE_CORPUS if config.data.mixture and is_set(config, key)]
 
 
 @rule()
-def mixture_weights_fit(run: Run) -> list[Problem]:
+def mixture_weights_fit(run: PlannedRun) -> list[Problem]:
     """A weight that is too small for the blocks in which a mixture is drawn would be rounded away."""
     mixture = run.config.data.mixture
     if not mixture:
@@ -70,7 +70,7 @@ def mixture_weights_fit(run: Run) -> list[Problem]:
 
 
 @rule()
-def mixture_parts_differ(run: Run) -> list[Problem]:
+def mixture_parts_differ(run: PlannedRun) -> list[Problem]:
     """Two parts with the same text go over it independently: each of its samples comes twice an epoch."""
     names = defaultdict(list)
     for corpus in corpora(run.config):
@@ -91,7 +91,7 @@ def mixture_parts_differ(run: Run) -> list[Problem]:
 
 
 @rule(DataError)
-def mixture_resumable(run: Run) -> list[Problem]:
+def mixture_resumable(run: PlannedRun) -> list[Problem]:
     """The position in the data counts samples of certain parts and shares (the text is compared later)."""
     config = run.config
     if run.manifest is None or not run.resumes or "dataloader" in config.checkpoint.exclude_from_loading:
@@ -111,7 +111,7 @@ def mixture_resumable(run: Run) -> list[Problem]:
     ]
 
 
-def _position_counts(run: Run) -> dict[str, str]:
+def _position_counts(run: PlannedRun) -> dict[str, str]:
     """What of a mixture the position in the data depends on; nothing where a weight is too small."""
     if not run.config.data.mixture or mixture_weights_fit(run):
         return {}

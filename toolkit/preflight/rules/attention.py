@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toolkit.errors import Problem
 from toolkit.models.llama.presets import attention_choice, flavor_attention
-from toolkit.preflight.facts import Run, rule
+from toolkit.preflight.planned_run import PlannedRun, rule
 
 _FLASH_KERNEL = ("flash", "varlen")
 _NOT_ON_CPU = {
@@ -14,7 +14,7 @@ _NOT_ON_CPU = {
 }
 
 
-def attention_of(run: Run) -> str:
+def attention_of(run: PlannedRun) -> str:
     """The back end that the run will take."""
     model, documents = run.config.model, run.config.data.document_mask
     return attention_choice(
@@ -22,7 +22,7 @@ def attention_of(run: Run) -> str:
     )
 
 
-def precision_of(run: Run) -> str:
+def precision_of(run: PlannedRun) -> str:
     """What the run computes in."""
     precision = run.config.training.mixed_precision_param
     if precision == "auto":
@@ -30,14 +30,14 @@ def precision_of(run: Run) -> str:
     return precision
 
 
-def _chooser(run: Run) -> str:
+def _chooser(run: PlannedRun) -> str:
     """The key that chose it."""
     named = run.config.model.attention == "auto" and flavor_attention(run.config.model.flavor or "")
     return "model.flavor" if named else "model.attention"
 
 
 @rule()
-def attention_runs_on_device(run: Run) -> list[Problem]:
+def attention_runs_on_device(run: PlannedRun) -> list[Problem]:
     """Only SDPA trains on a CPU."""
     asked = run.config.model.attention
     if run.hardware.device != "cpu" or asked not in _NOT_ON_CPU:
@@ -47,7 +47,7 @@ def attention_runs_on_device(run: Run) -> list[Problem]:
 
 
 @rule()
-def attention_keeps_documents_apart(run: Run) -> list[Problem]:
+def attention_keeps_documents_apart(run: PlannedRun) -> list[Problem]:
     """The flash kernel takes no mask; varlen is the same kernel, told where documents begin."""
     if run.hardware.device == "cpu" or attention_of(run) != "flash" or not run.config.data.document_mask:
         return []
@@ -61,7 +61,7 @@ def attention_keeps_documents_apart(run: Run) -> list[Problem]:
 
 
 @rule()
-def attention_takes_precision(run: Run) -> list[Problem]:
+def attention_takes_precision(run: PlannedRun) -> list[Problem]:
     """The flash kernel multiplies in 16 bits only."""
     choice = attention_of(run)
     if run.hardware.device == "cpu" or choice not in _FLASH_KERNEL or precision_of(run) == "bfloat16":
@@ -73,7 +73,7 @@ def attention_takes_precision(run: Run) -> list[Problem]:
 
 
 @rule()
-def attention_takes_head_dim(run: Run) -> list[Problem]:
+def attention_takes_head_dim(run: PlannedRun) -> list[Problem]:
     """Kernels are made for some sizes of a head."""
     if run.model is None or run.hardware.device == "cpu":
         return []
@@ -90,7 +90,7 @@ def attention_takes_head_dim(run: Run) -> list[Problem]:
     return [run.problem(_chooser(run), rule, 'set model.attention = "sdpa", or change model.head_dim')]
 
 
-def attention_notes(run: Run) -> list[str]:
+def attention_notes(run: PlannedRun) -> list[str]:
     """What becomes of a choice that was made otherwise than here, and of one that is dear."""
     model, named = run.config.model, flavor_attention(run.config.model.flavor or "")
     choice = attention_of(run)

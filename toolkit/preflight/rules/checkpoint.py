@@ -8,8 +8,8 @@ from dataclasses import asdict
 from toolkit.checkpoint.manifest import check_files, read_manifest, step_folder
 from toolkit.config.values import dotted
 from toolkit.errors import CheckpointError, DataError, Problem, first_few
-from toolkit.preflight.facts import Run, rule
-from toolkit.preflight.rules_weights import CHANGEABLE
+from toolkit.preflight.planned_run import PlannedRun, rule
+from toolkit.preflight.rules.weights import CHANGEABLE
 from toolkit.preflight.weight_folders import instead_of_checkpoint
 
 _CURVE = ("model", "data", "training", "validation", "optimizer", "lr_scheduler", "debug")
@@ -18,7 +18,7 @@ _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "
 
 
 @rule()
-def checkpoint_options_act(run: Run) -> list[Problem]:
+def checkpoint_options_act(run: PlannedRun) -> list[Problem]:
     """Loading and saving, and stopping in time to save, happen only where checkpoints are enabled."""
     options = run.config.checkpoint
     if options.enable:
@@ -42,7 +42,7 @@ def checkpoint_options_act(run: Run) -> list[Problem]:
 
 
 @rule()
-def saves_are_made(run: Run) -> list[Problem]:
+def saves_are_made(run: PlannedRun) -> list[Problem]:
     """What is to be kept is saved, by a way that this device has."""
     options, problems = run.config.checkpoint, []
     if options.keep_every_n and options.keep_every_n % options.interval:
@@ -65,7 +65,7 @@ def saves_are_made(run: Run) -> list[Problem]:
 
 
 @rule(CheckpointError)
-def checkpoint_complete(run: Run) -> list[Problem]:
+def checkpoint_complete(run: PlannedRun) -> list[Problem]:
     """The checkpoint was committed, and its files are there in their full size."""
     if run.manifest_error:
         others = ", ".join(map(str, run.steps)) or "none"
@@ -80,7 +80,7 @@ def checkpoint_complete(run: Run) -> list[Problem]:
 
 
 @rule(CheckpointError)
-def checkpoint_fits_model(run: Run) -> list[Problem]:
+def checkpoint_fits_model(run: PlannedRun) -> list[Problem]:
     """The weights are of this model: of its shapes, and of its RoPE and norms unless a key changes them."""
     if run.manifest is None or run.model is None:
         return []
@@ -98,7 +98,7 @@ def checkpoint_fits_model(run: Run) -> list[Problem]:
 
 
 @rule(CheckpointError)
-def checkpoint_has_optimizer(run: Run) -> list[Problem]:
+def checkpoint_has_optimizer(run: PlannedRun) -> list[Problem]:
     """A run goes on from more than the weights."""
     if run.manifest is None or not run.resumes or not run.manifest["run"].get("model_only"):
         return []
@@ -115,7 +115,7 @@ def checkpoint_has_optimizer(run: Run) -> list[Problem]:
 
 
 @rule(DataError)
-def data_position_fits(run: Run) -> list[Problem]:
+def data_position_fits(run: PlannedRun) -> list[Problem]:
     """The position in the data counts samples, which these keys define (the corpus is compared later)."""
     config = run.config
     if run.manifest is None or not run.resumes or "dataloader" in config.checkpoint.exclude_from_loading:
@@ -135,7 +135,7 @@ def data_position_fits(run: Run) -> list[Problem]:
 
 
 @rule()
-def batch_resumable(run: Run) -> list[Problem]:
+def batch_resumable(run: PlannedRun) -> list[Problem]:
     """A batch that follows the mesh would change in the middle of a run that goes on elsewhere, and with it
     the place in the data, unless that is left out."""
     excluded = run.config.checkpoint.exclude_from_loading
@@ -156,7 +156,7 @@ def batch_resumable(run: Run) -> list[Problem]:
     ]
 
 
-def checkpoint_notes(run: Run) -> list[str]:
+def checkpoint_notes(run: PlannedRun) -> list[str]:
     """What sets the run apart from the one so far, and checkpoints of other runs beside its own."""
     if run.manifest is None or not run.resumes:
         return []
@@ -171,7 +171,7 @@ def checkpoint_notes(run: Run) -> list[str]:
     return said
 
 
-def _left_out(run: Run) -> Iterator[str]:
+def _left_out(run: PlannedRun) -> Iterator[str]:
     """Tell what becomes of the schedule of the learning rate where it, or the step, is not loaded."""
     excluded = run.config.checkpoint.exclude_from_loading
     if "lr_scheduler" in excluded:
@@ -186,7 +186,7 @@ def _left_out(run: Run) -> Iterator[str]:
         )
 
 
-def _changes(run: Run) -> Iterator[str]:
+def _changes(run: PlannedRun) -> Iterator[str]:
     """The values that shape a run's curve and are not those of the checkpoint's; of keys that both know."""
     assert run.manifest is not None
     before = dotted(run.manifest["run"].get("config", ""))

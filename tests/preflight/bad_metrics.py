@@ -1,4 +1,4 @@
-"""Runs that break the rules of ``rules_observing``."""
+"""Runs that break the rules of ``rules.metrics``."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from toolkit.errors import Problem, install
-from toolkit.preflight.facts import Run, rule
+from toolkit.preflight.planned_run import PlannedRun, rule
 
 
 @rule()
-def profiler_fits(run: Run) -> list[Problem]:
+def profiler_fits(run: PlannedRun) -> list[Problem]:
     """A trace and the warm-up before it happen within one period."""
     options = run.config.profiling
     needed = options.profiler_warmup + options.profiler_active
@@ -27,7 +27,7 @@ def profiler_fits(run: Run) -> list[Problem]:
     ]
 
 
-def observing_notes(run: Run) -> list[str]:
+def observing_notes(run: PlannedRun) -> list[str]:
     """What was asked for and will not come."""
     profiling, training = run.config.profiling, run.config.training
     if not profiling.enable_profiling or training.epochs or profiling.profile_freq <= training.steps:
@@ -36,7 +36,7 @@ def observing_notes(run: Run) -> list[str]:
 
 
 @rule()
-def memory_snapshot_on_cuda(run: Run) -> list[Problem]:
+def memory_snapshot_on_cuda(run: PlannedRun) -> list[Problem]:
     """Only the CUDA allocator records its history."""
     if not run.config.profiling.enable_memory_snapshot or run.hardware.device == "cuda":
         return []
@@ -50,7 +50,7 @@ def memory_snapshot_on_cuda(run: Run) -> list[Problem]:
 
 
 @rule()
-def wandb_ready(run: Run) -> list[Problem]:
+def wandb_ready(run: PlannedRun) -> list[Problem]:
     """Without its package nothing is sent; without a key wandb would ask on a terminal that ranks lack."""
     key = "metrics.enable_wandb"
     if not run.config.metrics.enable_wandb:

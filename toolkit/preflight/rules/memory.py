@@ -10,8 +10,7 @@ from importlib.util import find_spec
 
 from toolkit.config.schema import fields_by_key
 from toolkit.errors import Problem, closest, install
-from toolkit.preflight import facts
-from toolkit.preflight.facts import Run, rule
+from toolkit.preflight.planned_run import PlannedRun, rule, torch_before
 
 _TABLE = "activation_checkpoint"
 _STRIDE = f"{_TABLE}.selective_ac_option"
@@ -33,7 +32,7 @@ _BACKENDS = (*_CHOOSING, "aot_eager_default_partitioner", "eager", "eager_noexce
 
 
 @rule()
-def selective_checkpointing(run: Run) -> list[Problem]:
+def selective_checkpointing(run: PlannedRun) -> list[Problem]:
     """``selective_ac_option`` is a stride over blocks, or by operator."""
     stride = run.config.activation_checkpoint.selective_ac_option
     if stride == "op" or (stride.isdecimal() and int(stride) >= 1):
@@ -44,7 +43,7 @@ def selective_checkpointing(run: Run) -> list[Problem]:
 
 
 @rule()
-def checkpointing_debug(run: Run) -> list[Problem]:
+def checkpointing_debug(run: PlannedRun) -> list[Problem]:
     """torch finds the operation that differs with a context of its own, in place of the chosen one."""
     options, key = run.config.activation_checkpoint, f"{_TABLE}.debug"
     if not options.debug or options.mode not in _RECOMPUTES:
@@ -59,7 +58,7 @@ def checkpointing_debug(run: Run) -> list[Problem]:
 
 
 @rule()
-def checkpointing_options_act(run: Run) -> list[Problem]:
+def checkpointing_options_act(run: PlannedRun) -> list[Problem]:
     """What one mode reads, another does not."""
     mode = run.config.activation_checkpoint.mode
     problems = []
@@ -73,7 +72,7 @@ def checkpointing_options_act(run: Run) -> list[Problem]:
 
 
 @rule()
-def memory_budget_needs(run: Run) -> list[Problem]:
+def memory_budget_needs(run: PlannedRun) -> list[Problem]:
     """It is torch.compile that keeps to the budget, for what it compiles, and matplotlib that draws."""
     compiling, key = run.config.compile, f"{_TABLE}.mode"
     if run.config.activation_checkpoint.mode != "memory_budget":
@@ -93,7 +92,7 @@ def memory_budget_needs(run: Run) -> list[Problem]:
 
 
 @rule()
-def compiled_components(run: Run) -> list[Problem]:
+def compiled_components(run: PlannedRun) -> list[Problem]:
     """With nothing to compile, compile.enable would do nothing."""
     if not run.config.compile.enable or run.config.compile.components:
         return []
@@ -102,7 +101,7 @@ def compiled_components(run: Run) -> list[Problem]:
 
 
 @rule()
-def compile_backend(run: Run) -> list[Problem]:
+def compile_backend(run: PlannedRun) -> list[Problem]:
     """The back end exists, and has what it needs."""
     backend, key = run.config.compile.backend, "compile.backend"
     known = [*_BACKENDS, *(found.name for found in entry_points(group="torch_dynamo_backends"))]
@@ -128,9 +127,9 @@ def compile_backend(run: Run) -> list[Problem]:
 
 
 @rule()
-def inductor_attends_in_fp64(run: Run) -> list[Problem]:
+def inductor_attends_in_fp64(run: PlannedRun) -> list[Problem]:
     """Before 2.13 inductor takes what attention on a CPU keeps for its backward for fp32, whatever it is."""
-    compiling, version = run.config.compile, facts.torch_before((2, 13))
+    compiling, version = run.config.compile, torch_before((2, 13))
     if not compiling.blocks or compiling.backend != "inductor":
         return []
     exact = run.config.training.mixed_precision_param == "float64"

@@ -23,7 +23,7 @@ from toolkit.data.sources import (
     open_source,
 )
 from toolkit.errors import DataError, Problem
-from toolkit.preflight.facts import Run, rule
+from toolkit.preflight.planned_run import PlannedRun, rule
 
 _DATA_KEYS = ("data.", "training.dataset", "validation.dataset", "validation.enable")
 _ESCAPE = re.compile(r"\\[nt](?![a-zA-Z])")  # but not \nabla
@@ -31,7 +31,7 @@ _TOKENIZER_KEYS = ("model.tokenizer_path", "model.hf_assets_path")
 
 
 @rule(DataError)
-def corpus_readable(run: Run) -> list[Problem]:
+def corpus_readable(run: PlannedRun) -> list[Problem]:
     """Each corpus is there and has the column, or the columns of the template."""
     problems = []
     for corpus in corpora(run.config):
@@ -47,7 +47,7 @@ def corpus_readable(run: Run) -> list[Problem]:
 
 
 @rule(DataError)
-def idle_datasets_exist(run: Run) -> list[Problem]:
+def idle_datasets_exist(run: PlannedRun) -> list[Problem]:
     """A name that no corpus has is wrong, too, where the corpus is not read."""
     config, problems = run.config, []
     read = {corpus.table for corpus in corpora(config)}
@@ -60,7 +60,7 @@ def idle_datasets_exist(run: Run) -> list[Problem]:
     return problems
 
 
-def corpora_notes(run: Run) -> list[str]:
+def corpora_notes(run: PlannedRun) -> list[str]:
     """Names that stand for other text than they say, and names that are not looked at."""
     said = []
     for corpus in corpora(run.config):
@@ -79,7 +79,7 @@ def corpora_notes(run: Run) -> list[str]:
 
 
 @rule()
-def template_has_no_escapes(run: Run) -> list[Problem]:
+def template_has_no_escapes(run: PlannedRun) -> list[Problem]:
     """A shell hands a backslash and an n on as they are, and each document would have them in its text."""
     columns = {corpus.column_key: corpus.text_column for corpus in corpora(run.config)}
     fix = "write $'{a}\\n{b}' in the shell, or set it in the file, between double quotes"
@@ -93,7 +93,7 @@ def template_has_no_escapes(run: Run) -> list[Problem]:
 
 
 @rule()
-def dataset_choices_act(run: Run) -> list[Problem]:
+def dataset_choices_act(run: PlannedRun) -> list[Problem]:
     """A subset or a split chooses from what has several: a dataset of the hub, or splits that were saved."""
     problems = []
     for corpus in corpora(run.config):
@@ -110,7 +110,7 @@ def dataset_choices_act(run: Run) -> list[Problem]:
 
 
 @rule()
-def text_column_acts(run: Run) -> list[Problem]:
+def text_column_acts(run: PlannedRun) -> list[Problem]:
     """JSON, Parquet and datasets have columns; the shipped corpora and .txt files have none to name."""
     config, readers = run.config, defaultdict(list)
     for corpus in corpora(config):
@@ -132,7 +132,7 @@ def _has_columns(corpus: CorpusOptions) -> bool:
 
 
 @rule(DataError)
-def corpus_small_enough(run: Run) -> list[Problem]:
+def corpus_small_enough(run: PlannedRun) -> list[Problem]:
     """A run itself tokenises no more text than data.max_inline_gb.
 
     Files whose hashes are remembered may be tokenised already, and a dataset of the hub says how large it is

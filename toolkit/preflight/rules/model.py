@@ -6,12 +6,12 @@ import os
 
 from toolkit.errors import DataError, Problem
 from toolkit.models.registry import architecture_key, config_folder
-from toolkit.preflight.facts import Run, rule
 from toolkit.preflight.hub import PUBLISHED, download_line, published_name
+from toolkit.preflight.planned_run import PlannedRun, rule
 
 
 @rule()
-def model_exists(run: Run) -> list[Problem]:
+def model_exists(run: PlannedRun) -> list[Problem]:
     """The preset exists, and its changed fields go together."""
     name = run.config.model.name
     published = published_name(name or "")
@@ -28,7 +28,7 @@ def model_exists(run: Run) -> list[Problem]:
 
 
 @rule(DataError)
-def architecture_readable(run: Run) -> list[Problem]:
+def architecture_readable(run: PlannedRun) -> list[Problem]:
     """config.json says what the model is, where nothing else does."""
     if not run.architecture_error or run.weights == config_folder(run.config):
         return []  # of the folder of the weights another rule says more
@@ -40,7 +40,7 @@ def architecture_readable(run: Run) -> list[Problem]:
 
 
 @rule(DataError)
-def tokenizer_readable(run: Run) -> list[Problem]:
+def tokenizer_readable(run: PlannedRun) -> list[Problem]:
     """There is a tokenizer where the config says."""
     if not run.tokenizer_error:
         return []
@@ -52,7 +52,7 @@ def tokenizer_readable(run: Run) -> list[Problem]:
 
 
 @rule()
-def vocabulary_fits(run: Run) -> list[Problem]:
+def vocabulary_fits(run: PlannedRun) -> list[Problem]:
     """The embedding has a row for each token."""
     if run.model is None or run.vocabulary is None or run.vocabulary <= run.model.vocab_size:
         return []
@@ -68,7 +68,7 @@ def vocabulary_fits(run: Run) -> list[Problem]:
 
 
 @rule()
-def sequence_fits_model(run: Run) -> list[Problem]:
+def sequence_fits_model(run: PlannedRun) -> list[Problem]:
     """A sequence is no longer than the model is made for."""
     if run.model is None:
         return []
@@ -86,7 +86,7 @@ def sequence_fits_model(run: Run) -> list[Problem]:
 
 
 @rule()
-def device_has_dtype(run: Run) -> list[Problem]:
+def device_has_dtype(run: PlannedRun) -> list[Problem]:
     """A GPU before Ampere has no bfloat16. (A CPU computes it without native support, slowly.)"""
     if run.hardware.device == "cpu" or run.hardware.native_bf16:
         return []

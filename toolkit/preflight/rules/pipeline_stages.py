@@ -16,7 +16,7 @@ from toolkit.parallel.pipeline_schedules import (
     pipeline_stages,
     schedule_of,
 )
-from toolkit.preflight.facts import Run, rule
+from toolkit.preflight.planned_run import PlannedRun, rule
 
 _DEGREE = "parallelism.pipeline_parallel_degree"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
@@ -28,7 +28,7 @@ _SHOWN = 4
 
 
 @rule()
-def schedule_takes_stages(run: Run) -> list[Problem]:
+def schedule_takes_stages(run: PlannedRun) -> list[Problem]:
     """A schedule runs one stage on a rank, or two, or any number of them."""
     if run.stages is None or run.model is None:
         return []
@@ -57,7 +57,7 @@ def _needs(schedule: Schedule, pp: int) -> str:
     return f"{schedule.stages * pp}, {'two' if schedule.stages == 2 else 'one'} a rank"
 
 
-def _sizes(run: Run, count: int) -> list[int]:
+def _sizes(run: PlannedRun, count: int) -> list[int]:
     """Layers a stage that the schedule takes, those first that give about ``count`` stages."""
     assert run.model is not None
     by_count = {}
@@ -68,14 +68,14 @@ def _sizes(run: Run, count: int) -> list[int]:
     return [by_count[other] for other in sorted(by_count, key=lambda other: abs(other - count))][:_SHOWN]
 
 
-def _cut(run: Run, **change: Any) -> list[list[str]]:
+def _cut(run: PlannedRun, **change: Any) -> list[list[str]]:
     """The modules of each stage with other options of ``[parallelism]``."""
     assert run.model is not None
     options = run.config.parallelism.model_copy(update=change)
     return pipeline_stages(options, run.model.n_layers).modules
 
 
-def _works(run: Run, **change: Any) -> bool:
+def _works(run: PlannedRun, **change: Any) -> bool:
     """Check that the schedule takes the stages and each has something."""
     assert run.model is not None
     options = run.config.parallelism.model_copy(update=change)
@@ -84,7 +84,7 @@ def _works(run: Run, **change: Any) -> bool:
 
 
 @rule()
-def stages_hold_something(run: Run) -> list[Problem]:
+def stages_hold_something(run: PlannedRun) -> list[Problem]:
     """Each stage has a block, the embedding or the head, and neither of these counts for more than its stage
     has room."""
     options = run.config.parallelism
@@ -104,7 +104,7 @@ def stages_hold_something(run: Run) -> list[Problem]:
     return [run.problem(key, rule, ", or ".join(_fill_stages(run)) or "set it to 1")]
 
 
-def _fill_stages(run: Run) -> list[str]:
+def _fill_stages(run: PlannedRun) -> list[str]:
     """Ways to leave no stage empty: ends that count less, other sizes, fewer ranks or stages."""
     fixes = []
     if ends := _ends(run):
@@ -122,12 +122,12 @@ def _fill_stages(run: Run) -> list[str]:
     return fixes
 
 
-def _has_mesh(run: Run, pp: int) -> bool:
+def _has_mesh(run: PlannedRun, pp: int) -> bool:
     options = run.config.parallelism.model_copy(update={"pipeline_parallel_degree": pp})
     return degrees(options, run.world_size) is not None
 
 
-def _ends(run: Run, **change: Any) -> str | None:
+def _ends(run: PlannedRun, **change: Any) -> str | None:
     """The least change of what embedding and head count as with which it works: "" is no change."""
     asked = [getattr(run.config.parallelism, name) for name in _ENDS]
     choices = product(*(range(value + 1) for value in asked))
@@ -144,7 +144,7 @@ def _and(fix: str, ends: str) -> str:
 
 
 @rule()
-def parts_are_a_cut(run: Run) -> list[Problem]:
+def parts_are_a_cut(run: PlannedRun) -> list[Problem]:
     """Stages named by hand hold each module once, in the order of the forward."""
     parts = run.config.parallelism.module_fqns_per_model_part
     if parts is None or run.model is None:

@@ -9,13 +9,13 @@ from toolkit.config.schema import Field
 from toolkit.config.types import ActsWith, DefaultOnly, NotBuilt
 from toolkit.config.values import format_toml
 from toolkit.errors import Problem
-from toolkit.preflight.facts import Run, rule
+from toolkit.preflight.planned_run import PlannedRun, rule
 
 Mark = TypeVar("Mark", NotBuilt, DefaultOnly)
 
 
 @rule()
-def built_options(run: Run) -> list[Problem]:
+def built_options(run: PlannedRun) -> list[Problem]:
     """An option that is not built yet would be ignored in silence."""
 
     def words(field: Field) -> str:
@@ -25,12 +25,12 @@ def built_options(run: Run) -> list[Problem]:
 
 
 @rule()
-def supported_options(run: Run) -> list[Problem]:
+def supported_options(run: PlannedRun) -> list[Problem]:
     """torchtitan's options that have no meaning here, at other than their defaults."""
     return [run.problem(field.key, mark.reason, _leave(field)) for field, mark in _refused(run, DefaultOnly)]
 
 
-def _refused(run: Run, kind: type[Mark]) -> list[tuple[Field, Mark]]:
+def _refused(run: PlannedRun, kind: type[Mark]) -> list[tuple[Field, Mark]]:
     return [
         (field, mark)
         for field in run.config.present_fields()
@@ -43,7 +43,7 @@ def _leave(field: Field) -> str:
     return f"remove it, or set {field.name} = {format_toml(field.default)}, the default"
 
 
-def options_notes(run: Run) -> list[str]:
+def options_notes(run: PlannedRun) -> list[str]:
     """The keys that are set and that nothing reads, by what they would act with."""
     idle = defaultdict(list)
     for field in run.config.present_fields():
@@ -63,7 +63,7 @@ def options_notes(run: Run) -> list[str]:
 
 
 @rule()
-def device_is_here(run: Run) -> list[Problem]:
+def device_is_here(run: PlannedRun) -> list[Problem]:
     """A run that asks for GPUs does not fall back to the CPU."""
     if run.config.training.device != "cuda" or run.hardware.device == "cuda":
         return []
@@ -72,7 +72,7 @@ def device_is_here(run: Run) -> list[Problem]:
 
 
 @rule()
-def loader_workers(run: Run) -> list[Problem]:
+def loader_workers(run: PlannedRun) -> list[Problem]:
     """Two options of the DataLoader speak of its workers."""
     problems = []
     for table in ("training.dataloader", "validation.dataloader"):
@@ -87,7 +87,7 @@ def loader_workers(run: Run) -> list[Problem]:
 
 
 @rule()
-def validation_has_one_length(run: Run) -> list[Problem]:
+def validation_has_one_length(run: PlannedRun) -> list[Problem]:
     """How much is validated is said once."""
     options = run.config.validation
     if not options.enable or options.samples == -1 or options.steps == -1:
@@ -97,7 +97,7 @@ def validation_has_one_length(run: Run) -> list[Problem]:
 
 
 @rule()
-def deterministic_options_act(run: Run) -> list[Problem]:
+def deterministic_options_act(run: PlannedRun) -> list[Problem]:
     """What to do about algorithms that are not deterministic is asked only where these are unwanted."""
     options = run.config.debug
     if options.deterministic or not options.deterministic_warn_only:

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 from toolkit.errors import Problem
-from toolkit.preflight.facts import Run, rule
+from toolkit.preflight.planned_run import PlannedRun, rule
 
 
 @rule()
-def folders_writable(run: Run) -> list[Problem]:
+def folders_writable(run: PlannedRun) -> list[Problem]:
     """The run can create the folders that it writes to."""
     config = run.config
     folders = {"job.dump_folder": config.job.dump_folder}

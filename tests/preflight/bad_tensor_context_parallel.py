@@ -1,4 +1,4 @@
-"""Runs that break the rules of ``rules_tensor``."""
+"""Runs that break the rules of ``rules.tensor_context_parallel``."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.preflight.bad_runs import CPU, configure
-from toolkit.preflight.facts import Run
-from toolkit.preflight.rules_observing import observing_notes
+from toolkit.preflight.planned_run import PlannedRun
+from toolkit.preflight.rules.metrics import observing_notes
 
 
 @pytest.mark.parametrize(
@@ -15,4 +15,4 @@ from toolkit.preflight.rules_observing import observing_notes
 )
 def test_a_run_that_ends_before_its_first_trace_is_noted(length: str, noted: bool) -> None:
     flags = ["--profiling.enable_profiling", "--profiling.profile_freq=10", length]
-    assert bool(observing_notes(Run(configure(flags), 1, CPU))) is noted
+    assert bool(observing_notes(PlannedRun(configure(flags), 1, CPU))) is noted

@@ -1,0 +1,118 @@
+"""Lines about a run that may start: what it is, and what is allowed but may surprise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.config import Config
+from toolkit.errors import one_line
+from toolkit.hardware import Hardware
+from toolkit.models.llama.presets import parameter_count
+from toolkit.parallel.dims import Degrees, strategy_in_effect
+from toolkit.preflight.planned_run import PlannedRun
+from toolkit.preflight.rules.attention import attention_notes, attention_of
+from toolkit.preflight.rules.checkpoint import checkpoint_notes
+from toolkit.preflight.rules.data import corpora_notes
+from toolkit.preflight.rules.fsdp import sharding_notes
+from toolkit.preflight.rules.metrics import observing_notes
+from toolkit.preflight.rules.mixture import mixture_notes
+from toolkit.preflight.rules.optim import optim_notes
+from toolkit.preflight.rules.options import options_notes
+from toolkit.preflight.rules.pipeline import pipeline_notes
+from toolkit.preflight.rules.tensor_context_parallel import tensor_notes
+from toolkit.preflight.rules.weights import weights_notes
+
+
+def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
+    """Say what is allowed but may surprise."""
+    run = PlannedRun(config, world_size, hardware)
+    training = config.training
+    said = [
+        *options_notes(run),
+        *optim_notes(run),
+        *attention_notes(run),
+        *tensor_notes(run),
+        *pipeline_notes(run),
+        *sharding_notes(run),
+        *corpora_notes(run),
+        *mixture_notes(run),
+        *observing_notes(run),
+        *checkpoint_notes(run),
+        *weights_notes(run),
+    ]
+    if run.mesh and run.batch:
+        total, local, per_rank = run.batch.total, run.batch.local, run.batch.total // run.mesh.dp
+        if training.global_batch_size == -1:
+            said.append(
+                f"training.global_batch_size is -1, which on this mesh is {total}; "
+                f"set it to {total} to have the same run on any mesh"
+            )
+        if run.pp == 1 and local < min(training.local_batch_size, per_rank):
+            said.append(
+                f"the {per_rank} samples of a rank are taken {local} at a time: "
+                f"training.local_batch_size {training.local_batch_size} does not divide them"
+            )
+    validation = config.validation
+    if run.mesh and validation.enable and validation.steps != -1:
+        samples = validation.steps * validation.local_batch_size * run.mesh.dp
+        said.append(
+            f"validation.steps are batches of each rank, on this mesh {samples} samples in all; set "
+            f"validation.samples to {samples} in its place to have the same loss on any mesh"
+        )
+    if training.mixed_precision_output != "auto":
+        said.append("training.mixed_precision_output is for logits, of which a training hands out none")
+    if config.compile.enable:
+        said.append(
+            "the first step compiles, some minutes at most; the code is kept in compile.cache_folder "
+            f"({config.compile.cache_folder}) for the next start"
+        )
+    asks_bf16 = "bfloat16" in (training.dtype, training.mixed_precision_param)
+    if asks_bf16 and hardware.device == "cpu" and not hardware.native_bf16:
+        said.append("this CPU does not multiply bfloat16 natively: float32 is faster here")
+    return said
+
+
+def summary(config: Config, *, world_size: int, hardware: Hardware) -> str:
+    """Describe a run that passed :func:`check`: model, mesh, techniques, batch."""
+    run = PlannedRun(config, world_size, hardware)
+    model, mesh, batch = run.model, run.mesh, run.batch
+    assert model is not None and mesh is not None and batch is not None
+    cut = f"{mesh.dp} data-parallel × {batch.local} local × {batch.accumulation} accumulated"
+    if run.pp > 1:
+        size = config.parallelism.pipeline_parallel_microbatch_size
+        cut = f"{mesh.dp} data-parallel × {run.micro_batches} micro-batches of {size}"
+    return "\n".join(
+        [
+            f"model  {run.model_named}, {parameter_count(model):,} parameters",
+            f"mesh   {mesh} on {hardware.name}",
+            f"with   {', '.join(_techniques(run, mesh))}",
+            f"batch  {batch.total} samples ({cut}) of {config.training.seq_len} tokens",
+        ]
+    )
+
+
+def _techniques(run: PlannedRun, mesh: Degrees) -> Iterator[str]:
+    """How the model is sharded, computed and made to fit."""
+    options, checkpointing = run.config.parallelism, run.config.activation_checkpoint
+    yield strategy_in_effect(options, mesh)
+    if mesh.pp > 1:
+        file = options.pipeline_parallel_schedule_csv
+        yield f"schedule {f'of {file}' if file else options.pipeline_parallel_schedule}"
+    every = checkpointing.selective_ac_option
+    modes = {
+        "none": "all activations kept",
+        "full": "every block recomputed",
+        "selective": "recomputed by operator" if every == "op" else f"one block of {every} recomputed",
+        "memory_budget": f"recomputed to a memory budget of {checkpointing.memory_budget:g}",
+    }
+    yield modes[checkpointing.mode]
+    yield f"{attention_of(run)} attention"
+    yield "compiled" if run.config.compile.enable else "eager"
+
+
+def describe(config: Config, *, world_size: int, hardware: Hardware) -> str:
+    """:func:`summary`, and a line for each of :func:`notes`."""
+    said = notes(config, world_size=world_size, hardware=hardware)
+    return "\n".join(
+        [summary(config, world_size=world_size, hardware=hardware), *(f"note   {one_line(n)}" for n in said)]
+    )
