@@ -24,9 +24,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.data.cache import tokenized
 from toolkit.data.sources import open_source
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.token_cache import tokenized
+from toolkit.data.tokenizers.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

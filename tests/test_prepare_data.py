@@ -13,9 +13,11 @@ from unittest import mock
 import pytest
 
 from toolkit.config import load_config
-from toolkit.data import block_hashes, cache, content
+from toolkit.data import content_hash as content
+from toolkit.data import token_cache as cache
 from toolkit.data.build import open_data
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED, DataError
+from toolkit.io import block_hashes
 from tools import prepare_data
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.config import Config
-from toolkit.data.loader import Loader
+from toolkit.data.dataloader import Loader
 from toolkit.metrics.flops import flops_per_token, peak_flops
 from toolkit.metrics.logger import MetricLogger
 from toolkit.metrics.speed import SpeedMeter

@@ -41,7 +41,7 @@ from toolkit.launcher.fault_reports import SUPERVISED, traces_prefix
 def _train(config: Config, faults: FaultReporter | None, checked_device: str) -> int:
     import torch
 
-    from toolkit.data.loader import lost_worker
+    from toolkit.data.dataloader import lost_worker
     from toolkit.distributed import process_group
     from toolkit.launcher import flight_recorder
     from toolkit.metrics.memory import out_of_memory_advice

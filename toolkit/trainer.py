@@ -25,6 +25,7 @@ from toolkit.checkpointer import Progress, Saves, pretrained_folder
 from toolkit.config import Config
 from toolkit.data.batch_size import batch_shape
 from toolkit.data.build import Data
+from toolkit.data.dataloader import training_loader, validation_loader
 from toolkit.distributed import process_group
 from toolkit.distributed.garbage_collection import GarbageCollection
 from toolkit.distributed.seeds import seed_step, set_deterministic
@@ -40,7 +41,6 @@ from toolkit.errors import (
 from toolkit.io.locks import claim
 from toolkit.launcher.signals import StopRequest
 from toolkit.launcher.time_limit import Deadline
-from toolkit.loaders import training_loader, validation_loader
 from toolkit.metrics.memory import memory, out_of_memory_advice
 from toolkit.metrics.phases import Phases
 from toolkit.metrics.speed import SpeedMeter

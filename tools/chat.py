@@ -25,8 +25,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from toolkit.data.chat import ChatFormat, Message, chat_format
-from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.chat.base import ChatFormat, Message
+from toolkit.data.chat.formats import chat_format
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.distributed import process_group
 from toolkit.errors import EXIT_FINISHED, DataError, ToolkitError, printable, report
 from toolkit.generation.generator import Generator

@@ -29,8 +29,9 @@ from typing import Any
 from toolkit import preflight
 from toolkit.config import Config, load_config, local_paths
 from toolkit.data.build import Data, corpora, run_tokenizer
-from toolkit.data.cache import tokenized
+from toolkit.data.dataloader import validation_loader
 from toolkit.data.sources import open_source, open_text
+from toolkit.data.token_cache import tokenized
 from toolkit.distributed import process_group
 from toolkit.errors import (
     EXIT_FINISHED,
@@ -46,7 +47,6 @@ from toolkit.evaluation.perplexity import Evaluator, Loss, documents, text_loss
 from toolkit.generation.load import Loaded, needed_tokenizer
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
-from toolkit.loaders import validation_loader
 from tools.cli import add_bos_argument, add_model_arguments, count, load_as_asked
 
 _WINDOW = 4096

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from toolkit.config import local_paths
-from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.distributed import process_group
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
 from toolkit.generation.generator import Generator

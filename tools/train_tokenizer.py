@@ -26,7 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from toolkit.config import local_paths
 from toolkit.data.sources import open_source, open_text
-from toolkit.data.tokenizer_files import LLAMA3_PATTERN, N_LLAMA3_SPECIAL, llama3_names, of_llama3
+from toolkit.data.tokenizers.files import LLAMA3_PATTERN, N_LLAMA3_SPECIAL, llama3_names, of_llama3
 from toolkit.errors import EXIT_ERROR, ConfigError, Problem, ToolkitError, flags_named, printable
 from toolkit.io import standard_streams
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from toolkit.data.chat import ChatFormat, Llama2Format, Llama3Format, chat_format
-from toolkit.data.chat_template import ChatTemplate
-from toolkit.data.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.chat.base import ChatFormat
+from toolkit.data.chat.formats import Llama2Format, Llama3Format, chat_format
+from toolkit.data.chat.template import ChatTemplate
+from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import DataError
 
 pytestmark = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")

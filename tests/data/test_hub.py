@@ -18,8 +18,8 @@ import pytest
 from tests.data.byte_tokenizer import ByteTokenizer
 from tests.data.test_parquet import ROWS, TEMPLATE, TEXTS, build, files_of, texts_of, write
 from toolkit.data import text_files
-from toolkit.data.cache import TokenCache, tokenized
 from toolkit.data.sources import check_source, choices_read, open_source
+from toolkit.data.token_cache import TokenCache, tokenized
 from toolkit.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ whole.save_to_disk("both")
 
 FETCH = """
 import json, sys
-from toolkit.data.cache import tokenized
+from toolkit.data.token_cache import tokenized
 from toolkit.data.sources import open_source
 from toolkit.errors import DataError
 from tests.data.byte_tokenizer import ByteTokenizer

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.data.mixture import BLOCK, MixtureOrder, identity, quotas, shares
-from toolkit.data.order import corpus_indices
+from toolkit.data.sampler import corpus_indices
 
 SEED = 5
 WEIGHTS = {"books": 0.005, "code": 0.3, "web": 0.695}

@@ -12,14 +12,14 @@ import pytest
 import tiktoken
 
 from tests.data.unicode_strings import unicode_strings
-from toolkit.data.tokenizer import load_tokenizer, vocabulary_size
-from toolkit.data.tokenizer_files import (
+from toolkit.data.tokenizers.files import (
     TokenizerFiles,
     find,
     llama3_names,
     read_ranks,
     tiktoken_special_tokens,
 )
+from toolkit.data.tokenizers.tokenizer import load_tokenizer, vocabulary_size
 from toolkit.errors import DataError
 
 IN_TREE = Path(__file__).parents[1] / "assets"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, ConfigError
 from tools import make_embedded_corpus, train_tokenizer
 

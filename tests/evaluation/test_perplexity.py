@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.helpers import run_world
 from tests.models.small_llama import build, small
-from toolkit.data.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import DataError
 from toolkit.evaluation.perplexity import Evaluator, Row, documents, first_token, rolling_windows, text_loss
 from toolkit.evaluation.perplexity import perplexity as evaluation

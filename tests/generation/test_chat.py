@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import run_world
-from toolkit.data.chat import Llama2Format, Message, chat_format
+from toolkit.data.chat.base import Message
+from toolkit.data.chat.formats import Llama2Format, chat_format
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED, DataError
 from toolkit.generation.load import Loaded, load_model, needed_tokenizer
 from toolkit.generation.sampling import Sampling

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.training import small_config
 from toolkit.build import build_model, sharding
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.execution import Execution, Whole

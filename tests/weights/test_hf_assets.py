@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.preflight.bad_weights import write_model
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.weights.hf_assets import tokenizer_companions, tokenizer_of
 from toolkit.weights.open import open_source
 from tools.convert_weights import main

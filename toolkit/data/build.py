@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from toolkit.config import Config
-from toolkit.data.cache import Part, TokenCache, tokenized
 from toolkit.data.sources import open_source
-from toolkit.data.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.token_cache import Part, TokenCache, tokenized
+from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def open_corpora(
 ) -> Iterator[tuple[str, TokenCache]]:
     """Each corpus of the run under the name of its table in the config, one after the other.
 
-    For the rest see :func:`toolkit.data.cache.tokenized`.
+    For the rest see :func:`toolkit.data.token_cache.tokenized`.
 
     Raises:
         DataError: as :func:`open_data`.

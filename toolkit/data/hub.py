@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.columns import SourceError
-from toolkit.data.content import locked, remember, say, too_large
+from toolkit.data.content_hash import locked, remember, say, too_large
 from toolkit.data.sources import Source
 from toolkit.errors import DataError, Problem, install
 

@@ -26,7 +26,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from toolkit.data.order import corpus_indices, permute
+from toolkit.data.sampler import corpus_indices, permute
 
 BLOCK = 10_000
 

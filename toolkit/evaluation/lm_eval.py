@@ -21,7 +21,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
 
-from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import ConfigError, DataError, Problem, did_you_mean
 from toolkit.evaluation.perplexity import Evaluator, Row, first_token, rolling_windows
 from toolkit.generation.generator import Generator

@@ -26,9 +26,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.data.loader import Batch
+from toolkit.data.dataloader import Batch
 from toolkit.data.sources import open_text
-from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 from toolkit.loss import IGNORED_LABEL
 from toolkit.models.llama.model import Llama

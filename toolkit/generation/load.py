@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.config.values import dotted
-from toolkit.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
+from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import ConfigError, DataError, Problem
 from toolkit.generation.cpu_prepack import can_pack, pack

@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, batch_shape
-from toolkit.data.tokenizer_files import vocabulary_size
+from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
 from toolkit.models.llama.presets import LlamaArgs

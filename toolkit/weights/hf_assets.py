@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.values import dotted
-from toolkit.data.tokenizer import Tokenizer, load_tokenizer
-from toolkit.data.tokenizer_files import CANDIDATES, adds_bos, find
-from toolkit.data.tokenizer_json import post_processor, tokenizer_json
+from toolkit.data.tokenizers.files import CANDIDATES, adds_bos, find
+from toolkit.data.tokenizers.to_json import post_processor, tokenizer_json
+from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.weights.hf_write import SpecialTokens
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.open import CheckpointWeights

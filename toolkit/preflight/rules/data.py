@@ -12,7 +12,7 @@ from pathlib import Path
 from toolkit.config import Config
 from toolkit.config.schema import find_field
 from toolkit.data.build import CorpusOptions, corpora
-from toolkit.data.content import too_large, unread
+from toolkit.data.content_hash import too_large, unread
 from toolkit.data.sources import (
     EMBEDDED,
     STAND_INS,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from toolkit.data.tokenizer_files import vocabulary_size
+from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import DataError, Problem, first_few
 from toolkit.models.llama import hf_config
 from toolkit.models.llama.presets import PRESETS, LlamaArgs, parameter_shapes

@@ -1,6 +1,6 @@
 """Tokenizers: tiktoken, SentencePiece and Hugging Face files behind one small interface.
 
-``load_tokenizer(folder)`` looks into the folder (:mod:`toolkit.data.tokenizer_files` has the order and
+``load_tokenizer(folder)`` looks into the folder (:mod:`toolkit.data.tokenizers.files` has the order and
 the kinds) and gives a :class:`Tokenizer`. Ids are exactly those of the library that defines the kind.
 
 Rules common to all kinds:
@@ -25,7 +25,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from toolkit.data.tokenizer_files import (
+from toolkit.data.tokenizers.files import (
     N_LLAMA3_RANKS,
     PAD_LLAMA3,
     PAD_LLAMA4,

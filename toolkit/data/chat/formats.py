@@ -5,44 +5,22 @@ tokenizer and encodes the rest as plain text, so that "<|eot_id|>" or "</s>" in 
 cannot end its turn. BOS comes from the format, once, and from nowhere else.
 
 :func:`chat_format` takes what is asked for, else the template that comes with the tokenizer
-(:mod:`toolkit.data.chat_template`), else the format whose special tokens the tokenizer has.
+(:mod:`toolkit.data.chat.template`), else the format whose special tokens the tokenizer has.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.chat.base import ChatFormat, Message
+from toolkit.data.chat.template import ChatTemplate, template_beside
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
-Message = Mapping[str, Any]
 FORMATS = ("llama2", "llama3")
 
 _ROLES_LLAMA3 = ("system", "user", "assistant", "ipython")
-
-
-class ChatFormat(ABC):
-    """How a dialog is laid out for a model.
-
-    Attributes:
-        name: "llama2", "llama3" or the file of a template.
-        stop_ids: the tokens at which an answer ends.
-    """
-
-    name: str
-    stop_ids: tuple[int, ...]
-
-    @abstractmethod
-    def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
-        """Ids of the dialog, BOS included where the format has it; ``generation_prompt`` opens the answer
-        that is to be generated.
-
-        Raises:
-            DataError: messages that the format has no place for.
-        """
 
 
 def chat_format(tokenizer: Tokenizer, asked: str | None = None) -> ChatFormat:
@@ -51,8 +29,6 @@ def chat_format(tokenizer: Tokenizer, asked: str | None = None) -> ChatFormat:
     Raises:
         DataError: no format can be told, the tokenizer lacks its tokens, or the template cannot be read.
     """
-    from toolkit.data.chat_template import ChatTemplate, template_beside
-
     if asked in FORMATS:
         return Llama2Format(tokenizer) if asked == "llama2" else Llama3Format(tokenizer)
     if asked is not None:

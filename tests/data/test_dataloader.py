@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.byte_tokenizer import ByteTokenizer
-from toolkit.data.cache import Part, TokenCache, tokenized
-from toolkit.data.loader import FIELDS, Loader, build_loader, lost_worker
+from toolkit.data.dataloader import FIELDS, Loader, build_loader, lost_worker
 from toolkit.data.mixture import BLOCK, MixtureOrder
 from toolkit.data.sources import Source
+from toolkit.data.token_cache import Part, TokenCache, tokenized
 from toolkit.errors import DataError
 from toolkit.loss import IGNORED_LABEL
 
@@ -148,7 +148,7 @@ def _fails_of(error: type[Exception]) -> Iterator[Any]:
 _KILLS_A_WORKER = """
 import multiprocessing, os, signal
 from tests.data.test_loader import _loader
-from toolkit.data.loader import lost_worker
+from toolkit.data.dataloader import lost_worker
 from toolkit.errors import DataError
 try:
     batches = iter(_loader(num_workers=1))

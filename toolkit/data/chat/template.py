@@ -21,9 +21,9 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from toolkit.data.chat import ChatFormat, Message
-from toolkit.data.tokenizer import Tokenizer
-from toolkit.data.tokenizer_files import read_json
+from toolkit.data.chat.base import ChatFormat, Message
+from toolkit.data.tokenizers.files import read_json
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
 _PRIVATE_USE = range(0xE000, 0xF8FF)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 
-from toolkit.data.tokenizer import Tokenizer
-from toolkit.data.tokenizer_files import read_ranks, tiktoken_pattern
+from toolkit.data.tokenizers.files import read_ranks, tiktoken_pattern
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 
 
 def tokenizer_json(tokenizer: Tokenizer, content: bytes) -> dict[str, bytes]:

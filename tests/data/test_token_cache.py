@@ -20,13 +20,15 @@ import pytest
 
 from tests.data.byte_tokenizer import ByteTokenizer, ModuleProbe
 from toolkit.config import load_config
-from toolkit.data import block_hashes, content, sources, text_files
-from toolkit.data import cache as cache_module
+from toolkit.data import content_hash as content
+from toolkit.data import sources, text_files
+from toolkit.data import token_cache as cache_module
 from toolkit.data.build import run_tokenizer
-from toolkit.data.cache import TokenCache, open_cache, tokenized
 from toolkit.data.sources import Source
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.token_cache import TokenCache, open_cache, tokenized
+from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import DataError
+from toolkit.io import block_hashes
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"document {number}: " + "ab\n" * (number % 7) for number in range(60)]
@@ -334,7 +336,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from toolkit.data import sources, text_files
-from toolkit.data.cache import tokenized
+from toolkit.data.token_cache import tokenized
 from tests.data.byte_tokenizer import ByteTokenizer
 files, tokenizer, folder, processes = json.loads(sys.argv[1])
 text_files.PIECE_BYTES = 200

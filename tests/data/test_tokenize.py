@@ -7,13 +7,13 @@ from unittest import mock
 
 import pytest
 
-from toolkit.data import progress
-from toolkit.data.progress import Progress
+from toolkit.data import tokenize
+from toolkit.data.tokenize import TokenizeBar
 
 
 @pytest.fixture
 def clock() -> mock.Mock:
-    with mock.patch.object(progress.time, "monotonic") as monotonic:
+    with mock.patch.object(tokenize.time, "monotonic") as monotonic:
         monotonic.return_value = 0.0
         yield monotonic
 
@@ -21,7 +21,7 @@ def clock() -> mock.Mock:
 def test_lines_with_an_estimate_where_there_is_no_terminal(
     clock: mock.Mock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Progress("corpus", 100_000_000, 2, shown=True) as bar:
+    with TokenizeBar("corpus", 100_000_000, 2, shown=True) as bar:
         for second in range(1, 41):
             clock.return_value = float(second)
             bar.advance(2_000_000, second * 500_000)
@@ -38,7 +38,7 @@ def test_lines_with_an_estimate_where_there_is_no_terminal(
 def test_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with (
         mock.patch.object(sys.stderr, "isatty", return_value=True),
-        Progress("c", 1000, 1, shown=True) as bar,
+        TokenizeBar("c", 1000, 1, shown=True) as bar,
     ):
         bar.advance(1000, 7)
     output = capsys.readouterr().err
@@ -46,6 +46,6 @@ def test_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress("corpus", 1000, 1, shown=False) as bar:
+    with TokenizeBar("corpus", 1000, 1, shown=False) as bar:
         bar.advance(1000, 7)
     assert capsys.readouterr().err == ""

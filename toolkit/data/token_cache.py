@@ -34,18 +34,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from toolkit.data.block_hashes import BLOCK_BYTES, HashedFile, first_damaged
-from toolkit.data.content import content_hashes, locked, say, stamps, too_large, unread
+from toolkit.data.content_hash import content_hashes, locked, say, stamps, too_large, unread
 from toolkit.data.sources import Source, kind
 from toolkit.data.text_files import PIECE_BYTES
-from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 from toolkit.hardware import cores
 from toolkit.io.atomic import sync_file, sync_folder
+from toolkit.io.block_hashes import BLOCK_BYTES, HashedFile, first_damaged
 
 if TYPE_CHECKING:
-    from toolkit.data.progress import Progress
-    from toolkit.data.workers import Encoded
+    from toolkit.data.tokenize import Encoded, TokenizeBar
 
 FORMAT = 1  # raise it when pieces are cut, or documents are framed, in another way
 ALONE_BYTES = 16 << 20  # of text: up to here helpers would hardly be under way before one process is done
@@ -221,8 +220,7 @@ def _build(
 ) -> None:
     """Write the cache under a temporary name and commit it, if the text is ``unchanged`` since its key was
     made. The caller holds the lock."""
-    from toolkit.data.progress import Progress  # these two only where something is built
-    from toolkit.data.workers import encode_all
+    from toolkit.data.tokenize import TokenizeBar, encode_all  # only where something is built
 
     building = folder.with_suffix(".building")
     for leftover in (building, folder):  # of a killed build; a damaged cache
@@ -231,7 +229,7 @@ def _build(
     building.mkdir()
     dtype = "uint16" if tokenizer.n_words <= 1 << 16 else "uint32"
     try:
-        with Progress(source.name, source.n_bytes, processes, shown=progress) as bar:
+        with TokenizeBar(source.name, source.n_bytes, processes, shown=progress) as bar:
             pieces = encode_all(source.pieces(), source.text_column, tokenizer, dtype, processes=processes)
             with contextlib.closing(pieces):
                 n_tokens, n_documents, blocks = _write(pieces, building, bar)
@@ -262,7 +260,9 @@ def _build(
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _write(pieces: Iterator[Encoded], building: Path, bar: Progress) -> tuple[int, int, dict[str, list[str]]]:
+def _write(
+    pieces: Iterator[Encoded], building: Path, bar: TokenizeBar
+) -> tuple[int, int, dict[str, list[str]]]:
     """Stream pieces to disk; returns the number of tokens and of documents, and the hashes of the files."""
     n_tokens = n_documents = 0
     unfinished = 0  # tokens so far of a document that the next piece goes on with

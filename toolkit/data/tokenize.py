@@ -12,15 +12,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Generator, Iterator
 from multiprocessing.connection import Connection, Pipe, wait
+from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
 
 from toolkit.data.text_files import Piece
-from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
 AHEAD = 4  # pieces that may wait, a process, for an earlier one that takes longer
@@ -107,7 +109,7 @@ class _Helper:
         self.connection, theirs = Pipe()
         program = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from toolkit.data.workers import serve; serve({theirs.fileno()})"
+            f"from toolkit.data.tokenize import serve; serve({theirs.fileno()})"
         )
         # One thread each: there are as many helpers as cores.
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
@@ -161,3 +163,58 @@ def serve(descriptor: int) -> None:
             connection.send(answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
+
+
+FIRST_LINE_SECONDS = 2.0
+LINE_SECONDS = 15.0
+
+
+class TokenizeBar:
+    """Reports to stderr while tokenising ``n_bytes`` of files; silent where not ``shown``."""
+
+    def __init__(self, name: str, n_bytes: int, processes: int, *, shown: bool):
+        self.name, self.n_bytes, self.shown = name, n_bytes, shown
+        self.done = self.n_tokens = 0
+        self.start = time.monotonic()
+        self._next_line = self.start + FIRST_LINE_SECONDS
+        self._bar = None
+        if not shown:
+            return
+        by = "this process" if processes == 1 else f"{processes} processes"
+        print(f"tokenising {name} ({n_bytes / 1e6:,.1f} MB) by {by}", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=n_bytes, unit="B", unit_scale=True, leave=False, desc="tokenising")
+
+    def advance(self, n_bytes: int, n_tokens: int) -> None:
+        """``n_bytes`` more of the files are done; ``n_tokens`` have been written so far."""
+        self.done += n_bytes
+        self.n_tokens = n_tokens
+        if self._bar is not None:
+            self._bar.update(n_bytes)
+        elif self.shown and time.monotonic() >= self._next_line:
+            seconds = time.monotonic() - self.start
+            left = seconds * (self.n_bytes - self.done) / max(1, self.done)
+            print(
+                f"tokenising: {self.done / 1e6:,.0f} of {self.n_bytes / 1e6:,.0f} MB, {n_tokens:,} tokens, "
+                f"about {left:,.0f} s left",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            self._next_line = time.monotonic() + LINE_SECONDS
+
+    def __enter__(self) -> TokenizeBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self.shown and error is None:
+            seconds = time.monotonic() - self.start
+            rate = self.n_tokens / max(seconds, 1e-9)
+            print(
+                f"tokenised {self.n_tokens:,} tokens in {seconds:,.1f} s ({rate:,.0f} tokens/s)",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.data.order import corpus_indices, epoch_key, permute
+from toolkit.data.sampler import corpus_indices, epoch_key, permute
 
 
 @settings(deadline=None)
