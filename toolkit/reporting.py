@@ -14,7 +14,7 @@ from toolkit.metrics.flops import flops_per_token, peak_flops
 from toolkit.metrics.logger import MetricLogger
 from toolkit.metrics.speed import SpeedMeter
 from toolkit.models.llama.presets import LlamaArgs
-from toolkit.optim.schedule import cut_to_fit
+from toolkit.optim.lr_scheduler import cut_to_fit
 
 
 def open_log(config: Config, folder: Path, *, total_steps: int, resume_step: int) -> MetricLogger:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from toolkit.errors import TrainingError, first_few
 from toolkit.loss import IGNORED_LABEL
-from toolkit.optim.clip import clip_, global_norm, nonfinite_parameters
-from toolkit.optim.in_backward import StepInBackward
+from toolkit.optim.grad_clip import clip_, global_norm, nonfinite_parameters
+from toolkit.optim.optimizer_in_backward import StepInBackward
 from toolkit.parallel.execution import Execution, MicroBatch
 
 

@@ -47,7 +47,7 @@ from toolkit.metrics.speed import SpeedMeter
 from toolkit.metrics.summary import summary
 from toolkit.models.registry import model_args
 from toolkit.observers import observers
-from toolkit.optim.schedule import learning_rate
+from toolkit.optim.lr_scheduler import learning_rate
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
 from toolkit.reporting import open_log, open_speed_meter, told_at_start

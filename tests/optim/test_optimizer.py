@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.optim.clip import global_norm
+from toolkit.optim.grad_clip import global_norm
 from toolkit.optim.optimizer import IMPLEMENTATIONS, OPTIMIZERS, build_optimizer, optimizer_tensors
 
 OPTIONS = dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.helpers import run_world
-from toolkit.optim.clip import clip_, global_norm, nonfinite_parameters
+from toolkit.optim.grad_clip import clip_, global_norm, nonfinite_parameters
 from toolkit.optim.optimizer import IMPLEMENTATIONS, build_optimizer, optimizer_tensors
 
 SHAPES = [(7, 5), (3,), (1, 4), (130, 8)]  # none divides evenly by four; some ranks hold nothing

@@ -28,7 +28,7 @@ from tests.parallel.sharded import (
     sharded,
     step,
 )
-from toolkit.optim.clip import clip_, global_norm
+from toolkit.optim.grad_clip import clip_, global_norm
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.fsdp import begin_micro_batch
 from toolkit.parallel.wrap import Wrapping

@@ -33,8 +33,8 @@ from tests.parallel.sharded import (
 from toolkit.loss import cross_entropy_sum, vocabulary_parallel_sum
 from toolkit.models.llama.model import Llama
 from toolkit.models.llama.sharding import tensor_plan
-from toolkit.optim.clip import global_norm
-from toolkit.optim.in_backward import StepInBackward
+from toolkit.optim.grad_clip import global_norm
+from toolkit.optim.optimizer_in_backward import StepInBackward
 from toolkit.parallel.collectives import gather, reduce_scatter
 from toolkit.parallel.tensor import apply_tensor_parallel
 

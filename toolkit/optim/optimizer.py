@@ -60,7 +60,7 @@ def build_optimizer(
     ``implementation``: "for-loop" updates one tensor at a time, "foreach" a list of them in few
     kernels, "fused" all of it in one; they differ in speed and rounding only. ``no_decay`` are patterns
     of names to leave without weight decay. With ``step_in_backward`` the update happens there, see
-    :class:`toolkit.optim.in_backward.StepInBackward`.
+    :class:`toolkit.optim.optimizer_in_backward.StepInBackward`.
 
     Raises:
         KeyError: ``name`` or ``implementation`` is not one of those above.
@@ -71,7 +71,7 @@ def build_optimizer(
     optimizer = OPTIMIZERS[name](groups, lr=lr, betas=(beta1, beta2), eps=eps, **kernels)
     if not step_in_backward:
         return optimizer
-    from toolkit.optim.in_backward import StepInBackward
+    from toolkit.optim.optimizer_in_backward import StepInBackward
 
     return StepInBackward(optimizer)
 

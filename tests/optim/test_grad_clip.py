@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.optim.clip import clip_, global_norm, nonfinite_parameters
+from toolkit.optim.grad_clip import clip_, global_norm, nonfinite_parameters
 
 
 def _parameters(*gradients):

@@ -6,7 +6,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.optim.schedule import DECAYS, cut_to_fit, learning_rate, warmup_length
+from toolkit.optim.lr_scheduler import DECAYS, cut_to_fit, learning_rate, warmup_length
 
 
 def _rate(step, **changes):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from toolkit.optim.clip import local_square, norm_over_ranks
+from toolkit.optim.grad_clip import local_square, norm_over_ranks
 
 
 class StepInBackward(Optimizer):
