@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.machine import describe
 from tests.helpers import run_world
-from toolkit.checkpoint.background import Background
+from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.metrics.memory import resident
 

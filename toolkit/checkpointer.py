@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from toolkit.build import EXPORT_DTYPES, load_hugging_face
-from toolkit.checkpoint.background import Background
+from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, step_folder
 from toolkit.config import Config

@@ -94,7 +94,7 @@ def inspect(step: Path, *, tensors: bool) -> Iterator[str]:
     }
     yield from (f"{name:22} {value}" for name, value in facts.items())
     if tensors:
-        from toolkit.checkpoint.storage import read_metadata, tensors_of
+        from toolkit.checkpoint.dcp_storage import read_metadata, tensors_of
 
         for name, entry in tensors_of(read_metadata(step, manifest["files"])).items():
             dtype, parts = str(entry.properties.dtype).removeprefix("torch."), len(entry.chunks)
@@ -108,7 +108,7 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 def verify(steps: Sequence[Path]) -> Iterator[tuple[Path, list[str]]]:
     """Each of ``steps`` with what is wrong with it, by the SHA-256 of all its files and by its index."""
-    from toolkit.checkpoint.reading import index_problems
+    from toolkit.checkpoint.read_tensor import index_problems
 
     with ThreadPoolExecutor(cores()) as threads:
         for step in steps:
@@ -130,8 +130,8 @@ def diff(left: Path, right: Path) -> Iterator[str]:
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             yield f"{key}: {before.get(key)!r}, {after.get(key)!r}"
-    from toolkit.checkpoint.reading import read_tensor
-    from toolkit.checkpoint.storage import read_metadata, tensors_of
+    from toolkit.checkpoint.dcp_storage import read_metadata, tensors_of
+    from toolkit.checkpoint.read_tensor import read_tensor
 
     for step, problems in verify([left, right]):
         if problems:

@@ -21,10 +21,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from toolkit.checkpoint.dcp_storage import read_metadata, tensors_of
 from toolkit.checkpoint.manifest import check_files, committed_steps, read_manifest, step_folder
-from toolkit.checkpoint.reading import read_tensor
+from toolkit.checkpoint.read_tensor import read_tensor
 from toolkit.checkpoint.retention import leftovers
-from toolkit.checkpoint.storage import read_metadata, tensors_of
 
 ROOT = Path(__file__).parents[2]
 STEPS, RANKS = 40, 2

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from toolkit.checkpoint.dcp_storage import read_metadata
 from toolkit.checkpoint.manifest import MANIFEST, build_manifest
-from toolkit.checkpoint.storage import read_metadata
 
 
 def seal(step: Path) -> None:

@@ -22,12 +22,13 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkSto
 
 from tests.checkpoint.tampering import change_index, index_of, seal, shorten_storage
 from tests.helpers import run_world
-from toolkit.checkpoint import coverage, storage
+from toolkit.checkpoint import coverage
+from toolkit.checkpoint import dcp_storage as storage
 from toolkit.checkpoint import manager as manager_module
 from toolkit.checkpoint import manifest as manifest_module
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import MANIFEST, committed_steps
-from toolkit.checkpoint.reading import index_problems
+from toolkit.checkpoint.read_tensor import index_problems
 from toolkit.errors import CheckpointError
 from toolkit.io import work_folder as unfinished
 

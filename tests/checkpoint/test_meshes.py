@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from tests.helpers import run_world
 from tests.meshes import SINCE_2_13
 from tests.training import small_config, small_trainer
+from toolkit.checkpoint.dcp_storage import read_metadata, tensors_of
 from toolkit.checkpoint.manifest import read_manifest, step_folder
-from toolkit.checkpoint.storage import read_metadata, tensors_of
 from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.trainer import Trainer
 

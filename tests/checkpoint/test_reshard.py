@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.helpers import run_world
-from toolkit.checkpoint import storage
+from toolkit.checkpoint import dcp_storage as storage
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.errors import CheckpointError
 

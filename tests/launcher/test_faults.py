@@ -65,7 +65,7 @@ if os.environ.get("RANK") == "BAD_RANK":
     sys.meta_path.insert(0, Finder())
 """
 BACKWARD = "toolkit.parallel.pipeline:Pipeline.backward"
-SAVE = "toolkit.checkpoint.storage:CommittingWriter.write_data"
+SAVE = "toolkit.checkpoint.dcp_storage:CommittingWriter.write_data"
 FAULTS = {
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
     "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",

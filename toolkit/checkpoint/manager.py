@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from toolkit.checkpoint.background import Background
-from toolkit.checkpoint.loading import load_tensors
+from toolkit.checkpoint.async_save import Background
+from toolkit.checkpoint.dcp_storage import CommittingWriter, Files, RowByRow, tensors_of
+from toolkit.checkpoint.load import load_tensors
 from toolkit.checkpoint.manifest import (
     MANIFEST,
     build_manifest,
@@ -33,7 +34,6 @@ from toolkit.checkpoint.manifest import (
     unsound_steps,
 )
 from toolkit.checkpoint.retention import clear, delete, superseded, temporary_name
-from toolkit.checkpoint.storage import CommittingWriter, Files, RowByRow, tensors_of
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError
 from toolkit.io.atomic import sync_file, sync_folder

@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from toolkit.checkpoint.dcp_storage import CommittingWriter, Files, Results, read_metadata
 from toolkit.checkpoint.manager import commit_folder, without_crc32
 from toolkit.checkpoint.manifest import build_manifest, step_folder
-from toolkit.checkpoint.storage import CommittingWriter, Files, Results, read_metadata
 from toolkit.errors import CheckpointError
 from toolkit.io.locks import LOCK, claimed
 from toolkit.io.row_blocks import block_threads, row_blocks

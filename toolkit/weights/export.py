@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from toolkit.checkpoint.reading import open_checkpoint
+from toolkit.checkpoint.read_tensor import open_checkpoint
 from toolkit.distributed.agreement import Ranks
 from toolkit.weights.hf_assets import Companions, asked_bos, tokenizer_companions
 from toolkit.weights.hf_write import MAX_BYTES, write_hf

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
+from toolkit.checkpoint.dcp_storage import tensors_of
 from toolkit.checkpoint.manifest import MANIFEST, committed_steps, step_folder
-from toolkit.checkpoint.reading import open_checkpoint, pieces, read_pieces
-from toolkit.checkpoint.storage import tensors_of
+from toolkit.checkpoint.read_tensor import open_checkpoint, pieces, read_pieces
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.llama.presets import LlamaArgs, RopeScaling
@@ -73,7 +73,7 @@ def _args(folder: Path, shape: Any) -> LlamaArgs:
 
 def open_source(path: Path | str, *, verify: bool = True, ranks: Ranks | None = None) -> Source:
     """The weights at ``path``, of which only headers are read; with ``verify`` a checkpoint is hashed too,
-    by each of ``ranks`` its share: see :func:`~toolkit.checkpoint.reading.open_checkpoint`.
+    by each of ``ranks`` its share: see :func:`~toolkit.checkpoint.read_tensor.open_checkpoint`.
 
     Raises:
         DataError, CheckpointError: there are none, or their headers, config or manifest are unusable.

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer
+from toolkit.checkpoint import dcp_storage as storage
 from toolkit.checkpoint import manager as manager_module
-from toolkit.checkpoint import storage
-from toolkit.checkpoint.background import Background
+from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps
 from toolkit.errors import CheckpointError

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
+from toolkit.checkpoint.dcp_storage import METADATA, VerifiedReader, read_metadata, tensors_of
 from toolkit.checkpoint.manifest import ADVICE, check_files
-from toolkit.checkpoint.storage import METADATA, VerifiedReader, read_metadata, tensors_of
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, first_few
 

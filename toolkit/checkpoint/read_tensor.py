@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from toolkit.checkpoint.loading import share
+from toolkit.checkpoint.dcp_storage import METADATA, read_metadata, tensor_place, tensors_of
+from toolkit.checkpoint.load import share
 from toolkit.checkpoint.manifest import ADVICE, check_files, read_manifest
-from toolkit.checkpoint.storage import METADATA, read_metadata, tensor_place, tensors_of
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, first_few
 from toolkit.hardware import cores
