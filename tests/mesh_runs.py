@@ -32,7 +32,7 @@ from tests.training import small_config, small_trainer
 from toolkit.build import DTYPES
 from toolkit.config import Config
 from toolkit.hardware import detect
-from toolkit.parallel.execution import Execution
+from toolkit.parallel.model_parts import Execution
 from toolkit.parallel.pipeline_schedules import pipeline_stages
 from toolkit.planner.communication import Exchange
 from toolkit.planner.memory import holding

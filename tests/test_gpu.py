@@ -20,7 +20,7 @@ from tests.models.attention_cases import LENGTH, PACKED, PACKINGS, ROWS, inputs,
 from tests.models.small_llama import build, small, tokens_and_labels
 from toolkit.parallel.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpoint
 from toolkit.parallel.compile import Compiling, apply_compile
-from toolkit.parallel.context import SequenceShards, apply_context_parallel
+from toolkit.parallel.context_parallel import SequenceShards, apply_context_parallel
 
 pytestmark = [
     pytest.mark.gpu,

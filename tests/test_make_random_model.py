@@ -15,7 +15,7 @@ from toolkit.errors import EXIT_DATA
 from toolkit.models.llama.model import Llama, init_rule
 from toolkit.models.llama.presets import resolve
 from toolkit.models.llama.state_dict_adapter import hf_row_order, reorders_rows, to_hf
-from toolkit.parallel.initialize import initialize
+from toolkit.parallel.init_weights import initialize
 from toolkit.weights import fill
 from tools.make_random_model import main
 

@@ -33,11 +33,12 @@ from tests.mesh_runs import (
 )
 from toolkit import build
 from toolkit.hardware import Hardware
-from toolkit.parallel import fsdp, tensor
-from toolkit.parallel.context import SequenceShards
+from toolkit.parallel import fsdp
+from toolkit.parallel import tensor_parallel as tensor
+from toolkit.parallel.context_parallel import SequenceShards
 from toolkit.parallel.dims import STRATEGIES
-from toolkit.parallel.execution import Execution, Whole
-from toolkit.parallel.pipeline import Pipeline
+from toolkit.parallel.model_parts import Execution, Whole
+from toolkit.parallel.pipeline_parallel import Pipeline
 from toolkit.parallel.pipeline_schedules import SCHEDULES
 from toolkit.preflight import check
 

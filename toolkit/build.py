@@ -20,17 +20,17 @@ from toolkit.models.llama.presets import LlamaArgs, attention_choice
 from toolkit.optim.optimizer import NamedParameters, build_optimizer
 from toolkit.parallel.activation_checkpoint import ActivationCheckpointing
 from toolkit.parallel.dims import reshard_after_forward, takes_ring
-from toolkit.parallel.execution import Execution, Whole
 from toolkit.parallel.fsdp import Sharding
-from toolkit.parallel.initialize import initialize
+from toolkit.parallel.init_weights import initialize
 from toolkit.parallel.mesh import Mesh
+from toolkit.parallel.model_parts import Execution, Whole
 from toolkit.parallel.parallelize import parallelize
 from toolkit.parallel.pipeline_schedules import Stages, may_split_backward, pipeline_stages
 
 if TYPE_CHECKING:
     from toolkit.parallel.compile import Compiling
-    from toolkit.parallel.context import SequenceShards
-    from toolkit.parallel.wrap import Wrapping
+    from toolkit.parallel.context_parallel import SequenceShards
+    from toolkit.parallel.fsdp_wrap import Wrapping
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 EXPORT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -104,7 +104,7 @@ def _wrapping(config: Config) -> Wrapping | None:
     options = config.parallelism
     if options.fsdp_wrap_policy == "block":
         return None
-    from toolkit.parallel.wrap import Wrapping
+    from toolkit.parallel.fsdp_wrap import Wrapping
 
     return Wrapping(options.fsdp_wrap_policy, tuple(options.fsdp_wrap_classes), options.fsdp_min_num_params)
 
@@ -112,7 +112,7 @@ def _wrapping(config: Config) -> Wrapping | None:
 def _shards(config: Config, mesh: Mesh) -> SequenceShards | None:
     if mesh.cp is None:
         return None
-    from toolkit.parallel.context import SequenceShards
+    from toolkit.parallel.context_parallel import SequenceShards
 
     balanced = config.parallelism.context_parallel_load_balancer is not None
     return SequenceShards(mesh.cp.get_local_rank(), mesh.cp.size(), balanced=balanced)
@@ -147,7 +147,7 @@ def build_model(
                 loss_chunk_tokens=config.training.loss_chunk_tokens,
             )
         if mesh.pp:
-            from toolkit.parallel.pipeline import cut
+            from toolkit.parallel.pipeline_parallel import cut
 
             cut(model, stages.modules[stage])
         parallelize(
@@ -180,7 +180,7 @@ def _execution(
 ) -> Execution:
     if mesh.pp is None:
         return Whole(models[0], mesh, shards, how)
-    from toolkit.parallel.pipeline import Pipeline
+    from toolkit.parallel.pipeline_parallel import Pipeline
 
     options = config.parallelism
     csv = options.pipeline_parallel_schedule_csv

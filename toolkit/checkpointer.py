@@ -21,7 +21,7 @@ from toolkit.config import Config
 from toolkit.errors import CheckpointError, DataError, printable
 from toolkit.models.registry import EXPORTS, weights_folder
 from toolkit.optim.optimizer import optimizer_tensors
-from toolkit.parallel.execution import Execution
+from toolkit.parallel.model_parts import Execution
 
 
 @dataclass

@@ -20,7 +20,7 @@ from toolkit.errors import TrainingError, first_few
 from toolkit.loss import IGNORED_LABEL
 from toolkit.optim.grad_clip import clip_, global_norm, nonfinite_parameters
 from toolkit.optim.optimizer_in_backward import StepInBackward
-from toolkit.parallel.execution import Execution, MicroBatch
+from toolkit.parallel.model_parts import Execution, MicroBatch
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from toolkit.parallel.execution import Execution, MicroBatch
+from toolkit.parallel.model_parts import Execution, MicroBatch
 from toolkit.train_step import count_valid
 
 

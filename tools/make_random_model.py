@@ -31,7 +31,7 @@ from toolkit.io.tensor_file import whole
 from toolkit.models.llama.model import init_rule
 from toolkit.models.llama.presets import LlamaArgs, parameter_count, parameter_shapes
 from toolkit.models.registry import model_args, model_named
-from toolkit.parallel.initialize import initial_rows
+from toolkit.parallel.init_weights import initial_rows
 from toolkit.weights.hf_assets import Companions, tokenizer_companions
 from toolkit.weights.hf_write import MAX_BYTES, write_hf
 from toolkit.weights.source import Region, Stored

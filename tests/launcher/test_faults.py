@@ -64,7 +64,7 @@ def sabotaged(method):
 if os.environ.get("RANK") == "BAD_RANK":
     sys.meta_path.insert(0, Finder())
 """
-BACKWARD = "toolkit.parallel.pipeline:Pipeline.backward"
+BACKWARD = "toolkit.parallel.pipeline_parallel:Pipeline.backward"
 SAVE = "toolkit.checkpoint.dcp_storage:CommittingWriter.write_data"
 FAULTS = {
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",

@@ -8,7 +8,7 @@ import torch
 
 from toolkit.models.llama.model import Init, Llama, init_rule
 from toolkit.models.llama.presets import LlamaArgs, resolve
-from toolkit.parallel.initialize import initialize
+from toolkit.parallel.init_weights import initialize
 
 VOCAB = 307
 

@@ -10,7 +10,7 @@ from tests.models.small_llama import VOCAB, build, small, tokens_and_labels
 from toolkit.models.llama.attention import attention_mask, sdpa
 from toolkit.models.llama.model import Llama, init_rule, rope_rotations
 from toolkit.models.llama.presets import PRESETS, parameter_count, parameter_names, resolve
-from toolkit.parallel.initialize import initialize
+from toolkit.parallel.init_weights import initialize
 
 
 def gradients(model: Llama, tokens: torch.Tensor, **inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -18,10 +18,10 @@ from toolkit.models.llama.model import Init, Llama, init_rule
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.parallel.activation_checkpoint import ActivationCheckpointing
 from toolkit.parallel.fsdp import Sharding, begin_micro_batch
-from toolkit.parallel.initialize import initialize
+from toolkit.parallel.fsdp_wrap import Wrapping
+from toolkit.parallel.init_weights import initialize
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.parallelize import parallelize
-from toolkit.parallel.wrap import Wrapping
 
 if TYPE_CHECKING:
     from toolkit.parallel.compile import Compiling

@@ -20,7 +20,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from tests.helpers import run_world
 from tests.models.small_llama import small
 from tests.parallel.sharded import BATCH, SINGLE, furthest, gradients, plain_gradients, sharded
-from toolkit.parallel import collectives
+from toolkit.parallel import autograd_collectives as collectives
 from toolkit.parallel.compile import Compiling
 
 ARGS = small("llama3.1", n_layers=2, vocab_size=308)

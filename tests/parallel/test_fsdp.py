@@ -31,7 +31,7 @@ from tests.parallel.sharded import (
 from toolkit.optim.grad_clip import clip_, global_norm
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.fsdp import begin_micro_batch
-from toolkit.parallel.wrap import Wrapping
+from toolkit.parallel.fsdp_wrap import Wrapping
 
 # name: (model, sharding, wrapping, activation checkpointing, accumulation)
 CASES: dict[str, tuple[Any, ...]] = {

@@ -18,9 +18,9 @@ from toolkit.build import build_model, sharding
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.parallel.dims import degrees
-from toolkit.parallel.execution import Execution, Whole
 from toolkit.parallel.mesh import build_mesh
-from toolkit.parallel.pipeline import Pipeline
+from toolkit.parallel.model_parts import Execution, Whole
+from toolkit.parallel.pipeline_parallel import Pipeline
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import Source

@@ -20,8 +20,8 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError
 from toolkit.models.registry import model_args
 from toolkit.parallel.dims import degrees
-from toolkit.parallel.execution import Execution
 from toolkit.parallel.mesh import build_mesh
+from toolkit.parallel.model_parts import Execution
 from toolkit.weights.convert import convert, prepare
 from toolkit.weights.export import export_hf
 

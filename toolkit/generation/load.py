@@ -116,7 +116,7 @@ def _mesh(device: torch.device, args: LlamaArgs, tp: int) -> Mesh | None:
 
 def _shard(model: Llama, mesh: Mesh, dtype: torch.dtype) -> None:
     if mesh.tp:
-        from toolkit.parallel.tensor import apply_tensor_parallel
+        from toolkit.parallel.tensor_parallel import apply_tensor_parallel
 
         apply_tensor_parallel(model, tensor_plan(loss_parallel=True), mesh.tp, split_sequence=False)
     if mesh.dp_size > 1:

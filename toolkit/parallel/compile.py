@@ -19,7 +19,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from toolkit.models.llama.model import Llama
-from toolkit.parallel import collectives
+from toolkit.parallel import autograd_collectives as collectives
 
 
 @dataclass(frozen=True)

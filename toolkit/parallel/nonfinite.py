@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.distributed.dtensor import clean_name, local_part
-from toolkit.parallel.execution import Execution, MicroBatch
+from toolkit.parallel.model_parts import Execution, MicroBatch
 
 
 @dataclass(frozen=True)

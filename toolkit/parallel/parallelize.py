@@ -12,8 +12,8 @@ from toolkit.parallel.mesh import Mesh
 
 if TYPE_CHECKING:  # read only by runs that use them
     from toolkit.parallel.compile import Compiling
-    from toolkit.parallel.context import SequenceShards
-    from toolkit.parallel.wrap import Wrapping
+    from toolkit.parallel.context_parallel import SequenceShards
+    from toolkit.parallel.fsdp_wrap import Wrapping
 
 
 def parallelize(
@@ -35,11 +35,11 @@ def parallelize(
     of which ``ring`` hands keys and values from rank to rank.
     """
     if mesh.tp:
-        from toolkit.parallel.tensor import apply_tensor_parallel
+        from toolkit.parallel.tensor_parallel import apply_tensor_parallel
 
         apply_tensor_parallel(model, tensor_plan(loss_parallel=loss_parallel), mesh.tp)
     if shards:
-        from toolkit.parallel.context import apply_context_parallel
+        from toolkit.parallel.context_parallel import apply_context_parallel
 
         assert mesh.cp
         apply_context_parallel(model, shards, mesh.cp, ring=ring)
@@ -54,7 +54,7 @@ def parallelize(
     if outside:
         apply_activation_checkpoint(model.layers, checkpointing)
     if wrapping:
-        from toolkit.parallel.wrap import wrapped_units
+        from toolkit.parallel.fsdp_wrap import wrapped_units
 
         units = wrapped_units(model, wrapping)
     else:

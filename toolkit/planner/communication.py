@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape
 from toolkit.models.llama.model import Llama
-from toolkit.parallel.execution import Execution
 from toolkit.parallel.fsdp import Sharding
 from toolkit.parallel.mesh import Mesh
-from toolkit.parallel.pipeline import TIED, Pipeline
+from toolkit.parallel.model_parts import Execution
+from toolkit.parallel.pipeline_parallel import TIED, Pipeline
 
 WORLD = "world"
 _SCALARS = 2 * 8 + 8 + 8  # tokens and who wants to stop; the loss; the norm

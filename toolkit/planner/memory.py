@@ -24,8 +24,8 @@ from toolkit.distributed.dtensor import clean_name
 from toolkit.models.llama.presets import LlamaArgs
 from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.parallel.dims import Degrees, takes_ring
-from toolkit.parallel.execution import Execution
 from toolkit.parallel.mesh import build_mesh
+from toolkit.parallel.model_parts import Execution
 from toolkit.planner.communication import Exchange, exchanges
 
 

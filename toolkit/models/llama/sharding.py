@@ -9,7 +9,7 @@ from toolkit.models.llama.model import Llama
 
 
 def tensor_plan(*, loss_parallel: bool = True) -> dict[str, str]:
-    """Styles of :mod:`toolkit.parallel.tensor` by patterns of modules' names."""
+    """Styles of :mod:`toolkit.parallel.tensor_parallel` by patterns of modules' names."""
     return {
         "tok_embeddings": "embedding",
         "layers.*.attention_norm": "norm",

@@ -35,8 +35,8 @@ from toolkit.models.llama.model import Llama
 from toolkit.models.llama.sharding import tensor_plan
 from toolkit.optim.grad_clip import global_norm
 from toolkit.optim.optimizer_in_backward import StepInBackward
-from toolkit.parallel.collectives import gather, reduce_scatter
-from toolkit.parallel.tensor import apply_tensor_parallel
+from toolkit.parallel.autograd_collectives import gather, reduce_scatter
+from toolkit.parallel.tensor_parallel import apply_tensor_parallel
 
 CLOSE = 1e-12
 TP = 2

@@ -12,7 +12,7 @@ from tests.helpers import run_world
 from toolkit.models.llama.model import Init, Llama, init_rule
 from toolkit.models.llama.presets import resolve
 from toolkit.models.llama.sharding import fsdp_units
-from toolkit.parallel.initialize import BLOCK_ELEMENTS, initialize
+from toolkit.parallel.init_weights import BLOCK_ELEMENTS, initialize
 
 # 2,048 rows of the embedding make a block: 4,099 are three blocks, unevenly over 4 ranks; so are 251.
 SHAPES = {"several blocks": dict(vocab_size=4099, dim=128), "one block": dict(vocab_size=251, dim=48)}

@@ -14,7 +14,7 @@ from tests.meshes import SINCE_2_13
 from tests.models.small_llama import small
 from tests.training import small_config, small_trainer
 from toolkit.models.llama.model import Llama
-from toolkit.parallel.pipeline import Pipeline, cut
+from toolkit.parallel.pipeline_parallel import Pipeline, cut
 
 SHAPES: dict[str, dict[str, Any]] = {"loop": {"pipeline_parallel_schedule": "1F1B"}}
 if SINCE_2_13:

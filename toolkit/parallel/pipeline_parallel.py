@@ -28,9 +28,9 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.tensor import DTensor
 
 from toolkit.models.llama.model import Llama
-from toolkit.parallel.context import SequenceShards
-from toolkit.parallel.execution import Execution, MicroBatch
+from toolkit.parallel.context_parallel import SequenceShards
 from toolkit.parallel.mesh import Mesh
+from toolkit.parallel.model_parts import Execution, MicroBatch
 
 TIED = "tok_embeddings.weight"
 

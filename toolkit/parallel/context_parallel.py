@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from toolkit.models.llama.attention import AttentionBackend, AttentionMask
 from toolkit.models.llama.model import Attention, Llama
-from toolkit.parallel.collectives import gather
+from toolkit.parallel.autograd_collectives import gather
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def apply_context_parallel(
     """Give every block of ``model`` the attention of split sequences, in place; with ``ring`` keys and values
     travel, in place of being gathered."""
     if ring:
-        from toolkit.parallel.ring import RingAttention
+        from toolkit.parallel.ring_attention import RingAttention
 
         model.attention = RingAttention(shards, mesh)
     else:

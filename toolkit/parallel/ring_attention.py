@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from toolkit.parallel.context import SequenceShards
+from toolkit.parallel.context_parallel import SequenceShards
 
 _aten, _ops = torch.ops.aten, torch.ops._c10d_functional
 _UNSEEN = -1e30

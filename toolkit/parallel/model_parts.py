@@ -1,6 +1,6 @@
 """What of the model this rank has, and how a batch goes through it.
 
-One model, or under pipeline parallelism some of its stages (:mod:`toolkit.parallel.pipeline`). Losses are
+One model, or under pipeline parallelism some of its stages (:mod:`toolkit.parallel.pipeline_parallel`). Losses are
 sums over tokens, of which each rank returns a share: over the world they add up to the batch's.
 """
 
@@ -20,7 +20,7 @@ from toolkit.parallel.fsdp import Sharding, begin_micro_batch
 from toolkit.parallel.mesh import Mesh
 
 if TYPE_CHECKING:  # read only by runs that split sequences
-    from toolkit.parallel.context import SequenceShards
+    from toolkit.parallel.context_parallel import SequenceShards
 
 MicroBatch = dict[str, Tensor | None]
 """``tokens``, ``labels`` (B, S); ``positions`` and ``documents`` (B, S), or None."""

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from toolkit.loss import cross_entropy_sum, vocabulary_parallel_sum
-from toolkit.parallel.collectives import all_reduce, gather, reduce_scatter
+from toolkit.parallel.autograd_collectives import all_reduce, gather, reduce_scatter
 
 SEQUENCE = 1
 """The dimension of hidden states (B, S, D) that is split between blocks."""

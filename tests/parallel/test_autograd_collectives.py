@@ -26,7 +26,7 @@ from tests.parallel.sharded import (
     sharded,
     step,
 )
-from toolkit.parallel.wrap import Wrapping
+from toolkit.parallel.fsdp_wrap import Wrapping
 
 ACCUMULATIONS = (1, 3)
 UNITS = 4  # embedding, two blocks, norm and head

@@ -20,9 +20,9 @@ from tests.models.varlen_on_cpu import give_varlen_a_cpu_kernel
 from tests.parallel.sharded import Collectives
 from tests.training import small_config, small_trainer
 from toolkit.models.llama.attention import AttentionBackend, attention_backend
-from toolkit.parallel.context import ContextParallelAttention, SequenceShards
+from toolkit.parallel.context_parallel import ContextParallelAttention, SequenceShards
 from toolkit.parallel.mesh import build_mesh
-from toolkit.parallel.ring import RingAttention
+from toolkit.parallel.ring_attention import RingAttention
 
 shards_of_all = st.builds(
     lambda size, balanced: [SequenceShards(rank, size, balanced) for rank in range(size)],
