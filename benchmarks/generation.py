@@ -24,8 +24,8 @@ from tests.models.test_transformers import theirs
 from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator
 from toolkit.hardware import cores
+from toolkit.models.llama.args import LlamaArgs, resolve
 from toolkit.models.llama.model import Llama
-from toolkit.models.llama.presets import LlamaArgs, resolve
 
 SHAPES = {
     "125M": resolve(

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.preflight.bad_runs import TOKENIZER
 from toolkit.errors import EXIT_DATA
+from toolkit.models.llama.args import resolve
 from toolkit.models.llama.model import Llama, init_rule
-from toolkit.models.llama.presets import resolve
 from toolkit.models.llama.state_dict_adapter import hf_row_order, reorders_rows, to_hf
 from toolkit.parallel.init_weights import initialize
 from toolkit.weights import fill

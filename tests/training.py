@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.config import Config
 from toolkit.data.build import open_data
-from toolkit.metrics.phases import Phases
+from toolkit.metrics.startup_timer import Phases
 from toolkit.trainer import Trainer
 
 _DEFAULTS: dict[str, dict[str, Any]] = {

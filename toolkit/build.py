@@ -15,8 +15,8 @@ from torch import Tensor
 
 from toolkit.config import Config
 from toolkit.distributed.process_group import native_dtype
+from toolkit.models.llama.args import LlamaArgs, attention_choice
 from toolkit.models.llama.model import Llama, init_rule
-from toolkit.models.llama.presets import LlamaArgs, attention_choice
 from toolkit.optim.optimizer import NamedParameters, build_optimizer
 from toolkit.parallel.activation_checkpoint import ActivationCheckpointing
 from toolkit.parallel.dims import reshard_after_forward, takes_ring

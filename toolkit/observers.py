@@ -35,7 +35,7 @@ def observers(
             )
             told.append(stack.enter_context(profiler).after_step)
         if options.enable_memory_snapshot:
-            from toolkit.metrics.snapshot import MemorySnapshots
+            from toolkit.metrics.memory_snapshot import MemorySnapshots
 
             snapshots = MemorySnapshots(
                 folder / options.save_memory_snapshot_folder, freq=options.profile_freq, rank=rank

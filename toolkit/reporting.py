@@ -13,7 +13,7 @@ from toolkit.data.dataloader import Loader
 from toolkit.metrics.flops import flops_per_token, peak_flops
 from toolkit.metrics.logger import MetricLogger
 from toolkit.metrics.speed import SpeedMeter
-from toolkit.models.llama.presets import LlamaArgs
+from toolkit.models.llama.args import LlamaArgs
 from toolkit.optim.lr_scheduler import cut_to_fit
 
 

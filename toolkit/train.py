@@ -45,7 +45,7 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     from toolkit.distributed import process_group
     from toolkit.launcher import flight_recorder
     from toolkit.metrics.memory import out_of_memory_advice
-    from toolkit.metrics.phases import Phases
+    from toolkit.metrics.startup_timer import Phases
     from toolkit.trainer import Trainer
 
     chief = rank_environment(os.environ).rank == 0

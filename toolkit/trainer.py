@@ -42,8 +42,8 @@ from toolkit.io.locks import claim
 from toolkit.launcher.signals import StopRequest
 from toolkit.launcher.time_limit import Deadline
 from toolkit.metrics.memory import memory, out_of_memory_advice
-from toolkit.metrics.phases import Phases
 from toolkit.metrics.speed import SpeedMeter
+from toolkit.metrics.startup_timer import Phases
 from toolkit.metrics.summary import summary
 from toolkit.models.registry import model_args
 from toolkit.observers import observers

@@ -28,8 +28,8 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_FINISHED, ToolkitError, flags_named, report
 from toolkit.io import standard_streams
 from toolkit.io.tensor_file import whole
+from toolkit.models.llama.args import LlamaArgs, parameter_count, parameter_shapes
 from toolkit.models.llama.model import init_rule
-from toolkit.models.llama.presets import LlamaArgs, parameter_count, parameter_shapes
 from toolkit.models.registry import model_args, model_named
 from toolkit.parallel.init_weights import initial_rows
 from toolkit.weights.hf_assets import Companions, tokenizer_companions

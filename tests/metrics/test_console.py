@@ -9,7 +9,7 @@ import termios
 import time
 
 from toolkit.metrics.console import Console, format_line
-from toolkit.metrics.phases import Phases, process_seconds
+from toolkit.metrics.startup_timer import Phases, process_seconds
 
 VALUES = {
     "loss": 4.81234,
@@ -129,7 +129,7 @@ def test_the_age_of_the_process_counts_its_start():
     if process_seconds() is None:
         return
     program = (
-        "import time; began = time.monotonic(); from toolkit.metrics.phases import process_seconds; "
+        "import time; began = time.monotonic(); from toolkit.metrics.startup_timer import process_seconds; "
         "print(time.monotonic() - began, process_seconds())"
     )
     began = time.monotonic()

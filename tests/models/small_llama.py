@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from toolkit.models.llama.args import LlamaArgs, resolve
 from toolkit.models.llama.model import Init, Llama, init_rule
-from toolkit.models.llama.presets import LlamaArgs, resolve
 from toolkit.parallel.init_weights import initialize
 
 VOCAB = 307

@@ -16,9 +16,9 @@ from transformers import AutoConfig, GenerationConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from toolkit.errors import DataError
+from toolkit.models.llama.args import PRESETS, LlamaArgs, RopeScaling, parameter_count
 from toolkit.models.llama.hf_config import args_of, config_json, generation_config_json
 from toolkit.models.llama.model import rope_frequencies
-from toolkit.models.llama.presets import PRESETS, LlamaArgs, RopeScaling, parameter_count
 
 SMALL = LlamaArgs(
     dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=100, vocab_size=300, head_dim=32, norm_eps=1e-6,

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.errors import DataError
+from toolkit.models.llama.args import PRESETS, LlamaArgs, RopeScaling
 from toolkit.models.llama.meta_params import args_of, params_json
-from toolkit.models.llama.presets import PRESETS, LlamaArgs, RopeScaling
 
 PUBLISHED = {
     ("llama2", "7B"): '{"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-05, '

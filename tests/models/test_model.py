@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.models.small_llama import VOCAB, build, small, tokens_and_labels
+from toolkit.models.llama.args import PRESETS, parameter_count, parameter_names, resolve
 from toolkit.models.llama.attention import attention_mask, sdpa
 from toolkit.models.llama.model import Llama, init_rule, rope_rotations
-from toolkit.models.llama.presets import PRESETS, parameter_count, parameter_names, resolve
 from toolkit.parallel.init_weights import initialize
 
 

@@ -1,7 +1,7 @@
 import torch
 
+from toolkit.models.llama.args import resolve
 from toolkit.models.llama.model import Llama
-from toolkit.models.llama.presets import resolve
 from toolkit.models.llama.sharding import fsdp_units
 
 

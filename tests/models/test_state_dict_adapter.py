@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from toolkit.models.llama.args import PRESETS, parameter_names, parameter_shapes, resolve
 from toolkit.models.llama.model import Llama
-from toolkit.models.llama.presets import PRESETS, parameter_names, parameter_shapes, resolve
 from toolkit.models.llama.state_dict_adapter import from_hf, hf_row_order, reorders_rows, to_hf
 
 

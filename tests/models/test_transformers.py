@@ -7,8 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.models.small_llama import build, small, tokens_and_labels
+from toolkit.models.llama.args import PRESETS, LlamaArgs
 from toolkit.models.llama.model import Llama, rope_frequencies
-from toolkit.models.llama.presets import PRESETS, LlamaArgs
 
 PARTS = {
     "attention.wq": "self_attn.q_proj",

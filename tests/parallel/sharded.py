@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.small_llama import small, tokens_and_labels
 from toolkit.distributed.dtensor import clean_name
+from toolkit.models.llama.args import LlamaArgs
 from toolkit.models.llama.model import Init, Llama, init_rule
-from toolkit.models.llama.presets import LlamaArgs
 from toolkit.parallel.activation_checkpoint import ActivationCheckpointing
 from toolkit.parallel.fsdp import Sharding, begin_micro_batch
 from toolkit.parallel.fsdp_wrap import Wrapping

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.models.small_llama import small
+from toolkit.models.llama.args import INNER_CLASSES, WRAP_CLASSES, LlamaArgs
 from toolkit.models.llama.model import Llama
-from toolkit.models.llama.presets import INNER_CLASSES, WRAP_CLASSES, LlamaArgs
 from toolkit.parallel.fsdp_wrap import Wrapping, modules_of_size, wrapped_units
 
 UNTIED, TIED = small("llama3.1", n_layers=2), small("llama3.2", n_layers=2)

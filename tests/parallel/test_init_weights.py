@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tests.helpers import run_world
+from toolkit.models.llama.args import resolve
 from toolkit.models.llama.model import Init, Llama, init_rule
-from toolkit.models.llama.presets import resolve
 from toolkit.models.llama.sharding import fsdp_units
 from toolkit.parallel.init_weights import BLOCK_ELEMENTS, initialize
 

@@ -11,8 +11,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests.preflight.bad_runs import TOKENIZER, Bad, bad, save
+from toolkit.models.llama.args import LlamaArgs, parameter_shapes
 from toolkit.models.llama.hf_config import config_json
-from toolkit.models.llama.presets import LlamaArgs, parameter_shapes
 from toolkit.models.llama.state_dict_adapter import to_hf
 
 SHAPE = LlamaArgs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.models.llama.presets import PRESETS
+from toolkit.models.llama.args import PRESETS
 from toolkit.preflight.hub import PUBLISHED, download_line, published_name
 
 

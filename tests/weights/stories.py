@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.training import small_config
 from toolkit.build import build_model, sharding
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
-from toolkit.models.llama.presets import LlamaArgs
+from toolkit.models.llama.args import LlamaArgs
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import Execution, Whole

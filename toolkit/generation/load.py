@@ -19,8 +19,8 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.errors import ConfigError, DataError, Problem
 from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator, reduce_overhead
+from toolkit.models.llama.args import LlamaArgs
 from toolkit.models.llama.model import Llama
-from toolkit.models.llama.presets import LlamaArgs
 from toolkit.models.llama.sharding import fsdp_units, tensor_plan
 from toolkit.parallel.mesh import Mesh, build_mesh
 from toolkit.weights.hf_assets import asked_bos, tokenizer_of

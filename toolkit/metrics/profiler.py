@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from toolkit.metrics.split import split
+from toolkit.metrics.trace_analysis import split
 
 
 class StepProfiler:

@@ -17,7 +17,7 @@ from toolkit.config import Config
 from toolkit.config.values import dotted
 from toolkit.errors import CheckpointError
 from toolkit.models.llama import hf_config
-from toolkit.models.llama.presets import LlamaArgs, changed, resolve, takes_vocabulary
+from toolkit.models.llama.args import LlamaArgs, changed, resolve, takes_vocabulary
 
 EXPORTS = "hf"
 """Folder, inside that of a run, of the Hugging Face folders that it writes, one a step."""

@@ -21,7 +21,7 @@ from toolkit.build import build_model, model_optimizer, sharding
 from toolkit.config import Config
 from toolkit.data.batch_size import batch_shape
 from toolkit.distributed.dtensor import clean_name
-from toolkit.models.llama.presets import LlamaArgs
+from toolkit.models.llama.args import LlamaArgs
 from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.parallel.dims import Degrees, takes_ring
 from toolkit.parallel.mesh import build_mesh

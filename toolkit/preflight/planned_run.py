@@ -16,7 +16,7 @@ from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
-from toolkit.models.llama.presets import LlamaArgs
+from toolkit.models.llama.args import LlamaArgs
 from toolkit.models.registry import model_args, model_named, weights_folder
 from toolkit.parallel.dims import Degrees, degrees
 from toolkit.parallel.pipeline_schedules import Schedule, Stages, pipeline_stages, schedule_of

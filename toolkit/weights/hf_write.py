@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from toolkit.distributed.agreement import Ranks
+from toolkit.models.llama.args import LlamaArgs
 from toolkit.models.llama.hf_config import CONFIG, GENERATION_CONFIG, config_json, generation_config_json
-from toolkit.models.llama.presets import LlamaArgs
 from toolkit.models.llama.state_dict_adapter import hf_row_order, reorders_rows, to_hf
 from toolkit.weights.fill import File, Folder, write_folder
 from toolkit.weights.safetensors import SafetensorsFolder

@@ -20,7 +20,7 @@ from torch import Tensor
 from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import BUFFER_BYTES, Place, SavedFile, new_output, read_region, whole
 from toolkit.models.llama import meta_params
-from toolkit.models.llama.presets import LlamaArgs
+from toolkit.models.llama.args import LlamaArgs
 from toolkit.weights.source import Region, Stored, without_tied_head
 
 _EMBEDDING = "tok_embeddings.weight"

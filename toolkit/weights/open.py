@@ -20,7 +20,7 @@ from toolkit.checkpoint.manifest import MANIFEST, committed_steps, step_folder
 from toolkit.checkpoint.read_tensor import open_checkpoint, pieces, read_pieces
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
-from toolkit.models.llama.presets import LlamaArgs, RopeScaling
+from toolkit.models.llama.args import LlamaArgs, RopeScaling
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import Region, Source, Stored

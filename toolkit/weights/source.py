@@ -16,7 +16,7 @@ from torch import Tensor
 
 from toolkit.errors import DataError
 from toolkit.io.tensor_file import Region
-from toolkit.models.llama.presets import LlamaArgs
+from toolkit.models.llama.args import LlamaArgs
 
 
 @dataclass(frozen=True)

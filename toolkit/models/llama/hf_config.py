@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit.errors import DataError
 from toolkit.io.json_fields import Fields, check_heads, read_object
-from toolkit.models.llama.presets import LlamaArgs, RopeScaling
+from toolkit.models.llama.args import LlamaArgs, RopeScaling
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

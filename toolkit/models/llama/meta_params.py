@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.io.json_fields import Fields, check_heads, read_object
-from toolkit.models.llama.presets import PRESETS, LlamaArgs, RopeScaling, meta_ffn_dim
+from toolkit.models.llama.args import PRESETS, LlamaArgs, RopeScaling, meta_ffn_dim
 
 PARAMS = "params.json"
 

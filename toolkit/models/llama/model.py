@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.loss import chunked_loss, cross_entropy_sum
+from toolkit.models.llama.args import LlamaArgs, RopeScaling
 from toolkit.models.llama.attention import AttentionBackend, AttentionMask, attention_backend
-from toolkit.models.llama.presets import LlamaArgs, RopeScaling
 
 
 class Llama(nn.Module):

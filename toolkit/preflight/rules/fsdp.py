@@ -5,7 +5,7 @@ from __future__ import annotations
 from toolkit.config.precedence import is_set
 from toolkit.config.schema import fields_by_key
 from toolkit.errors import Problem, did_you_mean
-from toolkit.models.llama.presets import INNER_CLASSES, WRAP_CLASSES, LlamaArgs, block_parameters
+from toolkit.models.llama.args import INNER_CLASSES, WRAP_CLASSES, LlamaArgs, block_parameters
 from toolkit.parallel.dims import reshard_after_forward, strategy
 from toolkit.preflight.planned_run import PlannedRun, divisors, rule
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import DataError, Problem, first_few
 from toolkit.models.llama import hf_config
-from toolkit.models.llama.presets import PRESETS, LlamaArgs, parameter_shapes
+from toolkit.models.llama.args import PRESETS, LlamaArgs, parameter_shapes
 from toolkit.models.llama.state_dict_adapter import from_hf, to_hf
 from toolkit.preflight.planned_run import PlannedRun, rule
 from toolkit.preflight.weight_folders import instead_of_hugging_face

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from toolkit.errors import ConfigError
-from toolkit.models.llama.presets import PRESETS, RopeScaling, parameter_count, resolve
+from toolkit.models.llama.args import PRESETS, RopeScaling, parameter_count, resolve
 
 # As published: layers, dim, heads, kv heads, ffn, vocabulary, head dim, theta, context, tied, parameters.
 PUBLISHED = {
@@ -133,5 +133,5 @@ def test_a_key_that_is_not_a_field_is_a_programming_error():
 
 
 def test_presets_import_no_torch():
-    code = "import sys, toolkit.models.llama.presets; sys.exit('torch' in sys.modules)"
+    code = "import sys, toolkit.models.llama.args; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.metrics.split import PARTS, Split, split
+from toolkit.metrics.trace_analysis import PARTS, Split, split
 
 MAIN, OTHER, STREAM, COMM_STREAM = 1, 2, 7, 8
 
