@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.config.job import Metrics
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, DataError, first_few, one_line, printable, report
 from toolkit.metrics.logger import MetricLogger
 from tools import checkpoint
@@ -31,7 +32,7 @@ def test_an_error_is_told_without_them(debug: bool, capsys: pytest.CaptureFixtur
 
 
 def test_a_log_line_is_told_without_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = MetricLogger(tmp_path, total_steps=3)
+    log = MetricLogger(Metrics(), tmp_path, total_steps=3)
     log.say(HOSTILE)
     log.close()
     assert capsys.readouterr().out == SHOWN + "\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -41,16 +41,16 @@ from toolkit.errors import (
 from toolkit.io.locks import claim
 from toolkit.launcher.signals import StopRequest
 from toolkit.launcher.time_limit import Deadline
+from toolkit.metrics.logger import MetricLogger
 from toolkit.metrics.memory import memory, out_of_memory_advice
-from toolkit.metrics.speed import SpeedMeter
+from toolkit.metrics.profiling import profiling
+from toolkit.metrics.speed import SpeedMeter, build_speed_meter
 from toolkit.metrics.startup_timer import Phases
 from toolkit.metrics.summary import summary
 from toolkit.models.registry import model_args
-from toolkit.observers import observers
-from toolkit.optim.lr_scheduler import learning_rate
+from toolkit.optim.lr_scheduler import cut_to_fit, learning_rate
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
-from toolkit.reporting import open_log, open_speed_meter, told_at_start
 from toolkit.train_step import StepResult, TrainStep
 from toolkit.validate import validate
 
@@ -202,8 +202,12 @@ class Trainer:
                 self.saves.export_missed(last=step >= self.total_steps)
             if step >= self.total_steps:
                 return self._already_finished()
-            watched = observers(
-                self.config, self.folder, first_step=step + 1, device=self.device, say=self.log.say
+            watched = profiling(
+                self.config.profiling,
+                self.folder,
+                first_step=step + 1,
+                device=self.device,
+                say=self.log.say,
             )
             with watched as after_step:
                 return self._loop(after_step)
@@ -221,7 +225,13 @@ class Trainer:
         training, request = self.config.training, StopRequest(self._deadline)
         garbage = GarbageCollection(training.gc_freq, debug=training.gc_debug)
         batches = iter(self.loader)
-        speed = open_speed_meter(self.config, self.args, self.device, self.param_dtype)
+        speed = build_speed_meter(
+            self.config.metrics,
+            self.args,
+            seq_len=training.seq_len,
+            device=self.device,
+            dtype=self.param_dtype,
+        )
         progress, saves = self.progress, self.saves
         first = progress.step + 1
         while progress.step < self.total_steps:
@@ -312,13 +322,38 @@ class Trainer:
     def _start_log(self) -> None:
         self.history: list[dict[str, Any]] = []
         progress = self.progress
-        self.log = open_log(self.config, self.folder, total_steps=self.total_steps, resume_step=progress.step)
+        self.log = MetricLogger(
+            self.config.metrics,
+            self.folder,
+            total_steps=self.total_steps,
+            resume_step=progress.step,
+            rank=dist.get_rank(),
+            config_text=self.config.to_toml(),
+            config=self.config.model_dump(),
+        )
         self.saves.say = self.log.say
-        samples = self.total_steps * self.batch.total
-        for said in told_at_start(self.config, self.loader, total_steps=self.total_steps, samples=samples):
-            self.log.say(said)
+        for message in self._startup_messages():
+            self.log.say(message)
         if progress.step:
             self.log.say(f"resumed after step {progress.step}, {progress.tokens:,} tokens")
+
+    def _startup_messages(self) -> Iterator[str]:
+        """Tell what the preflight cannot know, since it needs the tokenised corpus: its length, and the shares
+        of a mixture in the samples of all steps."""
+        epochs, options = self.config.training.epochs, self.config.lr_scheduler
+        if epochs:
+            yield (
+                f"{self.total_steps} steps: training.epochs {epochs}, "
+                f"{self.loader.epoch_samples:,} samples each"
+            )
+            yield from cut_to_fit(
+                total_steps=options.total_steps or self.total_steps,
+                warmup_steps=options.warmup_steps,
+                warmup_ratio=options.warmup_ratio,
+                decay_ratio=options.decay_ratio,
+            )
+        if self.loader.mixture:
+            yield self.loader.mixture.describe(self.total_steps * self.batch.total)
 
     def _log_step(self, result: StepResult, speed: SpeedMeter) -> None:
         values = {

@@ -8,9 +8,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from toolkit.config.job import Metrics
 from toolkit.io import standard_streams
 from toolkit.metrics.logger import MetricLogger
 from toolkit.metrics.memory import memory
+
+_OPTIONS = Metrics()
 
 
 def _events(folder):
@@ -19,8 +22,8 @@ def _events(folder):
     return events
 
 
-def _run(folder, steps, *, scale=1.0, **options):
-    logger = MetricLogger(folder, total_steps=100, **options)
+def _run(folder, steps, *, scale=1.0, options=_OPTIONS, **about):
+    logger = MetricLogger(options, folder, total_steps=100, **about)
     for step in steps:
         logger.log(
             step, {"loss": scale * step, "lr": 0.1, "tokens": 10 * step, "mfu": None, "memory_gib": 1.5}
@@ -67,23 +70,23 @@ def test_a_new_run_in_the_same_folder_hides_the_old_one(tmp_path):
 
 
 def test_tensorboard_can_be_off_or_elsewhere(tmp_path):
-    _run(tmp_path / "off", [1], tensorboard=False)
+    _run(tmp_path / "off", [1], options=Metrics(enable_tensorboard=False))
     assert [path.name for path in (tmp_path / "off").iterdir()] == ["metrics.jsonl"]
-    _run(tmp_path / "on", [1], tensorboard_folder="events")
+    _run(tmp_path / "on", [1], options=Metrics(save_tb_folder="events"))
     assert _scalars(_events(tmp_path / "on" / "events"), "train/loss") == [(1, 1.0)]
 
 
 def test_other_ranks_are_silent_unless_asked(tmp_path, capsys):
     _run(tmp_path, [1], rank=3)
     assert list(tmp_path.iterdir()) == []
-    _run(tmp_path, [1], rank=3, all_ranks=True)
+    _run(tmp_path, [1], rank=3, options=Metrics(save_for_all_ranks=True))
     assert capsys.readouterr().out == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.rank-3.jsonl", "tb"]
     assert _scalars(_events(tmp_path / "tb" / "rank-3"), "train/loss") == [(1, 1.0)]
 
 
 def test_a_loss_that_is_not_a_number_reaches_console_and_files(tmp_path, capsys):
-    logger = MetricLogger(tmp_path, total_steps=10)
+    logger = MetricLogger(_OPTIONS, tmp_path, total_steps=10)
     logger.log(1, {"loss": math.nan})
     logger.close()
     assert "loss nan" in capsys.readouterr().out
@@ -103,7 +106,7 @@ def test_files_that_cannot_be_written_are_told_once(tmp_path, capsys):
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("fault", ["full disk", "deleted folder"])
 def test_a_writer_of_tensorboard_that_fails_is_told_without_a_traceback(fault, tmp_path, capsys, monkeypatch):
-    logger = MetricLogger(tmp_path, total_steps=100)
+    logger = MetricLogger(_OPTIONS, tmp_path, total_steps=100)
     logger.log(1, {"loss": 1.0})
     if fault == "full disk":
         monkeypatch.setattr(RecordWriter, "write", _full)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer
+from toolkit.config.job import Profiling
 from toolkit.metrics.profiler import StepProfiler
 
 CPU = torch.device("cpu")
@@ -23,11 +24,10 @@ def traced(
     folder: Path, steps: range, *, freq: int, active: int = 1, warmup: int = 1, rank: int = 0
 ) -> list[str]:
     said: list[str] = []
+    options = Profiling(profile_freq=freq, profiler_active=active, profiler_warmup=warmup)
     with StepProfiler(
+        options,
         folder,
-        freq=freq,
-        active=active,
-        warmup=warmup,
         first_step=steps[0],
         rank=rank,
         device=CPU,
@@ -83,10 +83,8 @@ def _steps(folder: Path) -> tuple[list[str], float]:
     batches, gradient = iter(DataLoader(Slow())), torch.ones(2**24)
     spent = 0.0
     with StepProfiler(
+        Profiling(profile_freq=2, profiler_warmup=1),
         folder / "two",
-        freq=2,
-        active=1,
-        warmup=1,
         first_step=1,
         rank=dist.get_rank(),
         device=CPU,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.config.job import Metrics
 from toolkit.metrics.logger import MetricLogger
 
 
@@ -43,8 +44,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], FakeRun]
     return runs
 
 
-def logger(folder: Path, **options: Any) -> MetricLogger:
-    return MetricLogger(folder, total_steps=9, tensorboard=False, wandb=True, **options)
+def logger(folder: Path, *, all_ranks: bool = False, **about: Any) -> MetricLogger:
+    options = Metrics(enable_tensorboard=False, enable_wandb=True, save_for_all_ranks=all_ranks)
+    return MetricLogger(options, folder, total_steps=9, **about)
 
 
 def test_a_run_and_its_resumption_are_one_run(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.job import Metrics
 from toolkit.errors import printable
 from toolkit.io import standard_streams
 from toolkit.metrics.console import Console
@@ -22,11 +23,11 @@ _CONSOLE_LOST = "console_lost"
 class MetricLogger:
     """Reports the metrics of a run into ``folder``.
 
-    Rank 0 prints and writes ``metrics.jsonl`` and ``<tensorboard_folder>/``; other ranks do nothing,
-    or with ``all_ranks`` write ``metrics.rank-N.jsonl`` and ``<tensorboard_folder>/rank-N/`` of what they
-    log. ``resume_step`` is the step of the checkpoint that the run goes on from, 0 for a new run: what
-    the files hold beyond it is dropped. ``config_text`` becomes TensorBoard text, and ``config`` that of
-    the run at Weights & Biases, to which rank 0 sends its metrics with ``wandb``.
+    Rank 0 prints and writes ``metrics.jsonl`` and ``<save_tb_folder>/``; other ranks do nothing, or with
+    ``save_for_all_ranks`` write ``metrics.rank-N.jsonl`` and ``<save_tb_folder>/rank-N/`` of what they log.
+    ``resume_step`` is the step of the checkpoint that the run goes on from, 0 for a new run: what the files
+    hold beyond it is dropped. ``config_text`` becomes TensorBoard text, and ``config`` that of the run at
+    Weights & Biases, to which rank 0 sends its metrics with ``enable_wandb``.
 
     A file that cannot be written is told once and does not stop the training; that the console cannot is told
     in ``metrics.jsonl``, as "console_lost" of the next record.
@@ -34,38 +35,35 @@ class MetricLogger:
 
     def __init__(
         self,
+        options: Metrics,
         folder: Path | str,
         *,
         total_steps: int,
         resume_step: int = 0,
         rank: int = 0,
-        tensorboard: bool = True,
-        tensorboard_folder: str = "tb",
-        all_ranks: bool = False,
-        color: bool = True,
         config_text: str = "",
-        wandb: bool = False,
         config: Mapping[str, Any] | None = None,
     ):
         folder = Path(folder)
         chief = rank == 0
         self._told: set[str] = set()
+        color = not options.disable_color_printing
         self._console = Console(total_steps, resume_step=resume_step, color=color) if chief else None
         self._lines: JsonLines | None = None
         self._tensorboard: TensorBoard | None = None
         self._wandb: WandB | None = None
-        if not (chief or all_ranks):
+        if not (chief or options.save_for_all_ranks):
             return
         self._name = name = "metrics.jsonl" if chief else f"metrics.rank-{rank}.jsonl"
         self._lines = self._attempt(name, lambda: JsonLines(folder / name, resume_step=resume_step))
-        if tensorboard:
-            events = folder / tensorboard_folder
+        if options.enable_tensorboard:
+            events = folder / options.save_tb_folder
             self._tensorboard = TensorBoard(
                 events if chief else events / f"rank-{rank}",
                 resume_step=resume_step,
                 config_text=config_text if chief else "",
             )
-        if wandb and chief:
+        if options.enable_wandb and chief:
             from toolkit.metrics.wandb import WandB
 
             self._wandb = WandB(folder, resume_step=resume_step, config=config or {}, say=self.say)

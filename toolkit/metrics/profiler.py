@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from toolkit.config.job import Profiling
 from toolkit.metrics.trace_analysis import split
 
 
 class StepProfiler:
-    """Traces ``active`` steps up to every ``freq``-th one, after ``warmup`` steps of the profiler alone.
+    """Traces ``profiler_active`` steps up to every ``profile_freq``-th one.
+
+    The profiler runs ``profiler_warmup`` steps before them, of which it keeps nothing.
 
     Each rank writes ``<folder>/iteration_<step>/rank<rank>_trace.json`` (for chrome://tracing or
     ui.perfetto.dev); rank 0 also says how the time of the step was split. A trace that the end of
@@ -27,11 +30,9 @@ class StepProfiler:
 
     def __init__(
         self,
+        options: Profiling,
         folder: Path,
         *,
-        freq: int,
-        active: int,
-        warmup: int,
         first_step: int,
         rank: int,
         device: torch.device,
@@ -41,7 +42,8 @@ class StepProfiler:
         self._step = 0
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it announces each trace in its own words
         warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
-        cycle = schedule(wait=freq - active - warmup, warmup=warmup, active=active)
+        active, warmup = options.profiler_active, options.profiler_warmup
+        cycle = schedule(wait=options.profile_freq - active - warmup, warmup=warmup, active=active)
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)

@@ -1,10 +1,17 @@
-"""Tokens per second, MFU and where the time of a step goes. Imports no torch."""
+"""Tokens per second, MFU and where the time of a step goes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+
+from toolkit.config.job import Metrics
+from toolkit.metrics.flops import flops_per_token, peak_flops
+from toolkit.models.llama.args import LlamaArgs
 
 
 class SpeedMeter:
@@ -82,3 +89,27 @@ class SpeedMeter:
         self._tokens = 0
         self._data = 0.0
         self._apart: dict[str, float] = {}
+
+
+def build_speed_meter(
+    options: Metrics, args: LlamaArgs, *, seq_len: int, device: torch.device, dtype: torch.dtype
+) -> SpeedMeter:
+    """Build the meter of a run's steps; it knows no peak of a device that is not in our table."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    peak = options.peak_tflops
+    per_device = peak * 1e12 if peak else peak_flops(name, str(dtype).removeprefix("torch."))
+    flops = flops_per_token(
+        dim=args.dim,
+        n_layers=args.n_layers,
+        n_heads=args.n_heads,
+        n_kv_heads=args.n_kv_heads,
+        head_dim=args.head_dim,
+        ffn_dim=args.ffn_dim,
+        vocab_size=args.vocab_size,
+        seq_len=seq_len,
+    )
+    return SpeedMeter(
+        flops_per_token=flops,
+        peak_flops=per_device * dist.get_world_size() if per_device else None,
+        mark=torch.profiler.record_function,
+    )

@@ -1,7 +1,7 @@
 """What of the model this rank has, and how a batch goes through it.
 
-One model, or under pipeline parallelism some of its stages (:mod:`toolkit.parallel.pipeline_parallel`). Losses are
-sums over tokens, of which each rank returns a share: over the world they add up to the batch's.
+One model, or under pipeline parallelism some of its stages (:mod:`toolkit.parallel.pipeline_parallel`).
+Losses are sums over tokens, of which each rank returns a share: over the world they add up to the batch's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What watches the steps of a run from outside: the profiler and memory snapshots, where they are on."""
+"""The profiler and memory snapshots of a run, loaded where they are on."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from toolkit.config import Config
+from toolkit.config.job import Profiling
 
 
 @contextmanager
-def observers(
-    config: Config, folder: Path, *, first_step: int, device: torch.device, say: Callable[[str], None]
+def profiling(
+    options: Profiling, folder: Path, *, first_step: int, device: torch.device, say: Callable[[str], None]
 ) -> Iterator[Callable[[int], None] | None]:
-    """Start what the config asks for; gives the function that is to be told of each finished step, if any."""
-    options, rank = config.profiling, dist.get_rank()
+    """Start what ``options`` ask for; gives the function that is to be told of each finished step, if any."""
+    rank = dist.get_rank()
     told: list[Callable[[int], None]] = []
     with ExitStack() as stack:
         if options.enable_profiling:
             from toolkit.metrics.profiler import StepProfiler
 
             profiler = StepProfiler(
+                options,
                 folder / options.save_traces_folder,
-                freq=options.profile_freq,
-                active=options.profiler_active,
-                warmup=options.profiler_warmup,
                 first_step=first_step,
                 rank=rank,
                 device=device,
