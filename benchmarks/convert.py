@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.machine import describe
 from toolkit.weights.convert import compare
-from toolkit.weights.open import open_source
+from toolkit.weights.open import open_weights
 
 GIB = 2**30
 WAYS = ("hf-to-dcp", "dcp-to-hf", "hf-to-meta", "meta-to-hf", "meta-to-dcp", "dcp-to-meta")
@@ -66,7 +66,7 @@ def measure(folder: Path, work: Path, ways: list[str]) -> list[Sample]:
             out = work / "out"
             samples.append(run(way, made[given], out, verify=verify))
             if to == "hf":
-                compare(open_source(folder), open_source(out))
+                compare(open_weights(folder), open_weights(out))
             if to not in made:
                 made[to] = out.rename(work / to)
             else:

@@ -91,7 +91,7 @@ def _rank(rank: int, ports: list[int], folder: str, layout: str, threads: int, e
         os.environ["MASTER_PORT"] = str(port)
         process_group.start(torch.device("cpu"), timeout_seconds=60)
         with contextlib.redirect_stdout(io.StringIO()):
-            small_trainer(config).run()
+            small_trainer(config).train()
         dist.barrier()
         process_group.stop()
         gc.collect()  # else threads and sockets of the groups stay

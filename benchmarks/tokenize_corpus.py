@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.data.sources import open_source
+from toolkit.data.sources import open_corpus
 from toolkit.data.token_cache import tokenized
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 
@@ -34,7 +34,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 def _paragraphs() -> Iterator[str]:
     """The shipped paragraphs without end, each time round in another order and with other misspellings."""
-    source = open_source("embedded", None)
+    source = open_corpus("embedded", None)
     texts = [text for piece in source.pieces() for text in piece.texts("text")]
     paragraphs = [paragraph for text in texts for paragraph in text.split("\n\n")]
     chance = random.Random(0)
@@ -63,7 +63,7 @@ def write_corpus(path: Path, n_bytes: int) -> None:
 
 def measure(corpus: Path, tokenizer: str, cache: str) -> None:
     """Tokenise once and print the figures as JSON (in a process of its own)."""
-    source, loaded = open_source("", str(corpus)), load_tokenizer(tokenizer)
+    source, loaded = open_corpus("", str(corpus)), load_tokenizer(tokenizer)
     start = time.perf_counter()
     built = tokenized(source, loaded, cache_folder=cache, progress=False)
     seconds = time.perf_counter() - start

@@ -66,11 +66,11 @@ def ours(folder: str, broadcast: bool) -> Sample:
     how = sharding(config, param_dtype=getattr(torch, dtype))
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     begin, device_begin = resident()[0], _on_device(device)[0]
-    execution = build_model(config, stored.args, mesh, device, how=how, seed=None)
+    model_parts = build_model(config, stored.args, mesh, device, how=how, seed=None)
     dist.barrier()
     start = time.perf_counter()
     source = open_alike(lambda: SafetensorsFolder(Path(folder)), on_rank_0_alone=broadcast)
-    tensors = dict(execution.named_parameters())
+    tensors = dict(model_parts.named_parameters())
     load_weights(source, dict(tensors), broadcast_from_rank_0=broadcast)
     if device.type == "cuda":
         torch.cuda.synchronize()

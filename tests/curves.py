@@ -73,7 +73,7 @@ def train(folder: str, row: layouts.Row, precision: str = "float32") -> Run:
     # Compiled code is found again by shapes and not, for one, by the memory budget it was compiled for.
     torch._dynamo.reset()
     trainer = small_trainer(configure(folder, row, precision))
-    weights = weights_digest(trainer.execution.models[0])
+    weights = weights_digest(trainer.model_parts.models[0])
     seen: list[torch.Tensor] = []
     take_step = trainer.train_step
 
@@ -83,7 +83,7 @@ def train(folder: str, row: layouts.Row, precision: str = "float32") -> Run:
 
     trainer.train_step = recorded_step  # type: ignore[assignment]
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer.run()
+        trainer.train()
     return {
         "weights": weights,
         "samples": _samples(torch.cat(seen), trainer.mesh.dp_rank),

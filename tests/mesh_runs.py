@@ -32,7 +32,7 @@ from tests.training import small_config, small_trainer
 from toolkit.build import DTYPES
 from toolkit.config import Config
 from toolkit.hardware import detect
-from toolkit.parallel.model_parts import Execution
+from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.pipeline_schedules import pipeline_stages
 from toolkit.planner.communication import Exchange
 from toolkit.planner.memory import holding
@@ -112,26 +112,26 @@ def run(folder: str, layout: str) -> dict[str, Any]:
     of name and tensor, copies under the name of what they repeat."""
     torch._dynamo.reset()
     trainer = small_trainer(configure(folder, layout))
-    execution = trainer.execution
-    taken: dict[str, Any] = {"initial": _whole(execution, lambda parameter: parameter)}
-    backward = execution.backward
+    model_parts = trainer.model_parts
+    taken: dict[str, Any] = {"initial": _whole(model_parts, lambda parameter: parameter)}
+    backward = model_parts.backward
 
     def watched(*args: Any) -> Tensor:
         total = backward(*args)
         if "gradients" not in taken:
-            taken["gradients"] = _whole(execution, lambda parameter: parameter.grad)
+            taken["gradients"] = _whole(model_parts, lambda parameter: parameter.grad)
         return total
 
-    execution.backward = watched
+    model_parts.backward = watched
     sent: Sent = {}
     taken["sent"] = sent
     if "compiled" not in layout.split():  # torch runs no compiled code while operators are watched
         trainer.train_step = _counted(trainer.train_step, sent)
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer.run()
+        trainer.train()
     steps = [record for record in trainer.history if "loss" in record]
     return taken | {
-        "final": _whole(execution, lambda parameter: parameter),
+        "final": _whole(model_parts, lambda parameter: parameter),
         "losses": [record["loss"] for record in steps],
         "norms": [record["grad_norm"] for record in steps],
         "validation": [record["validation_loss"] for record in trainer.history if record not in steps],
@@ -153,8 +153,8 @@ def _counted(train_step: Callable[..., Any], sent: Sent) -> Callable[..., Any]:
     return counted
 
 
-def _whole(execution: Execution, of: Callable[[Any], Any]) -> list[tuple[str, Tensor]]:
-    named = [*execution.named_parameters(), *execution.copies()]
+def _whole(model_parts: ModelParts, of: Callable[[Any], Any]) -> list[tuple[str, Tensor]]:
+    named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
     return [(name, _gathered(of(parameter))) for name, parameter in named]
 
 

@@ -47,15 +47,15 @@ def _run(folder: Path, epochs: int) -> dict[str, Any]:
 
     trainer.train_step = counted  # type: ignore[assignment]
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
-        trainer.run()
+        trainer.train()
     return {
         "said": said.getvalue(),
         "samples": trainer.loader.epoch_samples,
-        "steps": trainer.progress.step,
+        "steps": trainer.train_state.step,
         "rows": rows,
         "rates": {record["step"]: record["lr"] for record in trainer.history},
         "losses": {record["step"]: record["loss"] for record in trainer.history},
-        "weights": weights_digest(trainer.execution.models[0]),
+        "weights": weights_digest(trainer.model_parts.models[0]),
     }
 
 

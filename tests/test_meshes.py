@@ -37,7 +37,7 @@ from toolkit.parallel import fsdp
 from toolkit.parallel import tensor_parallel as tensor
 from toolkit.parallel.context_parallel import SequenceShards
 from toolkit.parallel.dims import STRATEGIES
-from toolkit.parallel.model_parts import Execution, Whole
+from toolkit.parallel.model_parts import ModelParts, SingleModel
 from toolkit.parallel.pipeline_parallel import Pipeline
 from toolkit.parallel.pipeline_schedules import SCHEDULES
 from toolkit.preflight import check
@@ -119,7 +119,7 @@ def test_the_reference_clips_and_what_is_trained_makes_a_difference(
 # What would be found
 
 
-def _perturbed(self: Execution, *args: Any, backward: Any = Whole.backward) -> torch.Tensor:
+def _perturbed(self: ModelParts, *args: Any, backward: Any = SingleModel.backward) -> torch.Tensor:
     """One gradient of one rank is off by 1e-8."""
     total = backward(self, *args)
     if dist.get_rank() == 1:
@@ -146,7 +146,7 @@ def _backwards(
 FAULTS: dict[str, tuple[str, AbstractContextManager[Any], str]] = {
     "one gradient off by 1e-8": (
         "shard2",
-        patch.object(Whole, "backward", _perturbed),
+        patch.object(SingleModel, "backward", _perturbed),
         "gradient of layers.2.feed_forward.w2.weight",
     ),
     "gradients averaged": (

@@ -30,7 +30,7 @@ def _train(folder: str, name: str, steps: int) -> dict[str, Any]:
         },
     )
     trainer = small_trainer(config)
-    trainer.run()
+    trainer.train()
     assert trainer.loader.mixture is not None
     return {
         "losses": [record["loss"] for record in trainer.history],

@@ -52,7 +52,7 @@ def _config(folder: Path, *, steps: int = 3, **tables: dict[str, Any]) -> Config
 
 
 def _losses(trainer: Trainer) -> dict[int, float]:
-    trainer.run()
+    trainer.train()
     return {record["step"]: record["loss"] for record in trainer.history}
 
 
@@ -76,14 +76,14 @@ def _runs(folder: str) -> dict[str, Any]:
     exported = SafetensorsFolder(Path(folder, "export/hf/step-2"))
     found["not exported"] = [
         name
-        for name, parameter in trainer.execution.named_parameters()
+        for name, parameter in trainer.model_parts.named_parameters()
         if not torch.equal(_whole(parameter), exported.read(name))
     ]
     step = {"initial_load_path": str(Path(folder, "export/checkpoint/step-2"))}
     found["from the step"] = _losses(small_trainer(_config(Path(folder, "on"), checkpoint=step, steps=1)))
     often = {"interval": 1, "hf_export_interval": 2, "export_dtype": "bfloat16"}
     trainer = small_trainer(_config(Path(folder, "often"), checkpoint=often, steps=5))
-    trainer.run()
+    trainer.train()
     found["exports"] = {
         step.name: {str(stored.dtype) for stored in SafetensorsFolder(step).tensors.values()}
         for step in Path(folder, "often/hf").iterdir()

@@ -61,7 +61,7 @@ def _compiling_in_validation(folder: Path) -> list[dict[str, Any]]:
         return seconds
 
     toolkit.trainer.validate, trainer.compile_clock = compiling, take
-    trainer.run()
+    trainer.train()
     return trainer.history
 
 
@@ -73,7 +73,7 @@ def _out_of_memory(folder: Path) -> str:
 
     trainer.train_step = full  # type: ignore[assignment]
     with pytest.raises(OutOfMemory) as error:
-        trainer.run()
+        trainer.train()
     return str(error.value)
 
 

@@ -39,16 +39,16 @@ def _config(folder: Path, *, early: bool, steps: int = STEPS, **tables: dict[str
 
 
 def _result(trainer: Trainer) -> dict[str, Any]:
-    trainer.run()
-    state = optimizer_tensors(trainer.execution.models[0].named_parameters(), trainer.optimizer)
+    trainer.train()
+    state = optimizer_tensors(trainer.model_parts.models[0].named_parameters(), trainer.optimizer)
     local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in state.items()}
     return {
         "losses": [record["loss"] for record in trainer.history],
         "norms": [record["grad_norm"] for record in trainer.history],
-        "weights": weights_digest(trainer.execution.models[0]),
+        "weights": weights_digest(trainer.model_parts.models[0]),
         "state": {name: tensor.numpy().tobytes() for name, tensor in local.items()},
         "updates": {tensor.item() for name, tensor in local.items() if name.endswith(".step")},
-        "left": sum(parameter.grad is not None for parameter in trainer.execution.models[0].parameters()),
+        "left": sum(parameter.grad is not None for parameter in trainer.model_parts.models[0].parameters()),
     }
 
 
@@ -60,7 +60,7 @@ def _pair(folder: Path, **tables: dict[str, Any]) -> dict[str, Any]:
 def _changed_over(folder: Path) -> dict[str, Any]:
     """Two steps after backward, saved, then one in backward."""
     saving = {"checkpoint": {"enable": True, "interval": 2}}
-    small_trainer(_config(folder, early=False, steps=2, **saving)).run()
+    small_trainer(_config(folder, early=False, steps=2, **saving)).train()
     return _result(small_trainer(_config(folder, early=True, **saving)))
 
 
@@ -78,11 +78,11 @@ def _peak_bytes(folder: Path) -> dict[str, Any]:
         peak = max(peak, sum(size for reference, size in alive.items() if not reference.expired()))
         update(self, parameter)
 
-    for parameter in trainer.execution.models[0].parameters():
+    for parameter in trainer.model_parts.models[0].parameters():
         parameter._post_accumulate_grad_hooks.clear()
         parameter.register_post_accumulate_grad_hook(watch.__get__(trainer.optimizer))
-    trainer.run()
-    sizes = {name: p.to_local().nbytes for name, p in trainer.execution.models[0].named_parameters()}
+    trainer.train()
+    sizes = {name: p.to_local().nbytes for name, p in trainer.model_parts.models[0].named_parameters()}
     head = sizes["norm.weight"] + sizes["output.weight"]
     return {"peak": peak, "largest": max(head, sizes["tok_embeddings.weight"]), "all": sum(sizes.values())}
 
@@ -90,7 +90,7 @@ def _peak_bytes(folder: Path) -> dict[str, Any]:
 def _break(folder: Path) -> str:
     """Put an infinity where only the last rank's part of the gradient shows it."""
     trainer = small_trainer(_config(folder, early=True))
-    parameter = trainer.execution.models[0].get_parameter("layers.1.feed_forward.w2.weight")
+    parameter = trainer.model_parts.models[0].get_parameter("layers.1.feed_forward.w2.weight")
 
     def poison(parameter: nn.Parameter) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -99,7 +99,7 @@ def _break(folder: Path) -> str:
     parameter.register_post_accumulate_grad_hook(poison)
     parameter._post_accumulate_grad_hooks.move_to_end(next(iter(parameter._post_accumulate_grad_hooks)))
     with pytest.raises(TrainingError) as error:
-        trainer.run()
+        trainer.train()
     return str(error.value)
 
 

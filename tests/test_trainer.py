@@ -32,13 +32,13 @@ def _config(folder: Path, *, steps: int = STEPS, **tables: dict[str, Any]) -> Co
 
 def _run(config: Config) -> dict[str, Any]:
     trainer = small_trainer(config)
-    code = trainer.run()
+    code = trainer.train()
     return {
         "code": code,
         "losses": {record["step"]: record["loss"] for record in trainer.history if "loss" in record},
         "rates": {record["step"]: record["lr"] for record in trainer.history if "lr" in record},
-        "tokens": trainer.progress.tokens,
-        "weights": weights_digest(trainer.execution.models[0]),
+        "tokens": trainer.train_state.tokens,
+        "weights": weights_digest(trainer.model_parts.models[0]),
     }
 
 
@@ -77,25 +77,25 @@ def _stop(folder: str) -> dict[str, Any]:
         return step(*args, **keywords)
 
     trainer.train_step = signalled  # type: ignore[assignment]
-    code = trainer.run()
-    return {"code": code, "step": trainer.progress.step, "latest": trainer.saves.manager.latest()}
+    code = trainer.train()
+    return {"code": code, "step": trainer.train_state.step, "latest": trainer.checkpointer.manager.latest()}
 
 
 def _break(folder: str) -> dict[str, Any]:
     """Put an infinity where only the last rank's part of the gradient shows it."""
     trainer = small_trainer(_config(Path(folder, "broken")))
-    before = weights_digest(trainer.execution.models[0])
+    before = weights_digest(trainer.model_parts.models[0])
     name = "layers.1.feed_forward.w2.weight"
 
     def poison(parameter: torch.nn.Parameter) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
             parameter.grad._local_tensor[0, 0] = torch.inf  # type: ignore[union-attr]
 
-    dict(trainer.execution.named_parameters())[name].register_post_accumulate_grad_hook(poison)
+    dict(trainer.model_parts.named_parameters())[name].register_post_accumulate_grad_hook(poison)
     try:
-        trainer.run()
+        trainer.train()
     except TrainingError as error:
-        return {"message": str(error), "unchanged": weights_digest(trainer.execution.models[0]) == before}
+        return {"message": str(error), "unchanged": weights_digest(trainer.model_parts.models[0]) == before}
     return {"message": "", "unchanged": False}
 
 
@@ -106,7 +106,7 @@ def _start_from_weights(folder: str) -> dict[str, Any]:
     trainer = small_trainer(
         small_config(Path(folder, "child"), checkpoint={"enable": True, "initial_load_path": path})
     )
-    return {"step": trainer.progress.step, "weights": weights_digest(trainer.execution.models[0])}
+    return {"step": trainer.train_state.step, "weights": weights_digest(trainer.model_parts.models[0])}
 
 
 def _two_runs_in_one_folder(folder: str) -> list[str]:
@@ -132,7 +132,7 @@ def _losses_on_the_same_data(folder: str) -> tuple[float, float]:
     """What validation says of one global batch, and what the next training step says of the same."""
     trainer: Trainer = small_trainer(_config(Path(folder, "same")))
     batches = [batch for batch, _ in zip(trainer.loader, range(trainer.batch.accumulation), strict=False)]
-    said = validate(trainer.execution, batches, device=trainer.device, limit=None)
+    said = validate(trainer.model_parts, batches, device=trainer.device, limit=None)
     return said, trainer.train_step(batches, learning_rate=1e-3).loss
 
 
@@ -162,13 +162,17 @@ def _parts_left_out(folder: str) -> dict[str, dict[int, float]]:
 def _from_seed(folder: str) -> tuple[int, list[int], dict[str, Any]]:
     """A run that saves its initial weights and ends, and the run that goes on from them."""
     seeding = small_trainer(_config(Path(folder, "seeded"), checkpoint={"create_seed_checkpoint": True}))
-    code, there = seeding.run(), committed_steps(Path(folder, "seeded", "checkpoint"))
+    code, there = seeding.train(), committed_steps(Path(folder, "seeded", "checkpoint"))
     return code, there, _run(_config(Path(folder, "seeded")))
 
 
 def _out_of_time(folder: str) -> dict[str, Any]:
     trainer = small_trainer(_config(Path(folder, "late"), job={"time_limit": 1e-6}))
-    return {"code": trainer.run(), "step": trainer.progress.step, "latest": trainer.saves.manager.latest()}
+    return {
+        "code": trainer.train(),
+        "step": trainer.train_state.step,
+        "latest": trainer.checkpointer.manager.latest(),
+    }
 
 
 def _stopped_while_compiling(folder: str) -> tuple[int, list[int], int]:
@@ -185,7 +189,7 @@ def _stopped_while_compiling(folder: str) -> tuple[int, list[int], int]:
 
     callback_handler.register_start_callback(begins)
     config = _config(Path(folder) / "compiled", compile={"enable": True, "backend": "aot_eager"})
-    code = small_trainer(config).run()
+    code = small_trainer(config).train()
     callback_handler.remove_start_callback(begins)
     return code, committed_steps(Path(folder) / "compiled" / "checkpoint"), compiled
 

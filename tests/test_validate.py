@@ -29,7 +29,7 @@ def _run(folder: Path, *, steps: int, validate: bool, reshard: str = "default") 
             parallelism={"fsdp_reshard_after_forward": reshard},
         )
     )
-    trainer.run()
+    trainer.train()
     return trainer
 
 
@@ -43,10 +43,14 @@ def _saved_beside_validation(folder: str) -> list[tuple[bool, str, str]]:
         assert resumed.history[0]["step"] == 3
         shards = all(
             isinstance(parameter, DTensor) and parameter.dtype == torch.float32
-            for parameter in resumed.execution.models[0].parameters()
+            for parameter in resumed.model_parts.models[0].parameters()
         )
         found.append(
-            (shards, weights_digest(resumed.execution.models[0]), weights_digest(plain.execution.models[0]))
+            (
+                shards,
+                weights_digest(resumed.model_parts.models[0]),
+                weights_digest(plain.model_parts.models[0]),
+            )
         )
     return found
 
@@ -67,7 +71,7 @@ def _stopped_in_validation(folder: str) -> tuple[int, int, bool, list[int]]:
             checkpoint={"enable": True, "interval": 100},
         )
     )
-    losses, loss = 0, trainer.execution.loss
+    losses, loss = 0, trainer.model_parts.loss
 
     def counted(batch: Any) -> torch.Tensor:
         nonlocal losses
@@ -76,8 +80,8 @@ def _stopped_in_validation(folder: str) -> tuple[int, int, bool, list[int]]:
             os.kill(os.getpid(), signal.SIGTERM)
         return loss(batch)
 
-    trainer.execution.loss = counted  # type: ignore[method-assign]
-    code = trainer.run()
+    trainer.model_parts.loss = counted  # type: ignore[method-assign]
+    code = trainer.train()
     validated = any("validation_loss" in record for record in trainer.history)
     return code, losses, validated, committed_steps(Path(folder, "checkpoint"))
 
@@ -124,7 +128,7 @@ def _losses(folder: Path, parallelism: dict[str, Any], *, validated: bool) -> tu
             parallelism=parallelism,
         )
     )
-    trainer.run()
+    trainer.train()
     training = [record["loss"] for record in trainer.history if "loss" in record]
     return training, [record["validation_loss"] for record in trainer.history if "loss" not in record]
 

@@ -1,4 +1,4 @@
-"""From a configuration and a mesh to a sharded, initialised model and its execution.
+"""From a configuration and a mesh to a sharded, initialised model and its model_parts.
 
 The model is made on the meta device, sharded there, and only then given storage, so that no rank
 ever holds more than its shards.
@@ -23,7 +23,7 @@ from toolkit.parallel.dims import reshard_after_forward, takes_ring
 from toolkit.parallel.fsdp import Sharding
 from toolkit.parallel.init_weights import initialize
 from toolkit.parallel.mesh import Mesh
-from toolkit.parallel.model_parts import Execution, Whole
+from toolkit.parallel.model_parts import ModelParts, SingleModel
 from toolkit.parallel.parallelize import parallelize
 from toolkit.parallel.pipeline_schedules import Stages, may_split_backward, pipeline_stages
 
@@ -127,7 +127,7 @@ def build_model(
     how: Sharding,
     seed: int | None,
     storage: bool = True,
-) -> Execution:
+) -> ModelParts:
     """A model sharded over ``mesh`` on ``device``, its weights a function of ``seed`` alone, or whatever was
     in memory where that is None, for weights that will be loaded; without ``storage`` it stays on the meta
     device, to be looked at."""
@@ -162,14 +162,14 @@ def build_model(
             loss_parallel=not config.parallelism.disable_loss_parallel,
         )
         models.append(model.to_empty(device="cpu" if how.cpu_offload else device) if storage else model)
-    execution = _execution(config, models, stages, mesh, shards, how, device)
+    model_parts = _model_parts(config, models, stages, mesh, shards, how, device)
     if storage and seed is not None:
-        named = [*execution.named_parameters(), *execution.copies()]
+        named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
         initialize(named, seed, lambda name: init_rule(name, args))
-    return execution
+    return model_parts
 
 
-def _execution(
+def _model_parts(
     config: Config,
     models: list[Llama],
     stages: Stages,
@@ -177,9 +177,9 @@ def _execution(
     shards: SequenceShards | None,
     how: Sharding,
     device: torch.device,
-) -> Execution:
+) -> ModelParts:
     if mesh.pp is None:
-        return Whole(models[0], mesh, shards, how)
+        return SingleModel(models[0], mesh, shards, how)
     from toolkit.parallel.pipeline_parallel import Pipeline
 
     options = config.parallelism
@@ -198,7 +198,7 @@ def _execution(
 
 
 def load_hugging_face(
-    execution: Execution, folder: Path, *, broadcast: bool, group: dist.ProcessGroup
+    model_parts: ModelParts, folder: Path, *, broadcast: bool, group: dist.ProcessGroup
 ) -> None:
     """Fill the model with the weights of a Hugging Face folder, which with ``broadcast`` rank 0 alone sees.
 
@@ -211,9 +211,9 @@ def load_hugging_face(
     from toolkit.weights.safetensors import SafetensorsFolder
 
     source = open_alike(lambda: SafetensorsFolder(folder), on_rank_0_alone=broadcast, group=group)
-    tensors: dict[str, Tensor] = dict(execution.named_parameters())
+    tensors: dict[str, Tensor] = dict(model_parts.named_parameters())
     load_weights(source, tensors, broadcast_from_rank_0=broadcast, group=group)
-    execution.refresh_copies(tensors, dict(execution.copies()))
+    model_parts.refresh_tied_copies(tensors, dict(model_parts.tied_copies()))
 
 
 def model_optimizer(

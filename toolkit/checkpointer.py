@@ -21,11 +21,11 @@ from toolkit.config import Config
 from toolkit.errors import CheckpointError, DataError, printable
 from toolkit.models.registry import EXPORTS, weights_folder
 from toolkit.optim.optimizer import optimizer_tensors
-from toolkit.parallel.model_parts import Execution
+from toolkit.parallel.model_parts import ModelParts
 
 
 @dataclass
-class Progress:
+class TrainState:
     """How far a run is.
 
     The schedule of the learning rate counts steps from ``schedule_start``. That is not 0 where a part of the
@@ -48,8 +48,8 @@ class Position(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Saves:
-    """Saves, restores and hands on a model, its optimizer, ``progress`` and the ``position`` in the data.
+class Checkpointer:
+    """Saves, restores and hands on a model, its optimizer, ``state`` and the ``position`` in the data.
 
     All ranks call every method, save those that tell what is due. ``about`` (JSON types) goes into every
     manifest. ``say`` takes a line for the user, and prints it until it is replaced.
@@ -60,19 +60,19 @@ class Saves:
         config: Config,
         run_folder: Path,
         *,
-        execution: Execution,
+        model_parts: ModelParts,
         optimizer: Optimizer,
         position: Position,
-        progress: Progress,
+        state: TrainState,
         about: Mapping[str, Any],
         group: dist.ProcessGroup,
     ):
         self._config = config
         self._options = options = config.checkpoint
-        self._execution = execution
+        self._model_parts = model_parts
         self._optimizer = optimizer
         self._position = position
-        self._progress = progress
+        self._state = state
         self._about = about
         self._group = group
         self._exports = run_folder / EXPORTS
@@ -92,11 +92,11 @@ class Saves:
     @property
     def step_folder(self) -> Path:
         """Where the checkpoint of the step that the run is at is, or will be."""
-        return step_folder(self.manager.folder, self._progress.step)
+        return step_folder(self.manager.folder, self._state.step)
 
     def tensors(self, *, model_only: bool, copies: bool = False) -> dict[str, Tensor]:
         """Of this rank, or those of its ``copies``, which no checkpoint holds."""
-        named = list(self._execution.copies() if copies else self._execution.named_parameters())
+        named = list(self._model_parts.tied_copies() if copies else self._model_parts.named_parameters())
         tensors: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in named}
         return tensors if model_only else tensors | optimizer_tensors(named, self._optimizer)
 
@@ -112,7 +112,7 @@ class Saves:
             self._resume(step)
         elif folder := pretrained_folder(self._config):
             broadcast = options.initial_load_broadcast
-            load_hugging_face(self._execution, folder, broadcast=broadcast, group=self._group)
+            load_hugging_face(self._model_parts, folder, broadcast=broadcast, group=self._group)
         elif options.initial_load_path and not options.initial_load_in_hf:
             source = Path(options.initial_load_path).expanduser()
             if options.initial_load_model_only:
@@ -123,27 +123,27 @@ class Saves:
     def _load(self, where: int | Path, *, model_only: bool) -> dict[str, Any]:
         tensors = self.tensors(model_only=model_only)
         manifest = self.manager.load(where, tensors, exclude=_excluded(self._config))
-        self._execution.refresh_copies(tensors, self.tensors(model_only=model_only, copies=True))
+        self._model_parts.refresh_tied_copies(tensors, self.tensors(model_only=model_only, copies=True))
         return manifest
 
     def _resume(self, where: int | Path) -> None:
-        excluded, progress = self._options.exclude_from_loading, self._progress
+        excluded, state = self._options.exclude_from_loading, self._state
         manifest = self._load(where, model_only=False)
         run = manifest["run"]
         if "train_state" not in excluded:
-            progress.step = manifest["step"]
-            progress.tokens = run["tokens"]
-            progress.best_validation = run["best_validation"]
-            progress.run_id = run.get("id", progress.run_id)
+            state.step = manifest["step"]
+            state.tokens = run["tokens"]
+            state.best_validation = run["best_validation"]
+            state.run_id = run.get("id", state.run_id)
         done = 0 if "lr_scheduler" in excluded else manifest["step"] - run.get("schedule_start", 0)
-        progress.schedule_start = progress.step - done
+        state.schedule_start = state.step - done
         if "dataloader" not in excluded:
             self._position.load_state_dict(run["loader"])
 
     # Saving
 
     def due(self, *, last: bool, stop: bool) -> bool:
-        options, step = self._options, self._progress.step
+        options, step = self._options, self._state.step
         if not options.enable or options.load_only:
             return False
         first = step == 1 and options.enable_first_step_checkpoint
@@ -159,18 +159,18 @@ class Saves:
         tensors = self.tensors(model_only=model_only)
         if model_only:
             tensors = {name: tensor.detach().to(self._export_dtype) for name, tensor in tensors.items()}
-        progress = self._progress
+        state = self._state
         run = {
             **self._about,
-            "id": progress.run_id,
+            "id": state.run_id,
             "model_only": model_only,
-            "tokens": progress.tokens,
-            "schedule_start": progress.schedule_start,
-            "best_validation": progress.best_validation,
+            "tokens": state.tokens,
+            "schedule_start": state.schedule_start,
+            "best_validation": state.best_validation,
             "loader": self._position.state_dict(),
         }
         try:
-            self.manager.save(progress.step, tensors, run)
+            self.manager.save(state.step, tensors, run)
             if final:
                 self.manager.end_save(wait=True)
         except CheckpointError as error:
@@ -193,7 +193,7 @@ class Saves:
     def export_due(self, *, last: bool) -> bool:
         every = self._options.hf_export_interval
         return (last and self._options.last_save_in_hf) or (
-            every is not None and self._progress.step % every == 0
+            every is not None and self._state.step % every == 0
         )
 
     def export(self, *, final: bool) -> None:
@@ -219,24 +219,22 @@ class Saves:
                 raise
             self.say(f"NOT EXPORTED: {error}\n  Training goes on.")
         else:
-            step = self._progress.step
+            step = self._state.step
             self.say(f"wrote the model of step {step} as a Hugging Face folder: {self._exported}")
 
     def export_missed(self, *, last: bool) -> None:
         """Make up for an export that a kill has cost after the save."""
         if self._options.load_only or not self.export_due(last=last):
             return
-        if self.manager.ranks.decide(
-            lambda: (
-                self._progress.step in committed_steps(self.manager.folder) and not self._exported.is_dir()
-            )
+        if self.manager.ranks.on_rank_0(
+            lambda: self._state.step in committed_steps(self.manager.folder) and not self._exported.is_dir()
         ):
             self.export(final=last)
 
     @property
     def _exported(self) -> Path:
         """The Hugging Face folder of this step."""
-        return self._exports / f"step-{self._progress.step}"
+        return self._exports / f"step-{self._state.step}"
 
     @property
     def _export_dtype(self) -> torch.dtype:

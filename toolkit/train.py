@@ -61,9 +61,9 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(out_of_memory_advice(device, 0, error)) from error
     if faults:
-        faults.step = lambda: trainer.progress.step
+        faults.step = lambda: trainer.train_state.step
     try:
-        code = trainer.run()
+        code = trainer.train()
     except RuntimeError as error:
         if lost := lost_worker(error):
             raise lost from error

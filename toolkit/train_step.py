@@ -20,7 +20,7 @@ from toolkit.errors import TrainingError, first_few
 from toolkit.loss import IGNORED_LABEL
 from toolkit.optim.grad_clip import clip_, global_norm, nonfinite_parameters
 from toolkit.optim.optimizer_in_backward import StepInBackward
-from toolkit.parallel.model_parts import Execution, MicroBatch
+from toolkit.parallel.model_parts import MicroBatch, ModelParts
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class TrainStep:
 
     def __init__(
         self,
-        execution: Execution,
+        model_parts: ModelParts,
         optimizer: torch.optim.Optimizer,
         *,
         max_norm: float,
         device: torch.device,
     ):
-        self.execution = execution
+        self.model_parts = model_parts
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.device = device
@@ -73,9 +73,9 @@ class TrainStep:
                 unless they were updated in backward.
         """
         assert self.early is None or len(batches) == 1, "the preflight refuses to accumulate here"
-        execution = self.execution
-        batches = [execution.prepare(batch, self.device) for batch in batches]
-        valid = count_valid(batches) * execution.counts
+        model_parts = self.model_parts
+        batches = [model_parts.prepare(batch, self.device) for batch in batches]
+        valid = count_valid(batches) * model_parts.is_loss_rank
         counts = torch.stack([valid, torch.tensor(int(stop), device=self.device)])
         dist.all_reduce(counts)
         tokens, stops = counts.unbind()
@@ -83,10 +83,10 @@ class TrainStep:
         scale = 1.0 / tokens.clamp(min=1).double()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        own = execution.backward(batches, scale)
+        own = model_parts.backward(batches, scale)
         total = own.clone()
         dist.all_reduce(total)
-        parameters = [parameter for _, parameter in execution.named_parameters()]
+        parameters = [parameter for _, parameter in model_parts.named_parameters()]
         norm = (
             self.early.gradient_norm(device=self.device)
             if self.early
@@ -98,7 +98,7 @@ class TrainStep:
         ).tolist()
         if not (math.isfinite(mean) and math.isfinite(grad_norm)):
             self._refuse(mean, grad_norm, own, batches)
-        clip_([*parameters, *(copy for _, copy in execution.copies())], self.max_norm, grad_norm)
+        clip_([*parameters, *(copy for _, copy in model_parts.tied_copies())], self.max_norm, grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return StepResult(mean, grad_norm, int(count), stop=stop_count > 0)
@@ -108,7 +108,7 @@ class TrainStep:
             names = self.early.nonfinite()
             updated = "were updated by this step already, in backward (optimizer.early_step_in_backward)"
         else:
-            names = nonfinite_parameters(self.execution.named_parameters())
+            names = nonfinite_parameters(self.model_parts.named_parameters())
             updated = "were not updated by this step"
         if math.isfinite(loss):
             began = f"gradients that are not finite: {_where(names) or 'none (the norm itself overflowed)'}"
@@ -116,8 +116,8 @@ class TrainStep:
             from toolkit.parallel.nonfinite import origins  # a run that goes well does not need it
 
             # After an update in backward, another forward pass would see other parameters.
-            found = [] if self.early else origins(self.execution, batches)
-            own_loss = [] if own.isfinite() else [f"its part of the loss{self.execution.coordinates}"]
+            found = [] if self.early else origins(self.model_parts, batches)
+            own_loss = [] if own.isfinite() else [f"its part of the loss{self.model_parts.coordinates}"]
             told = first_few([str(one) for one in found], 3) or _where(own_loss)
             told = told or "the sum of the ranks' losses"
             began = f"it began in {told}"

@@ -21,10 +21,10 @@ from toolkit.build import (
     model_optimizer,
     sharding,
 )
-from toolkit.checkpointer import Progress, Saves, pretrained_folder
+from toolkit.checkpointer import Checkpointer, TrainState, pretrained_folder
 from toolkit.config import Config
 from toolkit.data.batch_size import batch_shape
-from toolkit.data.build import Data
+from toolkit.data.build import RunData
 from toolkit.data.dataloader import training_loader, validation_loader
 from toolkit.distributed import process_group
 from toolkit.distributed.garbage_collection import GarbageCollection
@@ -58,15 +58,15 @@ from toolkit.validate import validate
 class Trainer:
     """One run: built from a configuration, resumed from the newest checkpoint, trained to the last step.
 
-    Needs a process group. After :meth:`run`, ``history`` holds the logged values of this process.
+    Needs a process group. After :meth:`train`, ``history`` holds the logged values of this process.
     """
 
-    def __init__(self, config: Config, data: Data, device: torch.device, phases: Phases):
+    def __init__(self, config: Config, data: RunData, device: torch.device, phases: Phases):
         self.config = config
         self.data = data
         self.device = device
         self.seed = config.debug.seed or 0
-        self.progress = Progress()
+        self.train_state = TrainState()
         self._deadline = Deadline(config.job.time_limit, os.environ)
         self._locks: dict[Path, IO[str]] = {}
         self.folder = Path(config.job.dump_folder).expanduser()
@@ -83,19 +83,19 @@ class Trainer:
         self.total_steps = config.training.steps
         if config.training.epochs:
             self.total_steps = -(-config.training.epochs * self.loader.epoch_samples // self.batch.total)
-        self.saves = Saves(
+        self.checkpointer = Checkpointer(
             config,
             self.folder,
-            execution=self.execution,
+            model_parts=self.model_parts,
             optimizer=self.optimizer,
             position=self.loader,
-            progress=self.progress,
+            state=self.train_state,
             about=self._about(),
             group=self.patient_group,
         )
         if config.checkpoint.enable:
             with phases("checkpoint"):
-                self.saves.restore()
+                self.checkpointer.restore()
 
     # Building
 
@@ -159,11 +159,11 @@ class Trainer:
         how = sharding(config, param_dtype=self.param_dtype)
         # Weights that the run does not begin with are not drawn: that takes longer than reading others.
         seed = self.seed if pretrained_folder(config) is None else None
-        self.execution = build_model(config, self.args, self.mesh, self.device, how=how, seed=seed)
-        parameters = [*self.execution.named_parameters(), *self.execution.copies()]
+        self.model_parts = build_model(config, self.args, self.mesh, self.device, how=how, seed=seed)
+        parameters = [*self.model_parts.named_parameters(), *self.model_parts.tied_copies()]
         self.optimizer = model_optimizer(config, parameters)
         self.train_step = TrainStep(
-            self.execution, self.optimizer, max_norm=config.training.max_norm, device=self.device
+            self.model_parts, self.optimizer, max_norm=config.training.max_norm, device=self.device
         )
 
     def _compile_clock(self) -> Callable[[], float]:
@@ -191,15 +191,15 @@ class Trainer:
 
     # Training
 
-    def run(self) -> int:
+    def train(self) -> int:
         """Train to the last step and return the exit code."""
         self._start_log()
         try:
             if self.config.checkpoint.create_seed_checkpoint:
                 return self._saved_seed()
-            step = self.progress.step
+            step = self.train_state.step
             if step:
-                self.saves.export_missed(last=step >= self.total_steps)
+                self.checkpointer.export_missed(last=step >= self.total_steps)
             if step >= self.total_steps:
                 return self._already_finished()
             watched = profiling(
@@ -214,7 +214,7 @@ class Trainer:
         except torch.OutOfMemoryError as error:  # outside of what watches, which writes its snapshot first
             snapshots = self.folder / self.config.profiling.save_memory_snapshot_folder
             raise OutOfMemory(
-                out_of_memory_advice(self.device, self.progress.step, error, snapshots=snapshots)
+                out_of_memory_advice(self.device, self.train_state.step, error, snapshots=snapshots)
             ) from error
         finally:
             self.log.close()
@@ -232,23 +232,25 @@ class Trainer:
             device=self.device,
             dtype=self.param_dtype,
         )
-        progress, saves = self.progress, self.saves
-        first = progress.step + 1
-        while progress.step < self.total_steps:
-            progress.step += 1
-            step, last = progress.step, progress.step == self.total_steps
+        state, checkpointer = self.train_state, self.checkpointer
+        first = state.step + 1
+        while state.step < self.total_steps:
+            state.step += 1
+            step, last = state.step, state.step == self.total_steps
             seed_step(self.seed, step, self.mesh.dp_rank)
             with speed.waiting():
                 micro_batches = list(islice(batches, self.batch.accumulation))
             try:
                 result = self.train_step(micro_batches, learning_rate=self._rate(), stop=request.asked)
             except TrainingError as error:
-                saves.end_save(wait=True)  # what all ranks fail of together must not cost a save as well
+                checkpointer.end_save(
+                    wait=True
+                )  # what all ranks fail of together must not cost a save as well
                 raise TrainingError(f"step {step}: {error}") from None
             if after_step:
                 with speed.apart("profiler"):
                     after_step(step)
-            progress.tokens += result.tokens
+            state.tokens += result.tokens
             speed.step(result.tokens)
             speed.add_apart("compile", self.compile_clock())
             if step == first or last or step % self.config.metrics.log_freq == 0:
@@ -261,25 +263,25 @@ class Trainer:
             stop = result.stop
             if self._validation_due(last) and not stop:
                 stop = self._validate(speed, request)
-            saves.end_save(wait=False)
-            if saves.due(last=last, stop=stop):
+            checkpointer.end_save(wait=False)
+            if checkpointer.due(last=last, stop=stop):
                 with speed.apart("checkpoint"):
                     model_only = last and self.config.checkpoint.last_save_model_only
-                    saves.save(model_only=model_only, final=last or stop)
-                    if saves.export_due(last=last) and (last or not stop):
-                        saves.export(final=last)
+                    checkpointer.save(model_only=model_only, final=last or stop)
+                    if checkpointer.export_due(last=last) and (last or not stop):
+                        checkpointer.export(final=last)
             self.log.advance(step)
             garbage.after_step(step)
             self._deadline.lap()
             if stop:
                 break
         request.release()
-        return self._finished() if progress.step == self.total_steps else self._stopped(request)
+        return self._finished() if state.step == self.total_steps else self._stopped(request)
 
     def _rate(self) -> float:
         options = self.config.lr_scheduler
         return learning_rate(
-            self.progress.step - self.progress.schedule_start - 1,
+            self.train_state.step - self.train_state.schedule_start - 1,
             lr=self.config.optimizer.lr,
             total_steps=options.total_steps or self.total_steps,
             warmup_steps=options.warmup_steps,
@@ -293,7 +295,7 @@ class Trainer:
 
     def _validation_due(self, last: bool) -> bool:
         return self.validation_loader is not None and (
-            last or self.progress.step % self.config.validation.freq == 0
+            last or self.train_state.step % self.config.validation.freq == 0
         )
 
     def _validate(self, speed: SpeedMeter, request: StopRequest) -> bool:
@@ -302,7 +304,7 @@ class Trainer:
         steps = self.config.validation.steps
         with speed.apart("validation"):
             loss = validate(
-                self.execution,
+                self.model_parts,
                 self.validation_loader,
                 device=self.device,
                 limit=None if steps == -1 else steps,
@@ -311,9 +313,9 @@ class Trainer:
         self.compile_clock()  # what validation compiles is in its own seconds already
         if loss is None:
             return True
-        best = self.progress.best_validation
+        best = self.train_state.best_validation
         if best is None or loss < best:
-            self.progress.best_validation = loss
+            self.train_state.best_validation = loss
         self._record({"validation_loss": loss})
         return False
 
@@ -321,25 +323,25 @@ class Trainer:
 
     def _start_log(self) -> None:
         self.history: list[dict[str, Any]] = []
-        progress = self.progress
+        state = self.train_state
         self.log = MetricLogger(
             self.config.metrics,
             self.folder,
             total_steps=self.total_steps,
-            resume_step=progress.step,
+            resume_step=state.step,
             rank=dist.get_rank(),
             config_text=self.config.to_toml(),
             config=self.config.model_dump(),
         )
-        self.saves.say = self.log.say
+        self.checkpointer.say = self.log.say
         for message in self._startup_messages():
             self.log.say(message)
-        if progress.step:
-            self.log.say(f"resumed after step {progress.step}, {progress.tokens:,} tokens")
+        if state.step:
+            self.log.say(f"resumed after step {state.step}, {state.tokens:,} tokens")
 
     def _startup_messages(self) -> Iterator[str]:
-        """Tell what the preflight cannot know, since it needs the tokenised corpus: its length, and the shares
-        of a mixture in the samples of all steps."""
+        """Tell what the preflight cannot know, since it needs the tokenised corpus: its length, and the
+        shares of a mixture in the samples of all steps."""
         epochs, options = self.config.training.epochs, self.config.lr_scheduler
         if epochs:
             yield (
@@ -360,27 +362,27 @@ class Trainer:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": self._rate(),
-            "tokens": self.progress.tokens,
+            "tokens": self.train_state.tokens,
         }
         self._record(values | speed.read() | memory(self.device))
 
     def _record(self, values: dict[str, Any]) -> None:
-        self.history.append({"step": self.progress.step, **values})
-        self.log.log(self.progress.step, values)
+        self.history.append({"step": self.train_state.step, **values})
+        self.log.log(self.train_state.step, values)
 
     # Endings
 
     def _finished(self) -> int:
-        step = self.progress.step
+        step = self.train_state.step
         self.log.advance(step)
-        saved = self.saves.due(last=True, stop=False)
+        saved = self.checkpointer.due(last=True, stop=False)
         text = summary(
             self.history,
             steps=step,
             tensorboard=self.folder / self.config.metrics.save_tb_folder
             if self.config.metrics.enable_tensorboard
             else None,
-            checkpoint=self.saves.step_folder if saved else None,
+            checkpoint=self.checkpointer.step_folder if saved else None,
         )
         self.log.say(text)
         if saved and not self.config.checkpoint.last_save_model_only:
@@ -392,21 +394,22 @@ class Trainer:
         return EXIT_FINISHED
 
     def _saved_seed(self) -> int:
-        self.saves.save(final=True)
-        self.log.say(f"saved the initial weights as {self.saves.step_folder}")
+        self.checkpointer.save(final=True)
+        self.log.say(f"saved the initial weights as {self.checkpointer.step_folder}")
         return EXIT_FINISHED
 
     def _already_finished(self) -> int:
+        folder = self.checkpointer.step_folder.parent
         self.log.say(
-            f"nothing to do: the checkpoint of step {self.progress.step} in {self.saves.step_folder.parent} "
-            f"is at or past the {self.total_steps} steps of this run; raise --training.steps (or epochs) to "
-            "go on, or name another --job.dump_folder to start anew"
+            f"nothing to do: the checkpoint of step {self.train_state.step} in {folder} is at or past "
+            f"the {self.total_steps} steps of this run; raise --training.steps (or epochs) to go on, or name "
+            "another --job.dump_folder to start anew"
         )
         return EXIT_FINISHED
 
     def _stopped(self, request: StopRequest) -> int:
-        step, what = self.progress.step, request.reason
-        if not self.saves.due(last=False, stop=True):
+        step, what = self.train_state.step, request.reason
+        if not self.checkpointer.due(last=False, stop=True):
             self.log.say(
                 f"stopped after step {step} by {what}; nothing saved: the config saves no checkpoints"
             )

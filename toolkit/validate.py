@@ -8,13 +8,13 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from toolkit.parallel.model_parts import Execution, MicroBatch
+from toolkit.parallel.model_parts import MicroBatch, ModelParts
 from toolkit.train_step import count_valid
 
 
 @torch.no_grad()
 def validate(
-    execution: Execution,
+    model_parts: ModelParts,
     batches: Iterable[MicroBatch],
     *,
     device: torch.device,
@@ -26,7 +26,7 @@ def validate(
 
     Every rank must bring equally many micro-batches: sharded parameters are gathered in each.
     """
-    for model in execution.models:
+    for model in model_parts.models:
         model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     stops = torch.zeros((), device=device)
@@ -35,11 +35,11 @@ def validate(
         dist.all_reduce(stops)
         if stops:
             break
-        batch = execution.prepare(batch, device)
-        sums[0] += execution.loss(batch)
-        sums[1] += count_valid([batch]) * execution.counts
+        batch = model_parts.prepare(batch, device)
+        sums[0] += model_parts.loss(batch)
+        sums[1] += count_valid([batch]) * model_parts.is_loss_rank
     dist.all_reduce(sums)
-    execution.end_evaluation()
-    for model in execution.models:
+    model_parts.end_evaluation()
+    for model in model_parts.models:
         model.train()
     return None if stops else (sums[0] / sums[1].clamp(min=1)).item()

@@ -28,9 +28,9 @@ from typing import Any
 
 from toolkit import preflight
 from toolkit.config import Config, load_config, local_paths
-from toolkit.data.build import Data, corpora, run_tokenizer
+from toolkit.data.build import RunData, corpora, run_tokenizer
 from toolkit.data.dataloader import validation_loader
-from toolkit.data.sources import open_source, open_text
+from toolkit.data.sources import open_corpus, open_text
 from toolkit.data.token_cache import tokenized
 from toolkit.distributed import process_group
 from toolkit.errors import (
@@ -132,7 +132,7 @@ def of_validation_set(loaded: Loaded, evaluator: Evaluator, config: Config) -> L
     tokenizer = run_tokenizer(config) if loaded.tokenizer is None else needed_tokenizer(loaded)
     corpus = next(corpus for corpus in corpora(config) if corpus.table == "validation")
     cache = tokenized(
-        open_source(**corpus.arguments()),
+        open_corpus(**corpus.arguments()),
         tokenizer,
         cache_folder=config.data.cache_folder,
         progress=_is_chief(),
@@ -141,7 +141,7 @@ def of_validation_set(loaded: Loaded, evaluator: Evaluator, config: Config) -> L
     mesh = loaded.mesh
     loader = validation_loader(
         config,
-        Data(tokenizer, (), cache),
+        RunData(tokenizer, (), cache),
         dp_rank=mesh.dp_rank if mesh else 0,
         dp_size=mesh.dp_size if mesh else 1,
     )

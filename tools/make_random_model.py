@@ -38,7 +38,7 @@ from toolkit.weights.source import Region, Stored
 
 
 class InitialWeights:
-    """The weights of a model that is not trained, as a source: see :class:`toolkit.weights.source.Source`.
+    """The weights of a model that is not trained, as a :class:`toolkit.weights.source.WeightSource`.
 
     ``place`` is a folder that stands for them.
     """

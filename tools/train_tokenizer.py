@@ -25,7 +25,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from toolkit.config import local_paths
-from toolkit.data.sources import open_source, open_text
+from toolkit.data.sources import open_corpus, open_text
 from toolkit.data.tokenizers.files import LLAMA3_PATTERN, N_LLAMA3_SPECIAL, llama3_names, of_llama3
 from toolkit.errors import EXIT_ERROR, ConfigError, Problem, ToolkitError, flags_named, printable
 from toolkit.io import standard_streams
@@ -35,7 +35,7 @@ FILE_NAMES = {"tiktoken": "tokenizer.model", "sentencepiece": "tokenizer.model",
 
 def texts(corpus: str | None, column: str) -> Iterator[str]:
     """The texts of files named as ``training.dataset_path`` names them; None: the shipped corpus."""
-    source = open_source("embedded", None) if corpus is None else open_text(corpus, column)
+    source = open_corpus("embedded", None) if corpus is None else open_text(corpus, column)
     for piece in source.pieces():
         yield from piece.texts(column)
 

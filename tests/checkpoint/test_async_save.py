@@ -169,23 +169,23 @@ def _failing_run(folder: str) -> dict[str, Any]:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 return write(stream, data)
 
-            save = trainer.saves.manager.save
+            save = trainer.checkpointer.manager.save
 
             def noting(step: int, *rest: Any, trainer: Any = trainer, save: Any = save) -> Any:
                 trainer.saving = step
                 return save(step, *rest)
 
             storage._HashingStream.write = filling  # type: ignore[method-assign]
-            trainer.saves.manager.save = noting  # type: ignore[method-assign]
+            trainer.checkpointer.manager.save = noting  # type: ignore[method-assign]
             start_log = trainer._start_log
 
             def listening(trainer: Any = trainer, start_log: Any = start_log, said: Any = said) -> None:
                 start_log()
-                trainer.saves.say = said.append
+                trainer.checkpointer.say = said.append
 
             trainer._start_log = listening  # type: ignore[method-assign]
             try:
-                code: Any = trainer.run()
+                code: Any = trainer.train()
             except CheckpointError as error:
                 code = str(error)
             finally:
@@ -193,7 +193,7 @@ def _failing_run(folder: str) -> dict[str, Any]:
             steps = committed_steps(Path(folder, f"{mode} {name}", "checkpoint"))
             outcomes[f"{mode} {name}"] = (
                 code,
-                trainer.progress.step,
+                trainer.train_state.step,
                 steps,
                 [x for x in said if "NOT SAVED" in x],
             )
@@ -226,24 +226,28 @@ def _stopped_in_a_save(folder: str) -> tuple[int, list[int], list[int]]:
         folder, training={"steps": 50}, checkpoint={"enable": True, "interval": 3, "async_mode": "async"}
     )
     trainer = small_trainer(config)
-    commit, end, waited_for = manager_module.commit_folder, trainer.saves.manager.end_save, threading.Event()
+    commit, end, waited_for = (
+        manager_module.commit_folder,
+        trainer.checkpointer.manager.end_save,
+        threading.Event(),
+    )
     committed: list[int] = []
 
     def slow_commit(*arguments: Any) -> None:
         waited_for.wait(60)
         commit(*arguments)
-        committed.append(trainer.progress.step)
+        committed.append(trainer.train_state.step)
 
     def end_save(*, wait: bool) -> None:
-        if wait and trainer.progress.step > 3:
+        if wait and trainer.train_state.step > 3:
             waited_for.set()
-        elif not wait and trainer.progress.step == 4 and dist.get_rank() == 1:
+        elif not wait and trainer.train_state.step == 4 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         end(wait=wait)
 
     manager_module.commit_folder = slow_commit
-    trainer.saves.manager.end_save = end_save  # type: ignore[method-assign]
-    code = trainer.run()
+    trainer.checkpointer.manager.end_save = end_save  # type: ignore[method-assign]
+    code = trainer.train()
     return code, committed_steps(Path(folder, "checkpoint")), committed
 
 

@@ -94,13 +94,13 @@ def _digests(tensors: Mapping[str, Tensor]) -> Digests:
 
 def _state(trainer: Trainer, *, copies: bool = False) -> Digests:
     """Parameters and moments of this rank, whole; or those of its copies."""
-    execution = trainer.execution
-    named = list(execution.copies() if copies else execution.named_parameters())
+    model_parts = trainer.model_parts
+    named = list(model_parts.tied_copies() if copies else model_parts.named_parameters())
     return _digests({f"model.{name}": x for name, x in named} | optimizer_tensors(named, trainer.optimizer))
 
 
 def _finish(trainer: Trainer) -> dict[str, Any]:
-    trainer.run()
+    trainer.train()
     losses = {record["step"]: record["loss"] for record in trainer.history}
     return {"losses": losses, "end": _state(trainer), "copies at the end": _state(trainer, copies=True)}
 
@@ -109,13 +109,13 @@ def _whole_run(folder: Path, mesh: str, tied: bool) -> dict[str, Any]:
     """All steps, with what was saved after the second."""
     trainer = _trainer(folder, mesh, tied)
     saved: dict[int, Digests] = {}
-    save = trainer.saves.manager.save
+    save = trainer.checkpointer.manager.save
 
     def watched(step: int, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> Path:
         saved[step] = _digests(tensors)
         return save(step, tensors, run)
 
-    trainer.saves.manager.save = watched  # type: ignore[method-assign]
+    trainer.checkpointer.manager.save = watched  # type: ignore[method-assign]
     return _finish(trainer) | {"saved": saved[SAVED]}
 
 

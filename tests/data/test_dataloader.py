@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from tests.data.byte_tokenizer import ByteTokenizer
 from toolkit.data.dataloader import FIELDS, Loader, build_loader, lost_worker
 from toolkit.data.mixture import BLOCK, MixtureOrder
-from toolkit.data.sources import Source
-from toolkit.data.token_cache import Part, TokenCache, tokenized
+from toolkit.data.sources import Corpus
+from toolkit.data.token_cache import MixturePart, TokenCache, tokenized
 from toolkit.errors import DataError
 from toolkit.loss import IGNORED_LABEL
 
@@ -39,13 +39,13 @@ def _corpus(n_samples: int = N_SAMPLES, first: int = 0, fingerprint: str = "fing
     return TokenCache(Path("unused"), fingerprint, len(offsets) - 1, n, 1 << 32, tokens, offsets)
 
 
-def _parts(web: float = 3) -> list[Part]:
+def _parts(web: float = 3) -> list[MixturePart]:
     """A mixture, not in the order of the names; the samples of "web" count on from those of "code"."""
-    web_part = Part("web", web, _corpus(50, first=N_SAMPLES, fingerprint="of web"))
-    return [web_part, Part("code", 1, _corpus(fingerprint="of code"))]
+    web_part = MixturePart("web", web, _corpus(50, first=N_SAMPLES, fingerprint="of web"))
+    return [web_part, MixturePart("code", 1, _corpus(fingerprint="of code"))]
 
 
-def _loader(corpus: TokenCache | list[Part] | None = None, **changes: Any) -> Loader:
+def _loader(corpus: TokenCache | list[MixturePart] | None = None, **changes: Any) -> Loader:
     options: dict[str, Any] = {
         "seq_len": SEQ_LEN, "global_batch_size": 4, "local_batch_size": 2, "dp_rank": 0, "dp_size": 1,
         "seed": 3, "packing": True, "document_mask": True, "shuffle": True, "pad_id": None,
@@ -127,7 +127,9 @@ def test_an_epoch_interrupted_ten_times_at_changing_world_sizes_is_one_epoch(see
     ],
 )
 @pytest.mark.parametrize("parts", [None, _parts()], ids=["one", "mixture"])
-def test_workers_and_prefetch_change_nothing(workers: dict[str, Any], parts: list[Part] | None) -> None:
+def test_workers_and_prefetch_change_nothing(
+    workers: dict[str, Any], parts: list[MixturePart] | None
+) -> None:
     plain, other = _loader(parts), _loader(parts, **workers)
     reference = iter(plain)
     # Again from a new iterator: what was prefetched but not consumed comes again.
@@ -215,7 +217,7 @@ def test_the_state_is_plain_and_another_corpus_or_seed_is_refused() -> None:
 
 def test_a_million_samples_of_a_mixture_on_ranks_that_come_and_go() -> None:
     batch, n_code, n_web = 500, 40_000, 310_000
-    parts = [Part("code", 1, _corpus(n_code)), Part("web", 3, _corpus(n_web))]
+    parts = [MixturePart("code", 1, _corpus(n_code)), MixturePart("web", 3, _corpus(n_web))]
     order = MixtureOrder({"code": 1, "web": 3}, [n_code, n_web], seed=3, shuffle=True)
     expected = order(np.arange(1_000_000))
     samples, found = 0, []
@@ -256,7 +258,10 @@ def test_a_mixture_in_the_state_is_told_by_what_changed() -> None:
         (_parts(web=1), "code.share was '25%' and is '50%'; web.share was '75%' and is '50%'"),
         (_parts()[:1], "corpus was 'mixture of code, web' and is 'mixture of web'"),
         (None, "corpus was 'mixture of code, web' and is 'fingerprint'"),
-        ([_parts()[0], Part("code", 1, _corpus())], "code.corpus was 'of code' and is 'fingerprint'\n"),
+        (
+            [_parts()[0], MixturePart("code", 1, _corpus())],
+            "code.corpus was 'of code' and is 'fingerprint'\n",
+        ),
     ]:
         with pytest.raises(DataError, match=f"does not fit this run: .*{said}"):
             _loader(other).load_state_dict(state)
@@ -266,7 +271,7 @@ def test_a_mixture_in_the_state_is_told_by_what_changed() -> None:
 
 def test_what_a_mixture_cannot_be() -> None:
     with pytest.raises(DataError, match=r"^data\.mixture\.web: the corpus has .* tokens"):
-        _loader([*_parts()[1:], Part("web", 1, _corpus(0))])
+        _loader([*_parts()[1:], MixturePart("web", 1, _corpus(0))])
     with pytest.raises(ValueError, match="has no end"):
         _loader(_parts(), infinite=False)
 
@@ -319,9 +324,9 @@ def test_a_worker_that_is_not_forked_gets_a_name_and_not_the_tokens(tmp_path: Pa
     file = tmp_path / "text.txt"
     file.write_text("a" * 50_000)
     corpus = tokenized(
-        Source("text", (file,), "text"), ByteTokenizer(), cache_folder=tmp_path / "cache", progress=False
+        Corpus("text", (file,), "text"), ByteTokenizer(), cache_folder=tmp_path / "cache", progress=False
     )
-    for data in (corpus, [Part("a", 1, corpus), Part("b", 1, corpus)]):
+    for data in (corpus, [MixturePart("a", 1, corpus), MixturePart("b", 1, corpus)]):
         dataset = _loader(data)._data.dataset
         pickled = pickle.dumps(dataset)
         assert len(pickled) < 2000

@@ -18,7 +18,7 @@ import pytest
 from tests.data.byte_tokenizer import ByteTokenizer
 from tests.data.test_parquet import ROWS, TEMPLATE, TEXTS, build, files_of, texts_of, write
 from toolkit.data import text_files
-from toolkit.data.sources import check_source, choices_read, open_source
+from toolkit.data.sources import check_source, choices_read, open_corpus
 from toolkit.data.token_cache import TokenCache, tokenized
 from toolkit.errors import DataError
 
@@ -41,11 +41,11 @@ whole.save_to_disk("both")
 FETCH = """
 import json, sys
 from toolkit.data.token_cache import tokenized
-from toolkit.data.sources import open_source
+from toolkit.data.sources import open_corpus
 from toolkit.errors import DataError
 from tests.data.byte_tokenizer import ByteTokenizer
 for name, split in json.loads(sys.argv[1]):
-    source = open_source(name, None, split=split)
+    source = open_corpus(name, None, split=split)
     try:
         cache = tokenized(source, ByteTokenizer(), cache_folder="cache", progress=True)
     except DataError as error:
@@ -104,7 +104,7 @@ def test_a_template_over_a_saved_dataset(tmp_path: Path) -> None:
 
 
 def test_the_split_of_a_saved_dataset(place: Path) -> None:
-    assert open_source("x", str(place / "both"), split="test").files[0].parent.name == "test"
+    assert open_corpus("x", str(place / "both"), split="test").files[0].parent.name == "test"
     problem = check_source("x", str(place / "both"), split="validation")
     assert problem is not None and problem.key == "dataset_split" and problem.value == "validation"
     assert "it has train, test" in problem.fix
@@ -186,7 +186,7 @@ def test_what_the_hub_does_not_give_is_said(
     _pretend(monkeypatch, side_effect=error)
     with pytest.raises(DataError, match=r"owner/x de \(train\) cannot be fetched") as caught:
         tokenized(
-            open_source("owner/x", None, subset="de"), ByteTokenizer(), cache_folder=tmp_path, progress=False
+            open_corpus("owner/x", None, subset="de"), ByteTokenizer(), cache_folder=tmp_path, progress=False
         )
     assert said in str(caught.value) and fix in str(caught.value).partition("fix:")[2]
 
@@ -197,7 +197,7 @@ def test_c4_is_known_and_too_large_to_be_fetched_by_a_run(
     builder = mock.Mock()
     builder.info.splits = {"train": SimpleNamespace(num_bytes=800_000_000_000)}
     package = _pretend(monkeypatch, return_value=builder)
-    source = open_source("c4", None)
+    source = open_corpus("c4", None)
     with pytest.raises(DataError, match=r"allenai/c4 en \(train\)(?s:.*)800 GB(?s:.*)tools.prepare_data"):
         tokenized(source, ByteTokenizer(), cache_folder=tmp_path, progress=False, max_inline_gb=10)
     package.load_dataset_builder.assert_called_once_with("allenai/c4", "en")
@@ -225,7 +225,7 @@ def test_files_that_are_gone_are_fetched_again(tmp_path: Path, monkeypatch: pyte
 
     def documents(tokenizer: ByteTokenizer) -> int:
         return tokenized(
-            open_source("owner/x", None), tokenizer, cache_folder=tmp_path / "cache", progress=False
+            open_corpus("owner/x", None), tokenizer, cache_folder=tmp_path / "cache", progress=False
         ).n_documents
 
     assert documents(ByteTokenizer()) == 2

@@ -19,7 +19,7 @@ import pytest
 
 from tests.data.byte_tokenizer import ByteTokenizer
 from toolkit.data import parquet, text_files
-from toolkit.data.sources import check_source, open_source
+from toolkit.data.sources import check_source, open_corpus
 from toolkit.data.token_cache import TokenCache, tokenized
 from toolkit.errors import DataError
 
@@ -49,7 +49,7 @@ def write(
 
 
 def build(path: Path, column: str, cache: Path, processes: int = 1) -> TokenCache:
-    source = open_source("x", str(path), column)
+    source = open_corpus("x", str(path), column)
     return tokenized(source, ByteTokenizer(), cache_folder=cache, progress=False, processes=processes)
 
 
@@ -58,7 +58,7 @@ def files_of(cache: TokenCache) -> tuple[bytes, bytes]:
 
 
 def texts_of(path: Path, column: str = "text") -> list[str]:
-    source = open_source("x", str(path), column)
+    source = open_corpus("x", str(path), column)
     return [text for piece in source.pieces() for text in piece.texts(column)]
 
 
@@ -178,7 +178,7 @@ def test_pieces_are_bounded_and_cover_the_file(tmp_path: Path) -> None:
     texts = ["x"] * 9000 + ["y" * 2000] * 900
     path = write(tmp_path / "a.parquet", [{"text": text, "other": "z" * 500} for text in texts])
     with mock.patch.object(text_files, "PIECE_BYTES", 100_000):
-        pieces = list(open_source("x", str(path)).pieces())
+        pieces = list(open_corpus("x", str(path)).pieces())
     assert [text for piece in pieces for text in piece.texts("text")] == texts
     assert sum(piece.n_file_bytes for piece in pieces) == path.stat().st_size
     # Text and its offsets (4 bytes and, aligned, a bit a row), and no column that is not asked for.
@@ -193,8 +193,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
             for _ in range(n_groups):
                 writer.write_table(group)
         program = (
-            "import resource, sys; from toolkit.data.sources import open_source\n"
-            "pieces = open_source('x', sys.argv[1]).pieces()\n"
+            "import resource, sys; from toolkit.data.sources import open_corpus\n"
+            "pieces = open_corpus('x', sys.argv[1]).pieces()\n"
             "n = sum(len(text) for piece in pieces for text in piece.texts('text'))\n"
             "print(n, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         )
@@ -212,7 +212,7 @@ def test_the_text_of_files_is_estimated_by_their_metadata(tmp_path: Path) -> Non
     size = sum(len(row["text"]) for row in rows)
     for number in range(parquet.SAMPLED_FILES + 3):
         write(tmp_path / f"{number:02}.parquet", rows, compression="zstd")
-    source = open_source("x", str(tmp_path))
+    source = open_corpus("x", str(tmp_path))
     assert source.n_bytes < size
     # Lengths and page headers come on top of the text.
     assert source.n_text_bytes == pytest.approx(size * (parquet.SAMPLED_FILES + 3), rel=0.02)
@@ -230,9 +230,9 @@ def test_pyarrow_is_imported_for_parquet_alone(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", ROWS[:3])
     write(tmp_path / "b.jsonl", ROWS[:3])
     program = (
-        "import sys; from toolkit.data.sources import open_source\n"
-        "open_source('x', 'b.jsonl'); assert 'pyarrow' not in sys.modules\n"
-        "open_source('x', 'a.parquet'); assert not {'torch', 'datasets', 'pandas'} & set(sys.modules)"
+        "import sys; from toolkit.data.sources import open_corpus\n"
+        "open_corpus('x', 'b.jsonl'); assert 'pyarrow' not in sys.modules\n"
+        "open_corpus('x', 'a.parquet'); assert not {'torch', 'datasets', 'pandas'} & set(sys.modules)"
     )
     subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r}); {program}"],

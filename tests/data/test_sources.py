@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.data import text_files
-from toolkit.data.sources import EMBEDDED, Source, check_source, open_source
+from toolkit.data.sources import EMBEDDED, Corpus, check_source, open_corpus
 from toolkit.errors import DataError
 
 
@@ -29,7 +29,7 @@ def _rows(*texts: str) -> str:
     return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts)
 
 
-def _documents(source: Source) -> list[str]:
+def _documents(source: Corpus) -> list[str]:
     """The documents of a source, segments joined."""
     documents: list[str] = []
     for piece in source.pieces():
@@ -45,7 +45,7 @@ def _documents(source: Source) -> list[str]:
 
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_the_embedded_corpora_are_found_by_name_whatever_the_column(name: str) -> None:
-    source = open_source(name, None, "content")
+    source = open_corpus(name, None, "content")
     documents = _documents(source)
     assert len(documents) >= 20 and all(documents)
     assert check_source(name, None) is None
@@ -58,7 +58,7 @@ def test_folders_globs_lists_and_files_give_files_in_order(tmp_path: Path) -> No
         _write(tmp_path / name, "not a corpus")
 
     def found(path: str) -> list[str]:
-        return [str(file.relative_to(tmp_path)) for file in open_source("x", path).files]
+        return [str(file.relative_to(tmp_path)) for file in open_corpus("x", path).files]
 
     assert found(str(tmp_path)) == ["a.jsonl", "b.txt", "sub/c.txt.gz", "sub/d.jsonl.gz", "sub/e.json"]
     assert found(f"{tmp_path}/sub/*.gz") == ["sub/c.txt.gz", "sub/d.jsonl.gz"]
@@ -66,14 +66,14 @@ def test_folders_globs_lists_and_files_give_files_in_order(tmp_path: Path) -> No
     assert found(f"{tmp_path}/b.txt") == ["b.txt"]
     assert found(f"{tmp_path}/b.txt, {tmp_path}/sub,{tmp_path}/*.txt")[:2] == ["b.txt", "sub/c.txt.gz"]
     assert len(found(f"{tmp_path}/b.txt,{tmp_path}/*.txt")) == 1
-    assert _documents(open_source("x", str(tmp_path))) == [
+    assert _documents(open_corpus("x", str(tmp_path))) == [
         "a.jsonl", "b.txt", "sub/c.txt.gz", "sub/d.jsonl.gz", "sub/e.json",
     ]  # fmt: skip
 
 
 def test_a_path_with_a_comma_or_brackets_is_a_path(tmp_path: Path) -> None:
     odd = _write(tmp_path / "a,b[1].txt", "text")
-    assert open_source("x", str(odd)).files == (odd,)
+    assert open_corpus("x", str(odd)).files == (odd,)
 
 
 def test_what_cannot_be_a_corpus_is_refused_in_milliseconds(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_what_cannot_be_a_corpus_is_refused_in_milliseconds(tmp_path: Path) -> N
         assert problem is not None and problem.key == key
         assert rule in problem.rule and fix in problem.fix
         with pytest.raises(DataError, match="fix:"):
-            open_source(*arguments)
+            open_corpus(*arguments)
     # Milliseconds each; the bound is a tenth of a second because the machine may be busy.
     assert time.perf_counter() - start < 0.1 * len(cases)
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_a_corpus_is_refused_in_milliseconds(tmp_path: Path) -> N
 def test_lines_of_json_are_documents(tmp_path: Path, suffix: str) -> None:
     texts = ["one", "zwei\nLinien \u2028 und \x85 keine", "", "三😀\r\n", " "]
     content = "\ufeff" + _rows(*texts).replace("\n", "\r\n") + "\n  \n" + _rows("last").rstrip("\n")
-    source = open_source("x", str(_write(tmp_path / f"a{suffix}", content)))
+    source = open_corpus("x", str(_write(tmp_path / f"a{suffix}", content)))
     with mock.patch.object(text_files, "PIECE_BYTES", 30):
         assert _documents(source) == [text for text in texts if text] + ["last"]
         assert len(list(source.pieces())) > 2
@@ -134,13 +134,13 @@ def test_a_text_file_is_one_document_whatever_it_is_cut_into(text: str, size: in
 
 def test_a_text_file_is_cut_where_a_line_begins_with_a_letter(tmp_path: Path) -> None:
     text = "title\n\n  indented\nplain\n\n\nplain\n"
-    source = open_source("x", str(_write(tmp_path / "a.txt", text)))
+    source = open_corpus("x", str(_write(tmp_path / "a.txt", text)))
     with mock.patch.object(text_files, "PIECE_BYTES", 12):
         assert [p.data.decode() for p in source.pieces()] == ["title\n\n  indented\n", "plain\n\n\nplain\n"]
 
 
 def test_text_without_line_ends_is_cut_before_a_space(tmp_path: Path) -> None:
-    source = open_source("x", str(_write(tmp_path / "a.txt", "some words in a long line")))
+    source = open_corpus("x", str(_write(tmp_path / "a.txt", "some words in a long line")))
     with mock.patch.object(text_files, "PIECE_BYTES", 6):
         assert [piece.data.decode() for piece in source.pieces()] == ["some words", " in a long", " line"]
 
@@ -148,7 +148,7 @@ def test_text_without_line_ends_is_cut_before_a_space(tmp_path: Path) -> None:
 def test_empty_files_hold_no_document(tmp_path: Path) -> None:
     for name, content in {"a.txt": "", "b.jsonl": "\n\n", "c.txt": "\ufeff", "d.jsonl.gz": ""}.items():
         _write(tmp_path / name, content)
-    assert _documents(open_source("x", str(tmp_path))) == []
+    assert _documents(open_corpus("x", str(tmp_path))) == []
 
 
 # --- mistakes in the text --------------------------------------------------------------------------
@@ -178,7 +178,7 @@ GOOD = _rows("good") * 40
 def test_a_mistake_in_the_text_is_reported_with_file_and_line(
     tmp_path: Path, name: str, content: str | bytes, message: str
 ) -> None:
-    source = open_source("x", str(_write(tmp_path / name, content)))
+    source = open_corpus("x", str(_write(tmp_path / name, content)))
     with mock.patch.object(text_files, "PIECE_BYTES", 100), pytest.raises(DataError, match=message):
         _documents(source)
 
@@ -189,7 +189,7 @@ def test_a_damaged_gzip_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "plain.txt.gz").write_bytes(b"not compressed")
     for name in ("cut.jsonl.gz", "plain.txt.gz"):
         with pytest.raises(DataError, match=f"{name}: cannot be read.*\n  fix:"):
-            _documents(Source("x", (tmp_path / name,), "text"))
+            _documents(Corpus("x", (tmp_path / name,), "text"))
     problem = check_source("x", str(tmp_path / "plain.txt.gz").replace("plain.txt", "cut.jsonl"))
     assert problem is None  # the first line is sound; the rest is for the reading
     _write(tmp_path / "fake.jsonl", "x")

@@ -24,7 +24,7 @@ from toolkit.data import content_hash as content
 from toolkit.data import sources, text_files
 from toolkit.data import token_cache as cache_module
 from toolkit.data.build import run_tokenizer
-from toolkit.data.sources import Source
+from toolkit.data.sources import Corpus
 from toolkit.data.token_cache import TokenCache, open_cache, tokenized
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import DataError
@@ -35,14 +35,14 @@ TEXTS = [f"document {number}: " + "ab\n" * (number % 7) for number in range(60)]
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Source:
+def source(tmp_path: Path) -> Corpus:
     """One JSON file and a text file of a few pieces, if pieces are small."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     (tmp_path / "b.txt").write_text("line\n" * 500)
-    return Source("corpus", (tmp_path / "a.jsonl", tmp_path / "b.txt"), "text")
+    return Corpus("corpus", (tmp_path / "a.jsonl", tmp_path / "b.txt"), "text")
 
 
-def _build(source: Source, tokenizer: ByteTokenizer, folder: Path, **options: int) -> TokenCache:
+def _build(source: Corpus, tokenizer: ByteTokenizer, folder: Path, **options: int) -> TokenCache:
     return tokenized(source, tokenizer, cache_folder=folder, progress=False, **options)
 
 
@@ -62,7 +62,7 @@ def _same(first: TokenCache, second: TokenCache) -> bool:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_documents_are_framed_and_in_order(tmp_path: Path, source: Source, processes: int) -> None:
+def test_documents_are_framed_and_in_order(tmp_path: Path, source: Corpus, processes: int) -> None:
     with mock.patch.object(text_files, "PIECE_BYTES", 200):
         cache = _build(source, ByteTokenizer(), tmp_path / "cache", processes=processes)
     assert _documents(cache) == _expected([*TEXTS, "line\n" * 500])
@@ -70,14 +70,14 @@ def test_documents_are_framed_and_in_order(tmp_path: Path, source: Source, proce
     assert cache.tokens.dtype == np.uint16 and cache.offsets.dtype == np.int64
 
 
-def test_a_tokenizer_without_bos_or_eos_adds_none(tmp_path: Path, source: Source) -> None:
+def test_a_tokenizer_without_bos_or_eos_adds_none(tmp_path: Path, source: Corpus) -> None:
     cache = _build(source, ByteTokenizer(bos_id=None), tmp_path / "cache")
     assert _documents(cache)[0] == [*TEXTS[0].encode(), 257]
     cache = _build(source, ByteTokenizer(bos_id=None, eos_id=None, fingerprint="2"), tmp_path / "cache")
     assert _documents(cache)[0] == [*TEXTS[0].encode()]
 
 
-def test_documents_begin_with_bos_or_not_as_the_config_has_it(tmp_path: Path, source: Source) -> None:
+def test_documents_begin_with_bos_or_not_as_the_config_has_it(tmp_path: Path, source: Corpus) -> None:
     def cache(*flags: str) -> TokenCache:
         return _build(source, run_tokenizer(load_config(list(flags))), tmp_path / "cache")  # type: ignore[arg-type]
 
@@ -88,7 +88,7 @@ def test_documents_begin_with_bos_or_not_as_the_config_has_it(tmp_path: Path, so
 
 
 @pytest.mark.parametrize(("n_words", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])
-def test_ids_take_two_bytes_where_they_fit(tmp_path: Path, source: Source, n_words: int, dtype: str) -> None:
+def test_ids_take_two_bytes_where_they_fit(tmp_path: Path, source: Corpus, n_words: int, dtype: str) -> None:
     eos = n_words - 1
     cache = _build(source, ByteTokenizer(n_words=n_words, eos_id=eos), tmp_path / "cache")
     assert cache.tokens.dtype == dtype and int(cache.tokens[-1]) == eos
@@ -97,12 +97,12 @@ def test_ids_take_two_bytes_where_they_fit(tmp_path: Path, source: Source, n_wor
 def test_a_corpus_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(DataError, match="holds no text in its file\n  fix:"):
-        _build(Source("nothing", (tmp_path / "a.txt",), "text"), ByteTokenizer(), tmp_path / "cache")
+        _build(Corpus("nothing", (tmp_path / "a.txt",), "text"), ByteTokenizer(), tmp_path / "cache")
     assert not list((tmp_path / "cache" / "tokens").glob("*.building"))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_mistake_in_the_text_is_the_first_one(tmp_path: Path, source: Source, processes: int) -> None:
+def test_a_mistake_in_the_text_is_the_first_one(tmp_path: Path, source: Corpus, processes: int) -> None:
     with open(tmp_path / "a.jsonl", "a") as file:
         file.write('{"text": 1}\n' + json.dumps({"text": "fine"}) * 9 + "\n{}\n")
     with (
@@ -114,9 +114,9 @@ def test_a_mistake_in_the_text_is_the_first_one(tmp_path: Path, source: Source, 
 
 def test_a_text_file_in_pieces_has_the_ids_of_the_whole(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(ROOT / "tests" / "assets" / "tokenizer")
-    text = next(sources.open_source("embedded", None).pieces()).texts("text")[0]
+    text = next(sources.open_corpus("embedded", None).pieces()).texts("text")[0]
     (tmp_path / "a.txt").write_text(text + "\n\n  Verse\n   and verse\n\n\nProse.\n" * 100)
-    source = Source("text", (tmp_path / "a.txt",), "text")
+    source = Corpus("text", (tmp_path / "a.txt",), "text")
     with mock.patch.object(text_files, "PIECE_BYTES", 500):
         assert len(list(source.pieces())) > 10
         cache = _build(source, tokenizer, tmp_path / "cache")
@@ -127,11 +127,11 @@ def test_a_text_file_in_pieces_has_the_ids_of_the_whole(tmp_path: Path) -> None:
 # --- key -------------------------------------------------------------------------------------------
 
 
-def test_the_key_is_content_tokenizer_and_column(tmp_path: Path, source: Source) -> None:
+def test_the_key_is_content_tokenizer_and_column(tmp_path: Path, source: Corpus) -> None:
     folder, log = tmp_path / "cache", tmp_path / "log"
     tokenizer = ByteTokenizer(log=str(log))
 
-    def builds(source: Source, tokenizer: ByteTokenizer) -> bool:
+    def builds(source: Corpus, tokenizer: ByteTokenizer) -> bool:
         before = log.stat().st_size if log.exists() else 0
         _build(source, tokenizer, folder)
         return log.stat().st_size > before
@@ -154,7 +154,7 @@ def test_the_key_is_content_tokenizer_and_column(tmp_path: Path, source: Source)
     assert not builds(replace(only, text_column="other"), tokenizer)  # text files have no columns
 
 
-def test_a_second_start_reads_no_text_and_a_change_is_seen(tmp_path: Path, source: Source) -> None:
+def test_a_second_start_reads_no_text_and_a_change_is_seen(tmp_path: Path, source: Corpus) -> None:
     folder = tmp_path / "cache"
     old = (1e9, 1e9)
     with mock.patch.object(content, "SETTLED_SECONDS", -1e9):  # let new files count as settled
@@ -169,7 +169,7 @@ def test_a_second_start_reads_no_text_and_a_change_is_seen(tmp_path: Path, sourc
         assert _build(source, ByteTokenizer(), folder).fingerprint != first.fingerprint
 
 
-def test_a_file_written_just_now_is_hashed_again(tmp_path: Path, source: Source) -> None:
+def test_a_file_written_just_now_is_hashed_again(tmp_path: Path, source: Corpus) -> None:
     with mock.patch.object(content, "SETTLED_SECONDS", 1e9):
         _build(source, ByteTokenizer(), tmp_path / "cache")
     with mock.patch.object(content, "_file_hash", return_value="seen") as file_hash:
@@ -180,7 +180,7 @@ def test_a_file_written_just_now_is_hashed_again(tmp_path: Path, source: Source)
 # --- size ------------------------------------------------------------------------------------------
 
 
-def test_a_large_corpus_is_refused_unread_and_opened_once_it_is_built(tmp_path: Path, source: Source) -> None:
+def test_a_large_corpus_is_refused_unread_and_opened_once_it_is_built(tmp_path: Path, source: Corpus) -> None:
     def opened(limit: float) -> TokenCache:
         return tokenized(
             source, ByteTokenizer(), cache_folder=tmp_path / "cache", progress=False, max_inline_gb=limit
@@ -204,13 +204,13 @@ def test_a_large_corpus_is_refused_unread_and_opened_once_it_is_built(tmp_path: 
             opened(limit)
 
 
-def test_compressed_text_counts_thrice(tmp_path: Path, source: Source) -> None:
+def test_compressed_text_counts_thrice(tmp_path: Path, source: Corpus) -> None:
     path = tmp_path / "c.jsonl.gz"
     path.write_bytes(b"x" * 1000)
     assert replace(source, files=(*source.files, path)).n_text_bytes == source.n_bytes + 3000
 
 
-def test_files_that_settle_during_the_build_are_remembered(tmp_path: Path, source: Source) -> None:
+def test_files_that_settle_during_the_build_are_remembered(tmp_path: Path, source: Corpus) -> None:
     ages = iter([1e9, -1e9])  # too young at first, settled afterwards
 
     def hashes(*arguments: Any) -> list[str]:
@@ -222,7 +222,7 @@ def test_files_that_settle_during_the_build_are_remembered(tmp_path: Path, sourc
     assert content.unread(source, tmp_path / "cache") == []
 
 
-def test_hashes_that_another_process_remembers_meanwhile(tmp_path: Path, source: Source) -> None:
+def test_hashes_that_another_process_remembers_meanwhile(tmp_path: Path, source: Corpus) -> None:
     folder = tmp_path / "cache"
     expected = content.content_hashes(source, folder, False)
     stamps = [list(stamp) for stamp in content.stamps(source)]
@@ -243,7 +243,7 @@ def test_hashes_that_another_process_remembers_meanwhile(tmp_path: Path, source:
     ],
 )
 def test_a_damaged_cache_is_built_again(
-    tmp_path: Path, source: Source, name: str, damage: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, source: Corpus, name: str, damage: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     good = _build(source, ByteTokenizer(), tmp_path / "cache")
     reference = pickle.loads(pickle.dumps(good))  # noqa: S301 (our own bytes)
@@ -269,7 +269,7 @@ def _alter(file: Path, place: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin"])
-def test_a_start_looks_at_some_blocks_and_verify_at_all(tmp_path: Path, source: Source, name: str) -> None:
+def test_a_start_looks_at_some_blocks_and_verify_at_all(tmp_path: Path, source: Corpus, name: str) -> None:
     with (
         mock.patch.multiple(block_hashes, BLOCK_BYTES=32, SAMPLED=3),
         mock.patch.object(cache_module, "BLOCK_BYTES", 32),
@@ -292,7 +292,7 @@ def test_a_start_looks_at_some_blocks_and_verify_at_all(tmp_path: Path, source: 
 
 
 def test_a_cache_of_before_hashes_is_built_again(
-    tmp_path: Path, source: Source, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, source: Corpus, capfd: pytest.CaptureFixture[str]
 ) -> None:
     good = _build(source, ByteTokenizer(), tmp_path / "cache")
     meta = json.loads((good.folder / "meta.json").read_text())
@@ -302,14 +302,14 @@ def test_a_cache_of_before_hashes_is_built_again(
     assert json.loads((again.folder / "meta.json").read_text()) == meta
 
 
-def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, source: Source) -> None:
+def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, source: Corpus) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/self/nowhere")):
         with pytest.raises(DataError, match=r"(?s)cannot be used.*data\.cache_folder"):
             _build(source, ByteTokenizer(), place)
 
 
-def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path: Path, source: Source) -> None:
+def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path: Path, source: Corpus) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))  # Python turns SIGXFSZ into an OSError
     try:
@@ -321,7 +321,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path: Path, source: Sou
     assert _documents(_build(source, ByteTokenizer(), tmp_path / "cache"))[0] == _expected(TEXTS)[0]
 
 
-def test_a_built_cache_needs_no_writing(tmp_path: Path, source: Source) -> None:
+def test_a_built_cache_needs_no_writing(tmp_path: Path, source: Corpus) -> None:
     _build(source, ByteTokenizer(), tmp_path / "cache")
     with (
         mock.patch.object(Path, "mkdir", side_effect=PermissionError),
@@ -340,14 +340,14 @@ from toolkit.data.token_cache import tokenized
 from tests.data.byte_tokenizer import ByteTokenizer
 files, tokenizer, folder, processes = json.loads(sys.argv[1])
 text_files.PIECE_BYTES = 200
-source = sources.Source("corpus", tuple(map(Path, files)), "text")
+source = sources.Corpus("corpus", tuple(map(Path, files)), "text")
 cache = tokenized(source, ByteTokenizer(**tokenizer), cache_folder=folder, processes=processes)
 assert "torch" not in sys.modules
 print(cache.fingerprint, cache.n_tokens)
 """
 
 
-def _start(source: Source, folder: Path, processes: int = 1, **tokenizer: str) -> subprocess.Popen:
+def _start(source: Corpus, folder: Path, processes: int = 1, **tokenizer: str) -> subprocess.Popen:
     arguments = json.dumps([list(map(str, source.files)), tokenizer, str(folder), processes])
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -362,7 +362,7 @@ def _gate(tmp_path: Path) -> Path:
     return gate
 
 
-def test_many_processes_on_a_cold_cache_build_it_once(tmp_path: Path, source: Source) -> None:
+def test_many_processes_on_a_cold_cache_build_it_once(tmp_path: Path, source: Corpus) -> None:
     gate, log = _gate(tmp_path), tmp_path / "log"
     jobs = [
         _start(source, tmp_path / "cache", log=str(log), stop_at="document 30", gate=str(gate))
@@ -386,7 +386,7 @@ def test_many_processes_on_a_cold_cache_build_it_once(tmp_path: Path, source: So
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_build_that_was_killed_is_not_trusted(tmp_path: Path, source: Source, processes: int) -> None:
+def test_a_build_that_was_killed_is_not_trusted(tmp_path: Path, source: Corpus, processes: int) -> None:
     gate, folder = _gate(tmp_path), tmp_path / "cache"
     job = _start(source, folder, processes, stop_at="document 30", gate=str(gate))
     held = os.open(gate, os.O_WRONLY)  # returns when the build has come to document 30
@@ -405,7 +405,7 @@ def test_a_build_that_was_killed_is_not_trusted(tmp_path: Path, source: Source, 
     assert not building.exists()
 
 
-def test_a_build_removes_what_others_left_but_not_what_others_build(tmp_path: Path, source: Source) -> None:
+def test_a_build_removes_what_others_left_but_not_what_others_build(tmp_path: Path, source: Corpus) -> None:
     gate, folder = _gate(tmp_path), tmp_path / "cache"
     job = _start(source, folder, stop_at="document 30", gate=str(gate))
     held = os.open(gate, os.O_WRONLY)  # that build has come to document 30
@@ -420,21 +420,21 @@ def test_a_build_removes_what_others_left_but_not_what_others_build(tmp_path: Pa
     assert job.returncode == 0
 
 
-def test_helpers_import_no_torch(tmp_path: Path, source: Source) -> None:
+def test_helpers_import_no_torch(tmp_path: Path, source: Corpus) -> None:
     import torch  # noqa: F401  (the parent has it, as a trainer would)
 
     cache = _build(source, ModuleProbe(forbidden="torch"), tmp_path / "cache", processes=2)
     assert set(cache.tokens.tolist()) == {0}
 
 
-def test_a_helper_that_dies_ends_the_build_with_a_message(tmp_path: Path, source: Source) -> None:
+def test_a_helper_that_dies_ends_the_build_with_a_message(tmp_path: Path, source: Corpus) -> None:
     with pytest.raises(DataError, match="was killed by signal 9"):
         _build(source, ModuleProbe(forbidden="torch", kill=True), tmp_path / "cache", processes=2)
     assert not list((tmp_path / "cache" / "tokens").glob("*.building"))
 
 
 def test_text_that_changes_before_it_is_tokenised_is_not_kept_under_the_old_key(
-    tmp_path: Path, source: Source
+    tmp_path: Path, source: Corpus
 ) -> None:
     calls = []
 
@@ -456,7 +456,7 @@ def test_text_that_changes_before_it_is_tokenised_is_not_kept_under_the_old_key(
     )
 
 
-def test_a_change_that_no_stamp_shows_is_seen_by_reading_again(tmp_path: Path, source: Source) -> None:
+def test_a_change_that_no_stamp_shows_is_seen_by_reading_again(tmp_path: Path, source: Corpus) -> None:
     """Of the same size, and within the resolution of a time stamp."""
     stamps = content.stamps(source)
 
@@ -474,7 +474,7 @@ def test_a_change_that_no_stamp_shows_is_seen_by_reading_again(tmp_path: Path, s
         _build(source, Meddler(), tmp_path / "cache")
 
 
-def test_a_corpus_that_changes_meanwhile_is_refused(tmp_path: Path, source: Source) -> None:
+def test_a_corpus_that_changes_meanwhile_is_refused(tmp_path: Path, source: Corpus) -> None:
     class Meddler(ByteTokenizer):
         def encode(self, text: str) -> list[int]:
             with open(source.files[1], "a") as file:

@@ -33,7 +33,7 @@ def _trained_and_evaluated(folder: str) -> tuple[float, int, float]:
         validation={"enable": True, "freq": 2, "seq_len": 64, "local_batch_size": 4, "samples": 30},
     )
     trainer = small_trainer(config)
-    trainer.run()
+    trainer.train()
     [recorded] = [line["validation_loss"] for line in trainer.history if "validation_loss" in line]
     Path(folder, "config.toml").write_text(config.to_toml())
     loaded = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)

@@ -20,8 +20,8 @@ from tests.helpers import run_world
 from tests.models.small_llama import build, small
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import DataError
+from toolkit.evaluation import perplexity
 from toolkit.evaluation.perplexity import Evaluator, Row, documents, first_token, rolling_windows, text_loss
-from toolkit.evaluation.perplexity import perplexity as evaluation
 from toolkit.generation.load import load_model, needed_tokenizer
 
 ASSETS = Path(os.environ.get("TOOLKIT_ASSETS", ""))
@@ -100,7 +100,7 @@ def test_few_tokens_have_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         return inner(h, *others)
 
     monkeypatch.setattr(model.output, "forward", forward)
-    monkeypatch.setattr(evaluation, "_SCORED_AT_ONCE", 5)
+    monkeypatch.setattr(perplexity, "_SCORED_AT_ONCE", 5)
     for found, score in zip(Evaluator(model).scores(rows), expected, strict=True):
         assert found.greedy == score.greedy
         assert found.log_likelihood == pytest.approx(score.log_likelihood, rel=1e-5)
@@ -120,7 +120,7 @@ def test_rows_are_read_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> No
             read.append(row)
             yield row
 
-    monkeypatch.setattr(evaluation, "_BATCHES_READ", 3)
+    monkeypatch.setattr(perplexity, "_BATCHES_READ", 3)
     found = evaluator.loss_of_rows(one_by_one())
     assert forwards[0] == 6 and len(forwards) == 15
     monkeypatch.undo()

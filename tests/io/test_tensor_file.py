@@ -15,7 +15,7 @@ from tests.weights.stories import ASSETS, needs_assets
 from toolkit.io import tensor_file as regions
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
-from toolkit.weights.source import Source
+from toolkit.weights.source import WeightSource
 
 pytestmark = needs_assets
 META = ASSETS / "stories260K/meta"
@@ -48,9 +48,9 @@ def split(folder: Path, parts: int, embedding_axis: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[WeightSource]:
     folder = tmp_path_factory.mktemp("parts")
-    found: list[Source] = [SafetensorsFolder(ASSETS / "stories260K/hf")]
+    found: list[WeightSource] = [SafetensorsFolder(ASSETS / "stories260K/hf")]
     return found + [MetaFolder(split(folder / f"{parts}", parts, axis)) for parts, axis in PARTS]
 
 
@@ -59,7 +59,7 @@ def whole() -> dict[str, Tensor]:
     return torch.load(META / "consolidated.00.pth")
 
 
-def test_every_form_holds_the_same_tensors(sources: list[Source], whole: dict[str, Tensor]) -> None:
+def test_every_form_holds_the_same_tensors(sources: list[WeightSource], whole: dict[str, Tensor]) -> None:
     for source in sources:
         assert set(source.tensors) == set(whole) - {"output.weight"}  # tied
         assert source.args == sources[0].args
@@ -71,7 +71,10 @@ def test_every_form_holds_the_same_tensors(sources: list[Source], whole: dict[st
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_region_of_any_tensor(
-    data: st.DataObject, sources: list[Source], whole: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+    data: st.DataObject,
+    sources: list[WeightSource],
+    whole: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Some rows or one head: what is larger goes by several buffers.
     monkeypatch.setattr(regions, "BUFFER_BYTES", data.draw(st.sampled_from([1, 3000, 1 << 20])))

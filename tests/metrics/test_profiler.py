@@ -101,7 +101,7 @@ def _steps(folder: Path) -> tuple[list[str], float]:
         training={"steps": 2},
         profiling={"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 1},
     )
-    small_trainer(config).run()
+    small_trainer(config).train()
     return said, spent
 
 

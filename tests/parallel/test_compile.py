@@ -128,12 +128,12 @@ def _train(folder: str) -> dict[str, Any]:
         trainer = small_trainer(
             small_config(Path(folder, name), training=training, **(tables if name == "compiled" else {}))
         )
-        weights = weights_digest(trainer.execution.models[0])
-        assert trainer.run() == 0
+        weights = weights_digest(trainer.model_parts.models[0])
+        assert trainer.train() == 0
         steps = [record for record in trainer.history if "loss" in record]
         runs[name] = {
             "weights": weights,
-            "names": sorted(trainer.saves.tensors(model_only=False)),
+            "names": sorted(trainer.checkpointer.tensors(model_only=False)),
             "losses": [record["loss"] for record in steps],
             "norms": [record["grad_norm"] for record in steps],
             "validations": len(trainer.history) - len(steps),

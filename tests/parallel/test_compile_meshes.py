@@ -101,7 +101,7 @@ def gradients(folder: str, layout: str, backend: str | None) -> dict[str, Tensor
     mesh = build_mesh(torch.device("cpu"), **asdict(layout_degrees))
     args = model_args(config, tokenizer_vocab=0)
     how = sharding(config, param_dtype=torch.float64)
-    execution = build_model(config, args, mesh, torch.device("cpu"), how=how, seed=1)
+    model_parts = build_model(config, args, mesh, torch.device("cpu"), how=how, seed=1)
     generator = torch.Generator().manual_seed(0)
     tokens, labels = (torch.randint(args.vocab_size, (ROWS, LENGTH), generator=generator) for _ in range(2))
     labels[:, ::7] = -100
@@ -109,8 +109,8 @@ def gradients(folder: str, layout: str, backend: str | None) -> dict[str, Tensor
     rows = slice(mesh.dp_rank * ROWS // mesh.dp_size, (mesh.dp_rank + 1) * ROWS // mesh.dp_size)
     batch = {"tokens": tokens[rows], "labels": labels[rows], "documents": documents[rows], "positions": None}
     scale = torch.tensor(0.1, dtype=torch.float64)
-    execution.backward([execution.prepare(batch, torch.device("cpu"))], scale)
-    named = [*execution.named_parameters(), *execution.copies()]
+    model_parts.backward([model_parts.prepare(batch, torch.device("cpu"))], scale)
+    named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
     return {name: parameter.grad.full_tensor() for name, parameter in named}  # type: ignore[union-attr]
 
 

@@ -158,7 +158,7 @@ def _trained(folder: str, name: str, method: str) -> list[tuple[float, float]]:
             **tables | {"parallelism": tables["parallelism"] | how},
         )
     )
-    trainer.run()
+    trainer.train()
     return [(record["loss"], record["grad_norm"]) for record in trainer.history]
 
 

@@ -40,31 +40,31 @@ CASES: dict[str, tuple[dict[str, Any], int, str, str]] = {
 def _message(folder: Path, parallelism: dict[str, Any], sabotage: Any) -> str:
     training = {"steps": 2, "global_batch_size": 16, "local_batch_size": 2}
     trainer = small_trainer(small_config(folder, training=training, parallelism=parallelism))
-    sabotage(trainer.execution)
+    sabotage(trainer.model_parts)
     with pytest.raises(TrainingError) as error:
-        trainer.run()
+        trainer.train()
     return str(error.value)
 
 
 def _in_module(rank: int, name: str) -> Any:
-    def sabotage(execution: Any) -> None:
+    def sabotage(model_parts: Any) -> None:
         if dist.get_rank() == rank:
-            module = execution.models[0].get_submodule(name)
+            module = model_parts.models[0].get_submodule(name)
             module.register_forward_hook(lambda module, args, output: output * torch.nan)
 
     return sabotage
 
 
-def _in_parameter(execution: Any) -> None:
+def _in_parameter(model_parts: Any) -> None:
     if dist.get_rank() == 1:
-        dict(execution.named_parameters())[PARAMETER].data._local_tensor[0, 0] = torch.nan
+        dict(model_parts.named_parameters())[PARAMETER].data._local_tensor[0, 0] = torch.nan
 
 
-def _once(execution: Any) -> None:
+def _once(model_parts: Any) -> None:
     """In the loss of one rank, and never again."""
     if dist.get_rank() == 1:
-        backward = execution.backward
-        execution.backward = lambda *arguments: backward(*arguments) * torch.nan
+        backward = model_parts.backward
+        model_parts.backward = lambda *arguments: backward(*arguments) * torch.nan
 
 
 def _world(folder: str) -> dict[str, str]:

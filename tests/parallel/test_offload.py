@@ -48,8 +48,8 @@ def _run(folder: Path, mesh: str, offload: bool) -> dict[str, Any]:
             parallelism=MESHES[mesh],
         )
     )
-    trainer.run()
-    models = trainer.execution.models
+    trainer.train()
+    models = trainer.model_parts.models
     policies = [group.offload_policy for model in models for group in groups(model)]
     return {
         "offloaded": {isinstance(policy, CPUOffloadPolicy) for policy in policies},

@@ -70,31 +70,31 @@ def _config(folder: Path, name: str, tied: bool = False, **parallelism: Any) -> 
 def _copy_follows(folder: Path, name: str, **parallelism: Any) -> dict[str, Any]:
     """Whether the copy is the embedding, at the start, after two updates, and when refreshed."""
     trainer = small_trainer(_config(folder, name, tied=True, **parallelism))
-    execution = trainer.execution
-    assert isinstance(execution, Pipeline)
+    model_parts = trainer.model_parts
+    assert isinstance(model_parts, Pipeline)
 
     def part(named: Any) -> Any:
         return next((p._local_tensor.clone() for n, p in named if n == "tok_embeddings.weight"), None)
 
     def parts() -> list[Any]:
-        return [part(execution.named_parameters()), part(execution.copies())]
+        return [part(model_parts.named_parameters()), part(model_parts.tied_copies())]
 
     seen = [parts()]
-    trainer.run()
+    trainer.train()
     seen.append(parts())
-    for _, parameter in execution.named_parameters():
+    for _, parameter in model_parts.named_parameters():
         assert isinstance(parameter, DTensor)
         parameter._local_tensor.data.add_(1.0)
-    tensors = trainer.saves.tensors(model_only=False)
-    copies = trainer.saves.tensors(model_only=False, copies=True)
-    execution.refresh_copies(tensors, copies)
+    tensors = trainer.checkpointer.tensors(model_only=False)
+    copies = trainer.checkpointer.tensors(model_only=False, copies=True)
+    model_parts.refresh_tied_copies(tensors, copies)
     seen.append(parts())
     return {"seen": seen, "copies": sorted(copies), "saved": sorted(tensors)}
 
 
 def _losses(folder: Path, name: str, **parallelism: Any) -> list[float]:
     trainer = small_trainer(_config(folder, name, **parallelism))
-    trainer.run()
+    trainer.train()
     return [record["loss"] for record in trainer.history]
 
 
@@ -105,8 +105,8 @@ def _from_file(folder: Path) -> tuple[list[float], list[float]]:
     made = folder / "schedule.csv"
     by_name = _losses(folder, "named", pipeline_parallel_schedule="Interleaved1F1B")
     trainer = small_trainer(_config(folder, "made", pipeline_parallel_schedule="Interleaved1F1B"))
-    trainer.run()
-    schedule = trainer.execution.schedule  # type: ignore[attr-defined]
+    trainer.train()
+    schedule = trainer.model_parts.schedule  # type: ignore[attr-defined]
     assert isinstance(schedule, ScheduleInterleaved1F1B)
     if torch.distributed.get_rank() == 0:
         schedule._dump_csv(str(made), format="compute_only")

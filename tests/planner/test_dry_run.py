@@ -18,7 +18,7 @@ from toolkit import train
 from toolkit.config import load_config
 from toolkit.errors import ConfigError
 from toolkit.hardware import detect
-from toolkit.parallel.dims import Degrees
+from toolkit.parallel.dims import ParallelDims
 from toolkit.parallel.mesh import build_mesh
 from toolkit.planner.dry_run import _few, _modules, _ranges, _size, coordinates, strides, target, world_size
 from toolkit.planner.memory import _pretended
@@ -30,8 +30,8 @@ GIB = 2**30
 degree = st.integers(1, 7)
 
 
-@given(st.builds(Degrees, degree, degree, degree, degree, degree), st.data())
-def test_every_rank_has_its_own_coordinates(layout: Degrees, data: st.DataObject) -> None:
+@given(st.builds(ParallelDims, degree, degree, degree, degree, degree), st.data())
+def test_every_rank_has_its_own_coordinates(layout: ParallelDims, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, layout.world_size - 1))
     place, apart = coordinates(layout, rank), strides(layout)
     assert all(0 <= place[name] < getattr(layout, name) for name in apart)
@@ -39,7 +39,7 @@ def test_every_rank_has_its_own_coordinates(layout: Degrees, data: st.DataObject
 
 
 def test_neighbours_are_those_of_the_mesh() -> None:
-    layout = Degrees(pp=3, dp_replicate=2, dp_shard=2, cp=2, tp=2)
+    layout = ParallelDims(pp=3, dp_replicate=2, dp_shard=2, cp=2, tp=2)
     for rank in (0, 21, 47):
         with _pretended(rank, layout.world_size):
             mesh = build_mesh(torch.device("cpu"), pp=3, dp_replicate=2, dp_shard=2, cp=2, tp=2)

@@ -95,9 +95,9 @@ def _run(folder: Path, tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
         small_config(folder, **{**tables, "training": {**tables.get("training", {}), "steps": 1}})
     )
     with _watched() as whole:
-        trainer.run()
-    named = [*trainer.execution.named_parameters(), *trainer.execution.copies()]
-    records = [record for model in trainer.execution.models for record in groups(model)]
+        trainer.train()
+    named = [*trainer.model_parts.named_parameters(), *trainer.model_parts.tied_copies()]
+    records = [record for model in trainer.model_parts.models for record in groups(model)]
     return {
         "layout": degrees(trainer.config.parallelism, dist.get_world_size()),
         "args": trainer.args,

@@ -19,11 +19,11 @@ from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.models.llama.args import LlamaArgs
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
-from toolkit.parallel.model_parts import Execution, Whole
+from toolkit.parallel.model_parts import ModelParts, SingleModel
 from toolkit.parallel.pipeline_parallel import Pipeline
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
-from toolkit.weights.source import Source
+from toolkit.weights.source import WeightSource
 
 needs_assets = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
 ASSETS = Path(os.environ.get("TOOLKIT_ASSETS", ""))
@@ -31,7 +31,7 @@ FORMS = ("stories260K/hf", "stories260K/meta", "stories15M/hf")
 CPU = torch.device("cpu")
 
 
-def open_form(form: str) -> Source:
+def open_form(form: str) -> WeightSource:
     return MetaFolder(ASSETS / form) if form.endswith("meta") else SafetensorsFolder(ASSETS / form)
 
 
@@ -59,7 +59,7 @@ def recorded_loss(form: str) -> tuple[float, Tensor, Tensor]:
     return notes["tinystories_first60_doc_aligned"]["loss"], tokens, labels
 
 
-def empty_model(args: LlamaArgs, parallelism: dict[str, Any], *, dtype: str = "float32") -> Execution:
+def empty_model(args: LlamaArgs, parallelism: dict[str, Any], *, dtype: str = "float32") -> ModelParts:
     """A model over all ranks, of whatever was in memory."""
     training = {"dtype": dtype, "mixed_precision_param": dtype, "mixed_precision_reduce": "float32"}
     config = small_config("unused", parallelism=parallelism, training=training)
@@ -78,20 +78,20 @@ def empty_model(args: LlamaArgs, parallelism: dict[str, Any], *, dtype: str = "f
 
 
 @torch.no_grad()
-def run(execution: Execution, tokens: Tensor, labels: Tensor | None = None) -> Tensor | None:
+def run(model_parts: ModelParts, tokens: Tensor, labels: Tensor | None = None) -> Tensor | None:
     """Logits (B, S, V), or the summed loss, on the ranks that have the head."""
-    if isinstance(execution, Whole):
-        out = execution.model(tokens, labels=labels)
-        execution.end_evaluation()
+    if isinstance(model_parts, SingleModel):
+        out = model_parts.model(tokens, labels=labels)
+        model_parts.end_evaluation()
         return out
-    assert isinstance(execution, Pipeline)
+    assert isinstance(model_parts, Pipeline)
     hidden, positions = tokens, torch.arange(tokens.shape[1])[None]
-    for index, model in execution.stages.items():
+    for index, model in model_parts.stages.items():
         if index:
-            hidden = execution._hidden(len(tokens), tokens.shape[1], "cpu")
-            dist.recv(hidden, group=execution.group, group_src=execution.owner[index - 1])
+            hidden = model_parts._hidden(len(tokens), tokens.shape[1], "cpu")
+            dist.recv(hidden, group=model_parts.group, group_src=model_parts.owner[index - 1])
         hidden = model(hidden, positions=positions, labels=labels)
-        if index == execution.last:
+        if index == model_parts.last:
             return hidden
-        dist.send(hidden, group=execution.group, group_dst=execution.owner[index + 1])
+        dist.send(hidden, group=model_parts.group, group_dst=model_parts.owner[index + 1])
     return None

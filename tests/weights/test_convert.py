@@ -26,9 +26,9 @@ from toolkit.weights import fill
 from toolkit.weights.convert import convert, prepare
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.meta_write import PART
-from toolkit.weights.open import CheckpointWeights, open_source
+from toolkit.weights.open import CheckpointWeights, open_weights
 from toolkit.weights.safetensors import SafetensorsFolder
-from toolkit.weights.source import Source
+from toolkit.weights.source import WeightSource
 from tools import convert_weights
 
 
@@ -138,7 +138,7 @@ def test_a_tied_head_is_in_metas_file_and_takes_no_room(tmp_path: Path) -> None:
 
 def test_dtype_and_vocabulary_change_on_the_way(tmp_path: Path, small_blocks: None) -> None:
     save_transformers("llama2", tmp_path / "hf")
-    before = open_source(tmp_path / "hf")
+    before = open_weights(tmp_path / "hf")
     for size in (101, 90):
         out = _convert(
             "hf-to-dcp",
@@ -148,7 +148,7 @@ def test_dtype_and_vocabulary_change_on_the_way(tmp_path: Path, small_blocks: No
             vocab_size=size,
             verify=True,
         )
-        after = open_source(out)
+        after = open_weights(out)
         assert after.args.vocab_size == size and after.tensors.keys() == before.tensors.keys()
         for name in before.tensors:
             was, now = before.read(name), after.read(name)
@@ -167,7 +167,7 @@ def test_a_converted_checkpoint_loads_as_any_other(tmp_path: Path, small_blocks:
     save_transformers("llama3", tmp_path / "hf")
     step = _convert("hf-to-dcp", tmp_path / "hf", tmp_path / "step-7")
     assert step == tmp_path / "step-7"
-    source = open_source(tmp_path / "hf")
+    source = open_weights(tmp_path / "hf")
     target = {f"model.{name}": torch.zeros(it.shape) for name, it in source.tensors.items()}
     manifest = CheckpointManager(tmp_path).load(7, target)
     assert all(target[f"model.{name}"].equal(source.read(name)) for name in source.tensors)
@@ -240,7 +240,7 @@ def test_what_was_killed_goes_on(
     assert (
         len(calls) - 30 <= again < len(calls) - 10
     )  # of a checkpoint, the file that was cut is written again
-    ours, theirs = open_source(conversion.out), open_source(anew.out)
+    ours, theirs = open_weights(conversion.out), open_weights(anew.out)
     assert ours.tensors == theirs.tensors
     assert all(ours.read(name).equal(theirs.read(name)) for name in theirs.tensors)
     assert sorted(path.name for path in conversion.out.iterdir()) == sorted(
@@ -252,14 +252,14 @@ def test_another_source_does_not_go_on_with_what_is_there(tmp_path: Path, small_
     save_transformers("llama3", tmp_path / "hf")
     conversion = prepare("hf-to-meta", tmp_path / "hf", tmp_path / "out")
 
-    def begin(source: Source) -> Path:
+    def begin(source: WeightSource) -> Path:
         with ExitStack() as held:
             return fill._begin(source, conversion.out, _EMPTY, False, held)
 
     work = begin(conversion.source)
     assert begin(conversion.source) == work
     save_transformers("llama3", tmp_path / "hf")
-    assert begin(open_source(tmp_path / "hf")) != work
+    assert begin(open_weights(tmp_path / "hf")) != work
 
 
 _EMPTY = fill.Folder([], {}, SafetensorsFolder, lambda name, block: block, lambda name: 1)
@@ -371,7 +371,7 @@ def test_what_does_not_fit_the_config_is_listed_by_name(tmp_path: Path) -> None:
 
 def test_integers_are_no_weights(tmp_path: Path) -> None:
     save_transformers("llama3", tmp_path / "hf")
-    run = {"model": asdict(open_source(tmp_path / "hf").args)}
+    run = {"model": asdict(open_weights(tmp_path / "hf").args)}
     _changed(tmp_path / "hf", {"model.norm.weight": torch.zeros(32, dtype=torch.int8)})
     assert "model.norm.weight as I8" in _refused("hf-to-meta", tmp_path / "hf", tmp_path)
     CheckpointManager(tmp_path).save(1, {"model.norm.weight": torch.zeros(32, dtype=torch.int32)}, run)

@@ -21,7 +21,7 @@ from toolkit.errors import CheckpointError
 from toolkit.models.registry import model_args
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
-from toolkit.parallel.model_parts import Execution
+from toolkit.parallel.model_parts import ModelParts
 from toolkit.weights.convert import convert, prepare
 from toolkit.weights.export import export_hf
 
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 SIZES = {"one": 1, "tp2": 2, "pp2": 2, "fsdp2 tp2": 4, "pp2 tp2": 4, "hsdp2x2": 4, "fsdp2 pp2 tp2": 8}
 
 
-def _model(folder: Path, layout: str, *, tied: bool, seed: int) -> tuple[Execution, dict[str, Any]]:
+def _model(folder: Path, layout: str, *, tied: bool, seed: int) -> tuple[ModelParts, dict[str, Any]]:
     """A model whose weights depend on ``seed`` alone, and what its manifest tells."""
     config = small_config(
         folder / "run",
@@ -51,12 +51,12 @@ def _model(folder: Path, layout: str, *, tied: bool, seed: int) -> tuple[Executi
     assert shape is not None
     mesh, args = build_mesh(torch.device("cpu"), **asdict(shape)), model_args(config, tokenizer_vocab=None)
     how = sharding(config, param_dtype=torch.float32)
-    execution = build_model(config, args, mesh, torch.device("cpu"), how=how, seed=seed)
-    return execution, {"model": asdict(args)}
+    model_parts = build_model(config, args, mesh, torch.device("cpu"), how=how, seed=seed)
+    return model_parts, {"model": asdict(args)}
 
 
-def _tensors(execution: Execution) -> dict[str, torch.Tensor]:
-    return {f"model.{name}": tensor for name, tensor in execution.named_parameters()}
+def _tensors(model_parts: ModelParts) -> dict[str, torch.Tensor]:
+    return {f"model.{name}": tensor for name, tensor in model_parts.named_parameters()}
 
 
 def _digest(folder: Path) -> str:
@@ -71,8 +71,8 @@ def _through(base: str, layouts: list[str], tied: bool) -> dict[str, dict[str, t
     found, folder = {}, Path(base)
     for layout in layouts:
         at = folder / layout.replace(" ", "_") / ("tied" if tied else "untied")
-        execution, run = _model(at, layout, tied=tied, seed=1)
-        first = _handed_on(CheckpointManager(at).save(1, _tensors(execution), run), at / "first")
+        model_parts, run = _model(at, layout, tied=tied, seed=1)
+        first = _handed_on(CheckpointManager(at).save(1, _tensors(model_parts), run), at / "first")
         again = {}
         for number, form in enumerate(first):
             if Ranks().rank == 0:
@@ -141,9 +141,9 @@ def test_what_is_handed_on_is_the_model_in_files_with_an_index(exported: tuple[P
 
 
 def _logits(base: str) -> np.ndarray:
-    execution, _ = _model(Path(base) / "logits", "one", tied=False, seed=1)
+    model_parts, _ = _model(Path(base) / "logits", "one", tied=False, seed=1)
     with torch.no_grad():
-        return execution.models[0](torch.arange(40)[None] % 98).numpy()
+        return model_parts.models[0](torch.arange(40)[None] % 98).numpy()
 
 
 @pytest.mark.exhaustive
@@ -153,8 +153,8 @@ def test_every_layout_hands_on_the_same_files(tmp_path: Path) -> None:
 
 def _unwritable(base: str) -> list[str]:
     folder, said = Path(base), []
-    execution, run = _model(folder, "tp2", tied=False, seed=1)
-    step = CheckpointManager(folder).save(1, _tensors(execution), run)
+    model_parts, run = _model(folder, "tp2", tied=False, seed=1)
+    step = CheckpointManager(folder).save(1, _tensors(model_parts), run)
     (folder / "file").touch()
     for out, tokenizer in ((folder / "file" / "hf", None), (folder / "hf", folder / "none")):
         with pytest.raises(Exception) as error:

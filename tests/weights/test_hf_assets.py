@@ -11,7 +11,7 @@ import pytest
 from tests.preflight.bad_weights import write_model
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.weights.hf_assets import tokenizer_companions, tokenizer_of
-from toolkit.weights.open import open_source
+from toolkit.weights.open import open_weights
 from tools.convert_weights import main
 
 TOKENIZER = Path("tests/assets/tokenizer").resolve()
@@ -26,14 +26,14 @@ def model(tmp_path: Path) -> Path:
 
 def test_a_converted_model_keeps_the_tokenizer_that_it_had(model: Path, tmp_path: Path) -> None:
     assert main(["hf-to-dcp", str(model), str(tmp_path / "converted")]) == 0
-    assert tokenizer_of(open_source(tmp_path / "converted")) == model.resolve()
+    assert tokenizer_of(open_weights(tmp_path / "converted")) == model.resolve()
 
 
 def test_a_hugging_face_folder_has_its_own_tokenizer_or_none(model: Path, tmp_path: Path) -> None:
-    assert tokenizer_of(open_source(model)) == model
+    assert tokenizer_of(open_weights(model)) == model
     (file,) = model.glob("tokenizer.*")
     shutil.move(file, tmp_path)
-    assert tokenizer_of(open_source(model)) is None
+    assert tokenizer_of(open_weights(model)) is None
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "tokenizer_json"])

@@ -49,31 +49,31 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 def fill(form: str, layout: dict[str, Any], *, broadcast: bool = False, dtype: str = "float32") -> Any:
     """(the source, a model of that layout with its weights)."""
     source = open_form(form)
-    execution = empty_model(source.args, layout, dtype=dtype)
-    for _, parameter in [*execution.named_parameters(), *execution.copies()]:
+    model_parts = empty_model(source.args, layout, dtype=dtype)
+    for _, parameter in [*model_parts.named_parameters(), *model_parts.tied_copies()]:
         parameter.data.fill_(float("nan"))
-    tensors = dict(execution.named_parameters())
+    tensors = dict(model_parts.named_parameters())
     seen = None if broadcast and dist.get_rank() else source
     load_weights(seen, tensors, broadcast_from_rank_0=broadcast)
-    execution.refresh_copies(tensors, dict(execution.copies()))
-    return source, execution
+    model_parts.refresh_tied_copies(tensors, dict(model_parts.tied_copies()))
+    return source, model_parts
 
 
-def differing(source: Any, execution: Any) -> list[str]:
+def differing(source: Any, model_parts: Any) -> list[str]:
     """Names of this rank's parameters that are not those of the files to the last bit."""
     wrong = []
-    for name, parameter in [*execution.named_parameters(), *execution.copies()]:
+    for name, parameter in [*model_parts.named_parameters(), *model_parts.tied_copies()]:
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         if not torch.equal(whole, source.read(name).to(whole.dtype)):
             wrong.append(name)
     return wrong
 
 
-def changed_on_the_way(form: str, source: Any, execution: Any, folder: Path) -> list[str]:
+def changed_on_the_way(form: str, source: Any, model_parts: Any, folder: Path) -> list[str]:
     """Tensors that are not bit for bit those that were published, after a checkpoint of this model has become
     files of Hugging Face, written by all ranks, and of Meta."""
     model = form.partition("/")[0]
-    tensors = {f"model.{name}": tensor for name, tensor in execution.named_parameters()}
+    tensors = {f"model.{name}": tensor for name, tensor in model_parts.named_parameters()}
     step = CheckpointManager(folder).save(1, tensors, {"model": asdict(source.args)})
     export_hf(step, folder / "hf", dtype=torch.float32, tokenizer_path=None, ranks=Ranks())
     if dist.get_rank():
@@ -99,18 +99,18 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 def compare(form: str, layout: dict[str, Any], folder: Path, *, thorough: bool) -> dict[str, Any]:
     """On this rank: tensors that change on a way out of this layout, and how far logits are from those
     recorded; if ``thorough`` also the mean loss of many stories, and tensors that are not the files'."""
-    source, execution = fill(form, layout)
-    result: dict[str, Any] = {"differ": differing(source, execution) if thorough else []}
-    result["changed"] = changed_on_the_way(form, source, execution, folder)
+    source, model_parts = fill(form, layout)
+    result: dict[str, Any] = {"differ": differing(source, model_parts) if thorough else []}
+    result["changed"] = changed_on_the_way(form, source, model_parts, folder)
     ids, logits = reference(form)
     even = ids.shape[1] // 2 * 2  # tensor parallelism splits sequences by two
-    out = run(execution, ids[:, :even])
+    out = run(model_parts, ids[:, :even])
     if out is not None:
         theirs = logits[: len(logits) - (ids.shape[1] - even)]
         result["logits"] = (out[0, -len(theirs) :] - theirs).abs().max().item()
     if thorough:
         loss, tokens, labels = recorded_loss(form)
-        total = run(execution, tokens, labels)
+        total = run(model_parts, tokens, labels)
         if total is not None:
             result["loss"] = abs(total.item() / (labels >= 0).sum().item() - loss)
     return result
@@ -153,14 +153,14 @@ def other_ways(folders: dict[str, Path]) -> dict[str, Any]:
     """By broadcast; with a cast; and what each of the ``folders`` is refused for."""
     found: dict[str, Any] = {}
     for name, layout in {"fsdp": {}, "tp": TP, "pp": PP}.items():
-        source, execution = fill("stories260K/hf", layout, broadcast=True)
-        found[f"broadcast {name}"] = differing(source, execution)
-    source, execution = fill("stories260K/hf", TP, dtype="bfloat16")
-    found["cast"] = differing(source, execution)
+        source, model_parts = fill("stories260K/hf", layout, broadcast=True)
+        found[f"broadcast {name}"] = differing(source, model_parts)
+    source, model_parts = fill("stories260K/hf", TP, dtype="bfloat16")
+    found["cast"] = differing(source, model_parts)
     for name, folder in folders.items():
         for broadcast in (False, True):
-            execution = empty_model(source.args, PP)
-            tensors = dict(execution.named_parameters())
+            model_parts = empty_model(source.args, PP)
+            tensors = dict(model_parts.named_parameters())
             try:
                 seen = open_alike(lambda folder=folder: SafetensorsFolder(folder), on_rank_0_alone=broadcast)  # type: ignore[misc]
                 if "cut" in name and seen is not None:  # after its header was read

@@ -19,7 +19,7 @@ from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.weights.load import open_alike
-from toolkit.weights.open import CheckpointWeights, open_source
+from toolkit.weights.open import CheckpointWeights, open_weights
 
 RUN = {"model": asdict(small())}
 
@@ -55,7 +55,7 @@ def test_every_region_of_a_checkpoint_is_that_of_the_whole_tensor(folders: list[
     columns = [slice(0, 10), slice(4, 6), slice(9, 10)]
     matrix, half = _full()["model.matrix"], _full()["model.half"]
     for folder in folders:
-        source = open_source(folder)
+        source = open_weights(folder)
         assert set(source.tensors) == {"matrix", "half"} and source.args == small()
         assert source.read("matrix").equal(matrix)
         assert source.read("half").equal(half) and source.read("half").dtype == torch.bfloat16
@@ -72,19 +72,19 @@ def test_a_checkpoint_that_was_altered_is_refused_before_anything_is_read(tmp_pa
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="__0_0.distcp was altered"):
-        open_source(tmp_path / "step-1")
-    open_source(tmp_path / "step-1", verify=False)
+        open_weights(tmp_path / "step-1")
+    open_weights(tmp_path / "step-1", verify=False)
     path.write_bytes(content[:-1])
     with pytest.raises(CheckpointError, match="__0_0.distcp has .* bytes instead of"):
-        open_source(tmp_path / "step-1", verify=False)
+        open_weights(tmp_path / "step-1", verify=False)
 
 
 def _hashed(folder: str, altered: str) -> tuple[list[str], str]:
     """The files that this rank hashes, and the error of all."""
     with mock.patch.object(manifest, "_sha256", side_effect=manifest._sha256) as hashed:
-        open_alike(lambda: open_source(folder, ranks=Ranks()))
+        open_alike(lambda: open_weights(folder, ranks=Ranks()))
     with pytest.raises(DataError) as error:
-        open_alike(lambda: open_source(altered, ranks=Ranks()))
+        open_alike(lambda: open_weights(altered, ranks=Ranks()))
     return [call.args[0].name for call in hashed.call_args_list], str(error.value)
 
 
@@ -105,14 +105,14 @@ def test_a_folder_of_checkpoints_stands_for_its_newest(tmp_path: Path) -> None:
         CheckpointManager(tmp_path / "run" / "checkpoint").save(step, _full(), RUN)
     (tmp_path / "run" / "checkpoint" / "step-11").mkdir()
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint", tmp_path / "run/checkpoint/step-10"):
-        source = open_source(folder)
+        source = open_weights(folder)
         assert isinstance(source, CheckpointWeights) and source.place.name == "step-10"
 
 
 def test_what_holds_no_weights_is_told_what_would(tmp_path: Path) -> None:
     def said(path: Path | str, kind: type[Exception] = DataError) -> str:
         with pytest.raises(kind) as error:
-            open_source(path)
+            open_weights(path)
         return str(error.value)
 
     (tmp_path / "empty").mkdir()
@@ -134,10 +134,10 @@ def test_what_holds_no_weights_is_told_what_would(tmp_path: Path) -> None:
 @pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
 def test_one_model_in_two_formats_is_the_same_weights(tmp_path: Path) -> None:
     stories = Path(os.environ["TOOLKIT_ASSETS"]) / "stories260K"
-    theirs, metas = open_source(stories / "hf"), open_source(str(stories / "meta"))
+    theirs, metas = open_weights(stories / "hf"), open_weights(str(stories / "meta"))
     assert theirs.tensors == metas.tensors
     for name in theirs.tensors:
         assert theirs.read(name).equal(metas.read(name)), name
     shutil.copytree(stories / "meta", tmp_path / "both")
     shutil.copytree(stories / "hf", tmp_path / "both", dirs_exist_ok=True)
-    assert type(open_source(tmp_path / "both")) is type(theirs)
+    assert type(open_weights(tmp_path / "both")) is type(theirs)

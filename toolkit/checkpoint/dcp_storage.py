@@ -30,7 +30,7 @@ from torch.futures import Future
 from toolkit.checkpoint.coverage import coverage_problem
 from toolkit.checkpoint.manifest import ADVICE
 from toolkit.errors import CheckpointError
-from toolkit.io.tensor_file import FilePart, Place, SavedFile, read_region
+from toolkit.io.tensor_file import FilePart, SavedFile, TensorPlace, read_region
 
 METADATA = ".metadata"
 Files = dict[str, dict[str, Any]]
@@ -222,7 +222,7 @@ def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
-def tensor_place(folder: Path, metadata: Metadata, name: str, number: int) -> Place:
+def tensor_place(folder: Path, metadata: Metadata, name: str, number: int) -> TensorPlace:
     """Find where a vetted index puts the numbers of a chunk of the tensor ``name``; read none of them.
 
     Raises:

@@ -119,6 +119,6 @@ def _misfits(
 
 
 def _agree(ranks: Ranks, folder: Path, problems: Sequence[str], fix: str) -> None:
-    found = ranks.agree(problems)
+    found = ranks.gather_problems(problems)
     if found:
         raise CheckpointError("\n  ".join([f"{folder} cannot be loaded:", *found, f"fix:  {fix}"]))

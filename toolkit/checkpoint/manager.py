@@ -75,7 +75,7 @@ class CheckpointManager:
         What looks newer but is no checkpoint is told.
         """
         self.end_save(wait=True)
-        return self.ranks.decide(self._latest)
+        return self.ranks.on_rank_0(self._latest)
 
     def _latest(self) -> int | None:
         newest = max(committed_steps(self.folder), default=None)
@@ -118,7 +118,7 @@ class CheckpointManager:
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> None:
         final = step_folder(self.folder, step)
-        temporary = self.ranks.decide(lambda: self._new_folder(final))
+        temporary = self.ranks.on_rank_0(lambda: self._new_folder(final))
 
         def commit(files: Files, metadata: Metadata) -> None:
             sizes = [math.prod(t.size) * t.properties.dtype.itemsize for t in tensors_of(metadata).values()]
@@ -166,7 +166,7 @@ class CheckpointManager:
                 or unsafe; names or shapes that do not fit. ``tensors`` then may hold anything.
         """
         self.end_save(wait=True)
-        folder, manifest = self.ranks.decide(lambda: self._find(where))
+        folder, manifest = self.ranks.on_rank_0(lambda: self._find(where))
         load_tensors(folder, manifest, tensors, exclude=exclude, verify=verify, ranks=self.ranks)
         return manifest
 
@@ -174,7 +174,7 @@ class CheckpointManager:
         """Clear what killed saves and deletions left behind, also in the run's folder of ``exports``; called
         at the start of a run that will save."""
         self.end_save(wait=True)
-        self.ranks.decide(lambda: self._remove_leftovers(exports))
+        self.ranks.on_rank_0(lambda: self._remove_leftovers(exports))
 
     def _remove_leftovers(self, exports: Path | None) -> None:
         for said in clear(self.folder):

@@ -18,14 +18,14 @@ from toolkit.checkpoint.manifest import ADVICE, check_files, read_manifest
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, first_few
 from toolkit.hardware import cores
-from toolkit.io.tensor_file import Place, Region, new_output, read_region, whole
+from toolkit.io.tensor_file import Region, TensorPlace, new_output, read_region, whole
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """What one rank has saved of a tensor: the box at ``offsets``."""
 
-    place: Place
+    place: TensorPlace
     offsets: tuple[int, ...]
 
 
@@ -54,14 +54,14 @@ def open_checkpoint(
     return manifest, read_metadata(folder, files)
 
 
-def pieces(folder: Path, metadata: Metadata, name: str) -> list[Piece]:
+def pieces(folder: Path, metadata: Metadata, name: str) -> list[TensorPiece]:
     """The pieces of which the tensor ``name`` consists, from a vetted index; reads no weight.
 
     Raises:
         CheckpointError: a piece is damaged.
     """
     return [
-        Piece(tensor_place(folder, metadata, name, number), tuple(chunk.offsets))
+        TensorPiece(tensor_place(folder, metadata, name, number), tuple(chunk.offsets))
         for number, chunk in enumerate(tensors_of(metadata)[name].chunks)
     ]
 
@@ -84,7 +84,7 @@ def read_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
 
 
 def read_pieces(
-    parts: Sequence[Piece],
+    parts: Sequence[TensorPiece],
     shape: tuple[int, ...],
     dtype: torch.dtype,
     region: Region | None = None,

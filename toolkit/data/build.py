@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from toolkit.config import Config
-from toolkit.data.sources import open_source
-from toolkit.data.token_cache import Part, TokenCache, tokenized
+from toolkit.data.sources import open_corpus
+from toolkit.data.token_cache import MixturePart, TokenCache, tokenized
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
-class Data:
+class RunData:
     """A tokenizer and the corpora that it made into tokens; ``train`` is one, or the parts of a mixture."""
 
     tokenizer: Tokenizer
-    train: TokenCache | tuple[Part, ...]
+    train: TokenCache | tuple[MixturePart, ...]
     validation: TokenCache | None
 
 
-def open_data(config: Config, *, progress: bool) -> Data:
+def open_data(config: Config, *, progress: bool) -> RunData:
     """Load the tokenizer and open the token caches, building them where they are missing.
 
     The launcher calls this before it starts the ranks, where a progress bar has the terminal to itself;
@@ -35,8 +35,8 @@ def open_data(config: Config, *, progress: bool) -> Data:
     limit = config.data.max_inline_gb
     caches = dict(open_corpora(config, tokenizer, progress=progress, max_inline_gb=limit))
     mixture = sorted(config.data.mixture.items())
-    parts = tuple(Part(name, part.weight, caches[f"data.mixture.{name}"]) for name, part in mixture)
-    return Data(tokenizer, parts or caches["training"], caches.get("validation"))
+    parts = tuple(MixturePart(name, part.weight, caches[f"data.mixture.{name}"]) for name, part in mixture)
+    return RunData(tokenizer, parts or caches["training"], caches.get("validation"))
 
 
 def run_tokenizer(config: Config) -> Tokenizer:
@@ -63,7 +63,7 @@ def open_corpora(
     """
     for corpus in corpora(config):
         cache = tokenized(
-            open_source(**corpus.arguments()),
+            open_corpus(**corpus.arguments()),
             tokenizer,
             cache_folder=config.data.cache_folder,
             progress=progress,
@@ -86,7 +86,7 @@ class CorpusOptions(NamedTuple):
     column_key: str
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of ``data.sources.open_source`` and ``check_source``."""
+        """The arguments of ``data.sources.open_corpus`` and ``check_source``."""
         return {
             "name": self.dataset,
             "path": self.dataset_path,

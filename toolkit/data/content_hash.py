@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.compat import file_digest
-from toolkit.data.sources import Source
+from toolkit.data.sources import Corpus
 from toolkit.errors import DataError, Problem, printable
 from toolkit.hardware import cores
 
@@ -47,7 +47,7 @@ def too_large(n_bytes: float, max_bytes: float, flags: str = "--job.config_file 
     return Problem(rule, fix)
 
 
-def stamps(source: Source) -> list[tuple[int, ...]]:
+def stamps(source: Corpus) -> list[tuple[int, ...]]:
     """What changes when a file is written: size, and times of modification and of status change."""
     try:
         stats = [path.stat() for path in source.files]
@@ -56,12 +56,12 @@ def stamps(source: Source) -> list[tuple[int, ...]]:
     return [(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats]
 
 
-def unread(source: Source, root: Path) -> list[Path]:
+def unread(source: Corpus, root: Path) -> list[Path]:
     """The files whose contents are not known from before, as far as their stamps tell."""
     return _changed(source, _known(_record(source, root)), stamps(source))
 
 
-def _changed(source: Source, known: Mapping[str, list], found: Iterable[tuple[int, ...]]) -> list[Path]:
+def _changed(source: Corpus, known: Mapping[str, list], found: Iterable[tuple[int, ...]]) -> list[Path]:
     return [
         path
         for path, stamp in zip(source.files, found, strict=True)
@@ -69,7 +69,7 @@ def _changed(source: Source, known: Mapping[str, list], found: Iterable[tuple[in
     ]
 
 
-def content_hashes(source: Source, root: Path, progress: bool) -> list[str]:
+def content_hashes(source: Corpus, root: Path, progress: bool) -> list[str]:
     """SHA-256 of each file, remembered under the list of their paths while their stamps stay the same."""
     record, found = _record(source, root), stamps(source)
     known = _known(record)  # once: another rank may write it at any time
@@ -99,7 +99,7 @@ def remember(record: Path, entries: Mapping[str, Any]) -> None:
     os.replace(temporary, record)
 
 
-def _record(source: Source, root: Path) -> Path:
+def _record(source: Corpus, root: Path) -> Path:
     paths = json.dumps([str(path) for path in source.files])
     return root / "hashes" / f"{hashlib.sha256(paths.encode()).hexdigest()[:32]}.json"
 

@@ -1,6 +1,6 @@
 """Batches for one rank: a pure function of how many samples the run has consumed.
 
-Global batch g after a start at sample s is samples [s + g·G, s + (g+1)·G) of the run. Data-parallel rank r
+Global batch g after a start at sample s is samples [s + g·G, s + (g+1)·G) of the run. RunData-parallel rank r
 of R takes the r-th R-th of them, ``local_batch_size`` at a time. No worker, prefetch depth or number of
 ranks changes which samples those are, so the loader's state is one counter (and what it counts, to
 refuse another corpus or mixture).
@@ -23,10 +23,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape
-from toolkit.data.build import Data
+from toolkit.data.build import RunData
 from toolkit.data.packing import PADDING, Rows, Sample, corpus_rows
 from toolkit.data.sampler import corpus_indices
-from toolkit.data.token_cache import Part, TokenCache
+from toolkit.data.token_cache import MixturePart, TokenCache
 from toolkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -226,10 +226,11 @@ def _lost(what: str) -> DataError:
 
 
 def build_loader(
-    corpus: TokenCache | Sequence[Part], *, seq_len: int, global_batch_size: int, local_batch_size: int,
-    dp_rank: int, dp_size: int, seed: int, packing: bool, document_mask: bool, shuffle: bool,
-    pad_id: int | None, num_workers: int = 0, persistent_workers: bool = False, pin_memory: bool = False,
-    prefetch_factor: int | None = None, infinite: bool = True, at_most: int | None = None,
+    corpus: TokenCache | Sequence[MixturePart], *, seq_len: int, global_batch_size: int,
+    local_batch_size: int, dp_rank: int, dp_size: int, seed: int, packing: bool, document_mask: bool,
+    shuffle: bool, pad_id: int | None, num_workers: int = 0, persistent_workers: bool = False,
+    pin_memory: bool = False, prefetch_factor: int | None = None, infinite: bool = True,
+    at_most: int | None = None,
 ) -> Loader:  # fmt: skip
     """A loader of rank ``dp_rank`` of ``dp_size`` over one corpus or the parts of a mixture.
 
@@ -244,7 +245,7 @@ def build_loader(
     """
     if global_batch_size % (local_batch_size * dp_size):
         raise ValueError(f"{global_batch_size=} is not a multiple of {local_batch_size=} times {dp_size=}")
-    parts = [Part("", 1.0, corpus)] if isinstance(corpus, TokenCache) else list(corpus)
+    parts = [MixturePart("", 1.0, corpus)] if isinstance(corpus, TokenCache) else list(corpus)
     parts.sort(key=lambda part: part.name)
     dataset = _MicroBatchDataset(
         {part.name: part.corpus for part in parts},
@@ -275,13 +276,15 @@ def build_loader(
     return Loader(data, sampler, counted | options, [part.corpus for part in parts], mixture)
 
 
-def _mixture(parts: Sequence[Part], lengths: Sequence[int], *, seed: int, shuffle: bool) -> MixtureOrder:
+def _mixture(
+    parts: Sequence[MixturePart], lengths: Sequence[int], *, seed: int, shuffle: bool
+) -> MixtureOrder:
     from toolkit.data.mixture import MixtureOrder
 
     return MixtureOrder({part.name: part.weight for part in parts}, lengths, seed=seed, shuffle=shuffle)
 
 
-def _text(parts: Sequence[Part], mixture: MixtureOrder) -> dict[str, str]:
+def _text(parts: Sequence[MixturePart], mixture: MixtureOrder) -> dict[str, str]:
     """What identifies the text of a mixture."""
     from toolkit.data.mixture import identity
 
@@ -289,7 +292,7 @@ def _text(parts: Sequence[Part], mixture: MixtureOrder) -> dict[str, str]:
 
 
 def training_loader(
-    config: Config, data: Data, shape: BatchShape, *, dp_rank: int, dp_size: int, seed: int
+    config: Config, data: RunData, shape: BatchShape, *, dp_rank: int, dp_size: int, seed: int
 ) -> Loader:
     """Endless micro-batches of this rank, each epoch in an order of its own."""
     return build_loader(
@@ -306,7 +309,7 @@ def training_loader(
     )
 
 
-def validation_loader(config: Config, data: Data, *, dp_rank: int, dp_size: int) -> Loader | None:
+def validation_loader(config: Config, data: RunData, *, dp_rank: int, dp_size: int) -> Loader | None:
     """The held-out corpus once, or its first ``validation.samples``, in its own order; None where there is
     no validation."""
     if data.validation is None:
@@ -328,7 +331,7 @@ def validation_loader(config: Config, data: Data, *, dp_rank: int, dp_size: int)
     )
 
 
-def _options(config: Config, data: Data) -> dict[str, Any]:
+def _options(config: Config, data: RunData) -> dict[str, Any]:
     """How both corpora become rows."""
     return {
         "packing": config.data.packing,

@@ -23,7 +23,7 @@ from typing import Any
 
 from toolkit.data.columns import SourceError
 from toolkit.data.content_hash import locked, remember, say, too_large
-from toolkit.data.sources import Source
+from toolkit.data.sources import Corpus
 from toolkit.errors import DataError, Problem, install
 
 KNOWN = {"c4": ("allenai/c4", "en")}
@@ -64,13 +64,13 @@ def named(name: str, text_column: str, subset: str | None, split: str) -> HubSou
 
 
 @dataclass(frozen=True)
-class HubSource(Source):
+class HubSource(Corpus):
     """A dataset of the hub. It has no files before it is :meth:`fetched`."""
 
     subset: str | None = None
     split: str = "train"
 
-    def fetched(self, cache_folder: Path, *, progress: bool, max_bytes: float, again: bool) -> Source:
+    def fetched(self, cache_folder: Path, *, progress: bool, max_bytes: float, again: bool) -> Corpus:
         """The source with its Arrow files, downloaded where no record says what they are, or ``again``.
 
         Raises:
@@ -88,7 +88,7 @@ class HubSource(Source):
                     entry = _download(self, record.with_suffix(""), progress, max_bytes)
                     remember(record, entry)
         files = tuple(map(Path, entry["files"]))
-        return Source(self.name, files, self.text_column, identity=f"{request} {entry['fingerprint']}")
+        return Corpus(self.name, files, self.text_column, identity=f"{request} {entry['fingerprint']}")
 
 
 def _read(record: Path) -> dict[str, Any] | None:

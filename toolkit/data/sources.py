@@ -37,7 +37,7 @@ COMPRESSION = 3  # compressed text is about three times as long as its file
 
 
 @dataclass(frozen=True)
-class Source:
+class Corpus:
     """An ordered list of files. ``name`` is what the user called it.
 
     ``identity`` names the contents where they are known without reading the files.
@@ -69,7 +69,7 @@ class Source:
             else:
                 yield from text_files.read_pieces(path)
 
-    def fetched(self, cache_folder: Path, *, progress: bool, max_bytes: float, again: bool) -> Source:
+    def fetched(self, cache_folder: Path, *, progress: bool, max_bytes: float, again: bool) -> Corpus:
         """The source with its files at hand, which these are."""
         return self
 
@@ -81,14 +81,14 @@ def kind(path: Path) -> str:
     return "json" if is_json(path) else "text"
 
 
-def open_source(
+def open_corpus(
     name: str,
     path: str | None,
     text_column: str = "text",
     *,
     subset: str | None = None,
     split: str = "train",
-) -> Source:
+) -> Corpus:
     """Find a corpus: the files at ``path`` where it is given, else what is called ``name``.
 
     ``path`` is a file, a folder (searched with its subfolders, or written by ``save_to_disk``), a glob, or
@@ -100,24 +100,24 @@ def open_source(
         SourceError: unknown name, no such path, no text files there, missing column or package.
     """
     if path is not None:
-        source = Source(path, _find(path, split=split), text_column)
+        source = Corpus(path, _find(path, split=split), text_column)
     elif name in EMBEDDED:
-        source = Source(name, (EMBEDDED_FOLDER / EMBEDDED[name],), "text")
+        source = Corpus(name, (EMBEDDED_FOLDER / EMBEDDED[name],), "text")
     else:
         return _hub_source(name, text_column, subset, split)
     _check_columns(source)
     return source
 
 
-def open_text(path: str, text_column: str = "text") -> Source:
-    """The files at ``path`` that a program is to read, as :func:`open_source` finds them; one that is named
+def open_text(path: str, text_column: str = "text") -> Corpus:
+    """The files at ``path`` that a program is to read, as :func:`open_corpus` finds them; one that is named
     may have any suffix, and is text then.
 
     Raises:
-        SourceError: as :func:`open_source`.
+        SourceError: as :func:`open_corpus`.
         ConfigError: another column than "text" is named, and no file there has columns.
     """
-    source = Source(path, _find(path, any_suffix=True), text_column)
+    source = Corpus(path, _find(path, any_suffix=True), text_column)
     if text_column != "text" and all(kind(file) == "text" for file in source.files):
         raise ConfigError(Problem(f"no file of {path} has columns", "remove it", "text_column", text_column))
     _check_columns(source)
@@ -134,7 +134,7 @@ def check_source(
 ) -> Problem | None:
     """What is wrong with a corpus, as far as can be seen in milliseconds, or None."""
     try:
-        open_source(name, path, text_column, subset=subset, split=split)
+        open_corpus(name, path, text_column, subset=subset, split=split)
     except SourceError as error:
         return error.problems[0]
     except DataError as error:
@@ -165,7 +165,7 @@ def check_name(name: str) -> Problem | None:
     return Problem("there is no dataset of this name", fix, "dataset", name)
 
 
-def _hub_source(name: str, text_column: str, subset: str | None, split: str) -> Source:
+def _hub_source(name: str, text_column: str, subset: str | None, split: str) -> Corpus:
     from toolkit.data import hub
 
     if unknown := check_name(name):
@@ -260,7 +260,7 @@ def _path_error(path: str, rule: str, fix: str) -> SourceError:
     return SourceError(Problem(rule, fix, "dataset_path", path))
 
 
-def _check_columns(source: Source) -> None:
+def _check_columns(source: Corpus) -> None:
     """See a missing column before anything is started, by the first file of each kind."""
     first = {kind(path): path for path in reversed(source.files)}
     if "json" in first:

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from toolkit.data.content_hash import content_hashes, locked, say, stamps, too_large, unread
-from toolkit.data.sources import Source, kind
+from toolkit.data.sources import Corpus, kind
 from toolkit.data.text_files import PIECE_BYTES
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
@@ -72,7 +72,7 @@ class TokenCache:
 
 
 @dataclass(frozen=True)
-class Part:
+class MixturePart:
     """One corpus of a mixture, under the name that its order is keyed by."""
 
     name: str
@@ -81,7 +81,7 @@ class Part:
 
 
 def tokenized(
-    source: Source,
+    source: Corpus,
     tokenizer: Tokenizer,
     *,
     cache_folder: str | Path,
@@ -187,14 +187,14 @@ def _remove_leftovers(tokens: Path) -> None:
             shutil.rmtree(leftover)
 
 
-def _refuse_large(source: Source, max_bytes: float) -> None:
+def _refuse_large(source: Corpus, max_bytes: float) -> None:
     if max_bytes == math.inf:
         return
     if problem := too_large(source.n_text_bytes, max_bytes):
         raise DataError(f"{source.name}: {problem}")
 
 
-def _key(source: Source, tokenizer: Tokenizer, root: Path, progress: bool) -> str:
+def _key(source: Corpus, tokenizer: Tokenizer, root: Path, progress: bool) -> str:
     column = source.text_column if any(kind(path) != "text" for path in source.files) else None
     contents: list | str = source.identity
     if not contents:
@@ -204,13 +204,13 @@ def _key(source: Source, tokenizer: Tokenizer, root: Path, progress: bool) -> st
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _process_count(source: Source) -> int:
+def _process_count(source: Corpus) -> int:
     n_bytes = source.n_text_bytes
     return 1 if n_bytes <= ALONE_BYTES else max(1, min(cores(), n_bytes // PIECE_BYTES))
 
 
 def _build(
-    source: Source,
+    source: Corpus,
     tokenizer: Tokenizer,
     key: str,
     folder: Path,

@@ -24,7 +24,7 @@ class Ranks:
         self.rank = dist.get_rank(group) if self.distributed else 0
         self.size = dist.get_world_size(group) if self.distributed else 1
 
-    def decide(self, make: Callable[[], T]) -> T:
+    def on_rank_0(self, make: Callable[[], T]) -> T:
         """What ``make`` returns on rank 0, on every rank.
 
         Raises:
@@ -47,7 +47,7 @@ class Ranks:
             raise kind(message)
         return value
 
-    def agree(self, problems: Sequence[str]) -> list[str]:
+    def gather_problems(self, problems: Sequence[str]) -> list[str]:
         """The problems of all ranks, each once, in rank order; the same list on every rank."""
         gathered: list = [list(problems)]
         if self.size > 1:

@@ -83,7 +83,7 @@ class Evaluator:
         self.batch_size = batch_size
         self.device = next(model.parameters()).device
         self.dp_rank, self.dp_size = (mesh.dp_rank, mesh.dp_size) if mesh else (0, 1)
-        self.counts = mesh is None or mesh.counts
+        self.is_loss_rank = mesh is None or mesh.is_loss_rank
 
     @torch.no_grad()
     def loss(self, batches: Iterable[Batch]) -> Loss:
@@ -100,7 +100,9 @@ class Evaluator:
                 documents=moved.get("documents"),
                 labels=labels,
             )
-            sums += torch.stack((total.double(), (labels != IGNORED_LABEL).sum().double())) * self.counts
+            sums += (
+                torch.stack((total.double(), (labels != IGNORED_LABEL).sum().double())) * self.is_loss_rank
+            )
         self._sum_over_ranks(sums)
         return Loss(sums[0].item(), int(sums[1].item()))
 
@@ -129,7 +131,7 @@ class Evaluator:
                 found_N2 = self.model(tokens_BS.to(self.device))
             if indices:
                 of_rows_N = torch.tensor(indices)[row_N].to(self.device)
-                sums_R2.index_add_(0, of_rows_N, found_N2 * self.counts)
+                sums_R2.index_add_(0, of_rows_N, found_N2 * self.is_loss_rank)
         self._sum_over_ranks(sums_R2)
         return [Score(log_likelihood, misses == 0) for log_likelihood, misses in sums_R2.tolist()]
 

@@ -25,8 +25,8 @@ from toolkit.models.llama.sharding import fsdp_units, tensor_plan
 from toolkit.parallel.mesh import Mesh, build_mesh
 from toolkit.weights.hf_assets import asked_bos, tokenizer_of
 from toolkit.weights.load import load_weights, open_alike
-from toolkit.weights.open import CheckpointWeights, open_source
-from toolkit.weights.source import Source
+from toolkit.weights.open import CheckpointWeights, open_weights
+from toolkit.weights.source import WeightSource
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def load_model(
     add_bos: bool | None = None,
     verify: bool = True,
 ) -> Loaded:
-    """The model at ``path``, in any form that :func:`toolkit.weights.open.open_source` opens.
+    """The model at ``path``, in any form that :func:`toolkit.weights.open.open_weights` opens.
 
     Its parameters are of ``dtype`` and have no gradients.
 
@@ -85,7 +85,7 @@ def load_model(
         ConfigError: ``tp`` does not divide the ranks, or a dimension of the model.
         DataError: weights or tokenizer cannot be used; on every rank alike.
     """
-    source = open_alike(lambda: open_source(path, verify=verify, ranks=Ranks()))
+    source = open_alike(lambda: open_weights(path, verify=verify, ranks=Ranks()))
     assert source is not None
     mesh = _mesh(device, source.args, tp)
     with torch.device("meta"):
@@ -126,7 +126,7 @@ def _shard(model: Llama, mesh: Mesh, dtype: torch.dtype) -> None:
         apply_fsdp(model, fsdp_units(model), mesh.fsdp, how)
 
 
-def _tokenizer(source: Source, given: Path | str | None, add_bos: bool | None) -> Tokenizer | None:
+def _tokenizer(source: WeightSource, given: Path | str | None, add_bos: bool | None) -> Tokenizer | None:
     """The same on every rank.
 
     Raises:
@@ -140,10 +140,12 @@ def _tokenizer(source: Source, given: Path | str | None, add_bos: bool | None) -
             _refuse_smaller(tokenizer, tokenizer_of(source))
     except DataError as error:
         problems = [str(error)]
-    if not (failures := ranks.agree(problems)):
+    if not (failures := ranks.gather_problems(problems)):
         found = tokenizer.fingerprint if tokenizer else None
-        same = found == ranks.decide(lambda: found)
-        failures = ranks.agree([] if same else [f"rank {ranks.rank} has not the tokenizer of rank 0"])
+        same = found == ranks.on_rank_0(lambda: found)
+        failures = ranks.gather_problems(
+            [] if same else [f"rank {ranks.rank} has not the tokenizer of rank 0"]
+        )
     if failures:
         raise DataError("\n".join(failures))
     return tokenizer

@@ -32,7 +32,7 @@ BUFFER_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor lies: ``begin`` counts bytes from the start of ``file``."""
 
     file: Path
@@ -80,7 +80,7 @@ class SavedFile:
         self._records = sorted(ZipFile(stream).infolist(), key=lambda record: record.header_offset)
         self._headers = [record.header_offset for record in self._records]
 
-    def place(self, tensor: Tensor) -> Place:
+    def place(self, tensor: Tensor) -> TensorPlace:
         """Find where the numbers of a ``tensor`` lie that torch.load has put on the meta device.
 
         Raises:
@@ -95,7 +95,7 @@ class SavedFile:
             raise ValueError(
                 f"{first + size:,} bytes are said to be there, and {record.file_size:,} are stored"
             )
-        return Place(self._file, self._begin + storage + first, tuple(tensor.shape), tensor.dtype)
+        return TensorPlace(self._file, self._begin + storage + first, tuple(tensor.shape), tensor.dtype)
 
 
 def whole(shape: Sequence[int]) -> tuple[slice, ...]:
@@ -118,7 +118,7 @@ def new_output(shape: tuple[int, ...], dtype: torch.dtype, region: Region, out: 
     return out
 
 
-def read_region(place: Place, region: Region, out: Tensor, *, paired_rows: int = 0) -> Tensor:
+def read_region(place: TensorPlace, region: Region, out: Tensor, *, paired_rows: int = 0) -> Tensor:
     """``out``, contiguous, filled with a region of the tensor at ``place``.
 
     With ``paired_rows`` the file has, in every group of so many rows (a head), those that we keep at even
@@ -144,7 +144,9 @@ def read_region(place: Place, region: Region, out: Tensor, *, paired_rows: int =
     return out
 
 
-def _read_by_buffer(descriptor: int, place: Place, region: Region, out: Tensor, paired_rows: int) -> None:
+def _read_by_buffer(
+    descriptor: int, place: TensorPlace, region: Region, out: Tensor, paired_rows: int
+) -> None:
     """Whole groups of rows into a buffer, and what the region has of them to their place."""
     rest = place.shape[1:]
     row = math.prod(rest) * place.dtype.itemsize
@@ -171,7 +173,7 @@ def _read_by_buffer(descriptor: int, place: Place, region: Region, out: Tensor, 
         target.copy_(block[part])
 
 
-def _fill(descriptor: int, place: Place, offset: int, out: Tensor) -> None:
+def _fill(descriptor: int, place: TensorPlace, offset: int, out: Tensor) -> None:
     memory = memoryview(out.view(-1).view(torch.uint8).numpy().data)
     done = 0
     while done < len(memory):

@@ -8,7 +8,7 @@ from toolkit.config.parallelism import Parallelism
 
 
 @dataclass(frozen=True)
-class Degrees:
+class ParallelDims:
     """Sizes of the mesh dimensions, outermost first."""
 
     pp: int
@@ -45,7 +45,7 @@ def strategy(parallelism: Parallelism) -> str | None:
     return STRATEGIES[asked - 1] if isinstance(asked, int) else asked
 
 
-def degrees(parallelism: Parallelism, world_size: int) -> Degrees | None:
+def degrees(parallelism: Parallelism, world_size: int) -> ParallelDims | None:
     """The degrees that ``parallelism`` gives ``world_size`` ranks, or None where it does not fit.
 
     ``data_parallel_shard_degree`` −1 takes all ranks that the others leave. NO_SHARD makes each of
@@ -63,7 +63,7 @@ def degrees(parallelism: Parallelism, world_size: int) -> Degrees | None:
         shard = world_size // (model * replicate)
     if model * replicate * shard != world_size:
         return None
-    return Degrees(
+    return ParallelDims(
         pp=parallelism.pipeline_parallel_degree,
         dp_replicate=replicate,
         dp_shard=shard,
@@ -86,7 +86,7 @@ def reshard_after_forward(parallelism: Parallelism) -> str | int:
     return "never" if keeps else "default"
 
 
-def strategy_in_effect(parallelism: Parallelism, mesh: Degrees) -> str:
+def strategy_in_effect(parallelism: Parallelism, mesh: ParallelDims) -> str:
     """The name of the sharding strategy that the degrees and ``fsdp_reshard_after_forward`` make."""
     kept = reshard_after_forward(parallelism) == "never"
     if mesh.dp_replicate == 1:

@@ -28,7 +28,7 @@ class Mesh:
     """How many ways a global batch is split."""
     dp_rank: int
     """Which part of a global batch this rank reads. Ranks of one pp, cp and tp group read the same."""
-    counts: bool
+    is_loss_rank: bool
     """Whether this rank counts what those of its pp and tp groups have alike, such as labels."""
     shape: str
     """Sizes in words."""
@@ -61,7 +61,7 @@ def build_mesh(
         tp=world["tp"] if tp > 1 else None,
         dp_size=dp_replicate * dp_shard,
         dp_rank=world.get_local_rank("dp_replicate") * dp_shard + sharder,
-        counts=world.get_local_rank("pp") == 0 and world.get_local_rank("tp") == 0,
+        is_loss_rank=world.get_local_rank("pp") == 0 and world.get_local_rank("tp") == 0,
         shape=" × ".join(f"{name} {size}" for name, size in sizes.items()),
         coordinates=f" ({told})" if told else "",
     )

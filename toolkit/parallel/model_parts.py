@@ -26,13 +26,17 @@ MicroBatch = dict[str, Tensor | None]
 """``tokens``, ``labels`` (B, S); ``positions`` and ``documents`` (B, S), or None."""
 
 
-class Execution(ABC):
-    """``models`` are the stages on this rank, in order. ``counts`` is whether this rank's labels count, or
-    another's, that are the same ones."""
+class ModelParts(ABC):
+    """The stages of a model that this rank has.
+
+    Attributes:
+        models: the stages, in order.
+        is_loss_rank: this rank's labels count, and not the same ones of another rank of its pp and tp groups.
+    """
 
     def __init__(self, models: Sequence[Llama], mesh: Mesh, shards: SequenceShards | None):
         self.models = models
-        self.counts = mesh.counts
+        self.is_loss_rank = mesh.is_loss_rank
         self.dp_rank, self.coordinates = mesh.dp_rank, mesh.coordinates
         self.shards = shards
 
@@ -42,11 +46,11 @@ class Execution(ABC):
             for name, parameter in model.named_parameters():
                 yield clean_name(name), parameter
 
-    def copies(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def tied_copies(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters beside these, by the names of those that they repeat on another rank, or here."""
         return iter(())
 
-    def refresh_copies(self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
+    def refresh_tied_copies(self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
         """Set the tensors of ``copies`` to those of the same names in ``tensors``, wherever these are."""
         assert not copies, "a whole model has none"
 
@@ -87,7 +91,7 @@ class Execution(ABC):
                     module.reshard()
 
 
-class Whole(Execution):
+class SingleModel(ModelParts):
     """The whole model on this rank; micro-batches one after the other."""
 
     def __init__(self, model: Llama, mesh: Mesh, shards: SequenceShards | None, sharding: Sharding):
@@ -102,10 +106,10 @@ class Whole(Execution):
             loss = self._forward(batch)
             (loss * scale.to(loss.dtype)).backward()
             total += loss.detach()
-        return total * self.counts  # ranks of a tp group have the same loss
+        return total * self.is_loss_rank  # ranks of a tp group have the same loss
 
     def loss(self, batch: MicroBatch) -> Tensor:
-        return self._forward(batch) * self.counts
+        return self._forward(batch) * self.is_loss_rank
 
     def _forward(self, batch: MicroBatch) -> Tensor:
         return self.model(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.distributed.dtensor import clean_name, local_part
-from toolkit.parallel.model_parts import Execution, MicroBatch
+from toolkit.parallel.model_parts import MicroBatch, ModelParts
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Finding:
 class _Watch:
     """Hooks that keep the first finding."""
 
-    def __init__(self, execution: Execution):
-        self.execution = execution
+    def __init__(self, model_parts: ModelParts):
+        self.model_parts = model_parts
         self.micro_batch = self.ran = 0
         self.finding: Finding | None = None
 
@@ -56,20 +56,20 @@ class _Watch:
             self.ran += 1
             if self.finding is None and not (_finite(args[:1]) and _finite(output)):
                 what = name if _finite(args[:1]) else f"the input of {name}"
-                self.finding = _finding(self.execution, (self.micro_batch, layer, self.ran), what)
+                self.finding = _finding(self.model_parts, (self.micro_batch, layer, self.ran), what)
 
         return look
 
 
-def _finding(execution: Execution, when: tuple[int, int, int], what: str) -> Finding:
-    return Finding(dist.get_rank(), execution.dp_rank, execution.coordinates, when, what)
+def _finding(model_parts: ModelParts, when: tuple[int, int, int], what: str) -> Finding:
+    return Finding(dist.get_rank(), model_parts.dp_rank, model_parts.coordinates, when, what)
 
 
-def _parameter(execution: Execution) -> Finding | None:
+def _parameter(model_parts: ModelParts) -> Finding | None:
     """The first parameter of which this rank's shard is not finite."""
-    for name, parameter in execution.named_parameters():
+    for name, parameter in model_parts.named_parameters():
         if not _finite(parameter):
-            return _finding(execution, (-1, 0, 0), f"the parameter {name}")
+            return _finding(model_parts, (-1, 0, 0), f"the parameter {name}")
     return None
 
 
@@ -82,19 +82,19 @@ def _finite(values: Any) -> bool:
 
 
 @torch.no_grad()
-def origins(execution: Execution, batches: Sequence[MicroBatch]) -> list[Finding]:
+def origins(model_parts: ModelParts, batches: Sequence[MicroBatch]) -> list[Finding]:
     """The parameters that are not finite, else the first findings of each part of the batch; the same list on
     all ranks, empty where the forward pass is finite now. Compiled blocks run as they are written."""
-    if found := _gathered(_parameter(execution)):
+    if found := _gathered(_parameter(model_parts)):
         return found
-    watch = _Watch(execution)
+    watch = _Watch(model_parts)
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for model in execution.models:
+        for model in model_parts.models:
             watch.add_to(model, stack)
         for watch.micro_batch, batch in enumerate(batches):
-            execution.loss(batch)
-    execution.end_evaluation()
+            model_parts.loss(batch)
+    model_parts.end_evaluation()
     found = _gathered(watch.finding)
     first = {one.dp_rank: min(other.when for other in found if other.dp_rank == one.dp_rank) for one in found}
     return [one for one in found if one.when == first[one.dp_rank]]

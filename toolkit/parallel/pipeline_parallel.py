@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.models.llama.model import Llama
 from toolkit.parallel.context_parallel import SequenceShards
 from toolkit.parallel.mesh import Mesh
-from toolkit.parallel.model_parts import Execution, MicroBatch
+from toolkit.parallel.model_parts import MicroBatch, ModelParts
 
 TIED = "tok_embeddings.weight"
 
@@ -53,7 +53,7 @@ def cut(model: Llama, modules: Sequence[str]) -> None:
         model.norm = model.output = None
 
 
-class Pipeline(Execution):
+class Pipeline(ModelParts):
     """Stages of this rank, in the order of ``stages_of_ranks``, which has the stages of each rank.
 
     ``micro_batch`` are the samples of one. ``schedule`` is torch's name; ``csv`` a file of one's own in its
@@ -86,7 +86,7 @@ class Pipeline(Execution):
         self.stages = dict(zip(stages_of_ranks[self.rank], models, strict=True))
         self.last = len(self.owner) - 1
         # Of a tp group, whose ranks have the same loss, one counts.
-        self.counts_loss = self.last in self.stages and (mesh.tp is None or mesh.tp.get_local_rank() == 0)
+        self.is_loss_rank = self.last in self.stages and (mesh.tp is None or mesh.tp.get_local_rank() == 0)
         self.schedule: Any = None  # made at the first step, which knows its shapes
         self._scale = torch.ones((), dtype=torch.float64, device=device)
         self._total = torch.zeros((), dtype=torch.float64, device=device)
@@ -98,17 +98,17 @@ class Pipeline(Execution):
         return self.models[0].args
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        copies = {parameter for _, parameter in self.copies()}
+        copies = {parameter for _, parameter in self.tied_copies()}
         for name, parameter in super().named_parameters():
             if parameter not in copies:
                 yield name, parameter
 
-    def copies(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def tied_copies(self) -> Iterator[tuple[str, nn.Parameter]]:
         head = self.stages[self.last].output if self.last in self.stages else None
         if self.args.tie_embeddings and head is not None and head.weight is not None:
             yield TIED, head.weight
 
-    def refresh_copies(self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
+    def refresh_tied_copies(self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
         """Set the tensors of ``copies`` to those of the same names in ``tensors``, wherever these are."""
         if not self.args.tie_embeddings:
             return
@@ -143,7 +143,7 @@ class Pipeline(Execution):
             **{name: x for name, x in extra.items() if x is not None},
         )
         self._add_tied_gradients()
-        return self._total * self.counts_loss
+        return self._total * self.is_loss_rank
 
     def _inputs(self, batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """All rows of the step's micro-batches, as the schedule cuts them again."""
@@ -200,7 +200,7 @@ class Pipeline(Execution):
             return
         first, last = self.owner[0], self.owner[self.last]
         mine = [parameter for name, parameter in self.named_parameters() if name == TIED]
-        mine += [parameter for _, parameter in self.copies()]
+        mine += [parameter for _, parameter in self.tied_copies()]
         if not mine:
             return
         gradients = [_local(parameter.grad) for parameter in mine]  # type: ignore[arg-type]
@@ -232,7 +232,7 @@ class Pipeline(Execution):
                 dist.recv(hidden, group=self.group, group_src=self.owner[index - 1])
             hidden = model(hidden, positions=positions, documents=documents, labels=labels)
             if index == self.last:
-                share = hidden * self.counts_loss
+                share = hidden * self.is_loss_rank
             elif self.owner[index + 1] != self.rank:
                 dist.send(hidden, group=self.group, group_dst=self.owner[index + 1])
         return share

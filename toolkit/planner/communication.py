@@ -26,7 +26,7 @@ from toolkit.data.batch_size import BatchShape
 from toolkit.models.llama.model import Llama
 from toolkit.parallel.fsdp import Sharding
 from toolkit.parallel.mesh import Mesh
-from toolkit.parallel.model_parts import Execution
+from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.pipeline_parallel import TIED, Pipeline
 
 WORLD = "world"
@@ -78,13 +78,13 @@ class StepWork:
 
 
 def exchanges(
-    execution: Execution, config: Config, mesh: Mesh, batch: BatchShape, how: Sharding
+    model_parts: ModelParts, config: Config, mesh: Mesh, batch: BatchShape, how: Sharding
 ) -> Iterator[Exchange]:
     """The exchanges of this rank in a step; without those among a single rank. The model may lie on the meta
     device, and the group be one that sends nothing."""
-    work = _work(execution, config, mesh, batch, how)
+    work = _work(model_parts, config, mesh, batch, how)
     found = [Exchange(WORLD, "all_reduce", tuple(range(dist.get_world_size())), _SCALARS)]
-    for model, passes in zip(execution.models, work.passes, strict=True):
+    for model, passes in zip(model_parts.models, work.passes, strict=True):
         for record in _units(model):
             found += _of_unit(record, passes, work)
         if mesh.tp:
@@ -92,8 +92,8 @@ def exchanges(
         if mesh.cp:
             tp = mesh.tp.size() if mesh.tp else 1
             found += _context(model, passes, work, _ranks(mesh.cp.get_group()), tp)
-    if isinstance(execution, Pipeline):
-        found += _pipeline(execution, work)
+    if isinstance(model_parts, Pipeline):
+        found += _pipeline(model_parts, work)
     yield from (each for each in found if len(each.ranks) > 1 and each.bytes)
 
 
@@ -104,22 +104,22 @@ def _ranks(group: Any) -> tuple[int, ...]:
 # What is computed, in which order
 
 
-def _work(execution: Execution, config: Config, mesh: Mesh, batch: BatchShape, how: Sharding) -> StepWork:
+def _work(model_parts: ModelParts, config: Config, mesh: Mesh, batch: BatchShape, how: Sharding) -> StepWork:
     length = config.training.seq_len // (mesh.cp.size() if mesh.cp else 1)
     shards = "dp_shard × cp" if mesh.cp else "dp_shard"
-    if not isinstance(execution, Pipeline):
+    if not isinstance(model_parts, Pipeline):
         passes = [["F", "B"] * batch.accumulation]
         return StepWork(config, how, shards, False, passes, batch.local * length)
-    count = batch.local * batch.accumulation // execution.micro_batch
-    schedule = execution.new_schedule(count, length)
+    count = batch.local * batch.accumulation // model_parts.micro_batch
+    schedule = model_parts.new_schedule(count, length)
     order = getattr(schedule, "pipeline_order_with_comms", None)
     if order:
-        passes = [_of_stage(order[execution.rank], stage) for stage in execution.stages]
+        passes = [_of_stage(order[model_parts.rank], stage) for stage in model_parts.stages]
     else:
-        stages_left = execution.last + 1 - execution.rank
-        ahead = count if execution.schedule_name == "GPipe" else min(count, stages_left)
+        stages_left = model_parts.last + 1 - model_parts.rank
+        ahead = count if model_parts.schedule_name == "GPipe" else min(count, stages_left)
         passes = [["F"] * ahead + ["B", "F"] * (count - ahead) + ["B"] * ahead]
-    return StepWork(config, how, shards, True, passes, execution.micro_batch * length)
+    return StepWork(config, how, shards, True, passes, model_parts.micro_batch * length)
 
 
 def _of_stage(actions: Sequence[Any], stage: int) -> list[str]:
@@ -246,15 +246,15 @@ def _context(
     yield Exchange("cp", "reduce_scatter", ranks, backwards * whole)
 
 
-def _pipeline(execution: Pipeline, work: StepWork) -> Iterator[Exchange]:
-    owner, rank, ranks = execution.owner, execution.rank, _ranks(execution.group)
-    hidden = work.tokens // execution.tp * execution.args.dim * work.size
-    for stage, passes in zip(execution.stages, work.passes, strict=True):
+def _pipeline(model_parts: Pipeline, work: StepWork) -> Iterator[Exchange]:
+    owner, rank, ranks = model_parts.owner, model_parts.rank, _ranks(model_parts.group)
+    hidden = work.tokens // model_parts.tp * model_parts.args.dim * work.size
+    for stage, passes in zip(model_parts.stages, work.passes, strict=True):
         away = sum(owner.get(neighbour, rank) != rank for neighbour in (stage - 1, stage + 1))
         yield Exchange("pp", "send", ranks, passes.count("F") * away * hidden)
-    ends = {owner[0], owner[execution.last]}
-    if execution.args.tie_embeddings and len(ends) == 2 and rank in ends:
-        tables = [*execution.named_parameters(), *execution.copies()]
+    ends = {owner[0], owner[model_parts.last]}
+    if model_parts.args.tie_embeddings and len(ends) == 2 and rank in ends:
+        tables = [*model_parts.named_parameters(), *model_parts.tied_copies()]
         table = next(parameter for name, parameter in tables if name == TIED)
         assert isinstance(table, DTensor)
         yield Exchange("pp", "send", ranks, table.to_local().nbytes)

@@ -24,7 +24,7 @@ from toolkit.hardware import Hardware, detect
 from toolkit.launcher.environment import shown_ranks, whole_number
 from toolkit.models.llama.args import block_parameters
 from toolkit.models.registry import needs_tokenizer
-from toolkit.parallel.dims import Degrees, reshard_after_forward
+from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.preflight.planned_run import PlannedRun
 
 if TYPE_CHECKING:  # it imports torch, which a mistake shall not wait for
@@ -105,7 +105,7 @@ def target(environ: Mapping[str, str], device: str) -> Hardware:
 # The mesh
 
 
-def strides(layout: Degrees) -> dict[str, int]:
+def strides(layout: ParallelDims) -> dict[str, int]:
     """How far apart in rank the neighbours in each dimension lie, outermost first."""
     found, stride = {}, 1
     for name in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
@@ -114,12 +114,12 @@ def strides(layout: Degrees) -> dict[str, int]:
     return dict(reversed(found.items()))
 
 
-def coordinates(layout: Degrees, rank: int) -> dict[str, int]:
+def coordinates(layout: ParallelDims, rank: int) -> dict[str, int]:
     """Where ``rank`` is in each dimension."""
     return {name: rank // stride % getattr(layout, name) for name, stride in strides(layout).items()}
 
 
-def _used(layout: Degrees) -> dict[str, int]:
+def _used(layout: ParallelDims) -> dict[str, int]:
     return {name: stride for name, stride in strides(layout).items() if getattr(layout, name) > 1}
 
 

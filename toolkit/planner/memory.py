@@ -23,9 +23,9 @@ from toolkit.data.batch_size import batch_shape
 from toolkit.distributed.dtensor import clean_name
 from toolkit.models.llama.args import LlamaArgs
 from toolkit.optim.optimizer import optimizer_tensors
-from toolkit.parallel.dims import Degrees, takes_ring
+from toolkit.parallel.dims import ParallelDims, takes_ring
 from toolkit.parallel.mesh import build_mesh
-from toolkit.parallel.model_parts import Execution
+from toolkit.parallel.model_parts import ModelParts
 from toolkit.planner.communication import Exchange, exchanges
 
 
@@ -67,7 +67,7 @@ class Holding:
 def holding(
     config: Config,
     args: LlamaArgs,
-    layout: Degrees,
+    layout: ParallelDims,
     rank: int,
     *,
     param_dtype: torch.dtype,
@@ -86,8 +86,8 @@ def holding(
         device = torch.device("cpu")
         how = sharding(config, param_dtype=param_dtype)
         mesh = build_mesh(device, **asdict(layout))
-        execution = build_model(config, args, mesh, device, how=how, seed=0, storage=False)
-        named = [*execution.named_parameters(), *execution.copies()]
+        model_parts = build_model(config, args, mesh, device, how=how, seed=0, storage=False)
+        named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
         training = config.training
         batch = batch_shape(
             global_batch_size=training.global_batch_size,
@@ -98,9 +98,9 @@ def holding(
         return Holding(
             rank=rank,
             parts=[_part(name, parameter) for name, parameter in named],
-            units=list(_units(execution)),
+            units=list(_units(model_parts)),
             optimizer_bytes=_optimizer_bytes(config, named),
-            exchanges=list(exchanges(execution, config, mesh, batch, how)),
+            exchanges=list(exchanges(model_parts, config, mesh, batch, how)),
         )
 
 
@@ -130,9 +130,9 @@ def _optimizer_bytes(config: Config, named: Sequence[tuple[str, nn.Parameter]]) 
     return sum(_local(tensor).nbytes for tensor in optimizer_tensors(named, optimizer).values())
 
 
-def _units(execution: Execution) -> Iterator[Unit]:
+def _units(model_parts: ModelParts) -> Iterator[Unit]:
     """The FSDP units of the stages here, in order. Modules that are gathered together share a state."""
-    for model in execution.models:
+    for model in model_parts.models:
         modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         states = {name: module._get_fsdp_state() for name, module in modules.items()}
         held: dict[object, list[nn.Parameter]] = {state: [] for state in states.values()}

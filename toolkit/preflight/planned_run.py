@@ -18,7 +18,7 @@ from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
 from toolkit.models.llama.args import LlamaArgs
 from toolkit.models.registry import model_args, model_named, weights_folder
-from toolkit.parallel.dims import Degrees, degrees
+from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import Schedule, Stages, pipeline_stages, schedule_of
 
 
@@ -39,7 +39,7 @@ class PlannedRun:
         return replace(problem, origin=self.config.origin(problem.key))
 
     @cached_property
-    def mesh(self) -> Degrees | None:
+    def mesh(self) -> ParallelDims | None:
         """The mesh, if it fits the world."""
         return degrees(self.config.parallelism, self.world_size)
 

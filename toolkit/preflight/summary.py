@@ -8,7 +8,7 @@ from toolkit.config import Config
 from toolkit.errors import one_line
 from toolkit.hardware import Hardware
 from toolkit.models.llama.args import parameter_count
-from toolkit.parallel.dims import Degrees, strategy_in_effect
+from toolkit.parallel.dims import ParallelDims, strategy_in_effect
 from toolkit.preflight.planned_run import PlannedRun
 from toolkit.preflight.rules.attention import attention_notes, attention_of
 from toolkit.preflight.rules.checkpoint import checkpoint_notes
@@ -91,7 +91,7 @@ def summary(config: Config, *, world_size: int, hardware: Hardware) -> str:
     )
 
 
-def _techniques(run: PlannedRun, mesh: Degrees) -> Iterator[str]:
+def _techniques(run: PlannedRun, mesh: ParallelDims) -> Iterator[str]:
     """How the model is sharded, computed and made to fit."""
     options, checkpointing = run.config.parallelism, run.config.activation_checkpoint
     yield strategy_in_effect(options, mesh)

@@ -37,9 +37,9 @@ from toolkit.weights.hf_write import (
 )
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.meta_write import PART, write_meta
-from toolkit.weights.open import MODEL_PREFIX, CheckpointWeights, open_source
+from toolkit.weights.open import MODEL_PREFIX, CheckpointWeights, open_weights
 from toolkit.weights.safetensors import SafetensorsFolder
-from toolkit.weights.source import Source
+from toolkit.weights.source import WeightSource
 from toolkit.weights.views import Cast, Resized, check_complete, in_order
 
 FORMATS: Mapping[str, type] = {"hf": SafetensorsFolder, "meta": MetaFolder, "dcp": CheckpointWeights}
@@ -56,8 +56,8 @@ class Conversion:
     ``there`` is what it is read from, before dtype and vocabulary are changed.
     """
 
-    there: Source
-    source: Source
+    there: WeightSource
+    source: WeightSource
     to: str
     out: Path
     beside: Companions
@@ -112,7 +112,7 @@ def prepare(
             that their config tells of; ``out`` is there already; the tokenizer does not fit.
     """
     given, _, to = what.partition("-to-")
-    there = open_source(path, verify=hashes)
+    there = open_weights(path, verify=hashes)
     if not isinstance(there, FORMATS[given]):
         [really] = [name for name, kind in FORMATS.items() if isinstance(there, kind)]
         ways = either(f"{really}-to-{other}" for other in FORMATS if other != really)
@@ -181,7 +181,7 @@ def mapping(conversion: Conversion) -> Iterator[str]:
         )
 
 
-def compare(source: Source, written: Source) -> None:
+def compare(source: WeightSource, written: WeightSource) -> None:
     """Read both, block by block.
 
     Raises:
@@ -270,7 +270,7 @@ def _write_checkpoint(
     )
 
 
-def _companions(there: Source, tokenizer: Path | None) -> Companions:
+def _companions(there: WeightSource, tokenizer: Path | None) -> Companions:
     """The files of the tokenizer and, where the weights say them, their own special tokens."""
     tokenizer = tokenizer or tokenizer_of(there)
     run = there.run if isinstance(there, CheckpointWeights) else {}

@@ -44,7 +44,7 @@ def export_hf(
             tokenizer_companions(tokenizer_path, add_bos=asked_bos(run)) if tokenizer_path else Companions(),
         )
 
-    metadata, run, beside = ranks.decide(opened)
+    metadata, run, beside = ranks.on_rank_0(opened)
     source = Cast(CheckpointWeights(step_folder, metadata, run), dtype)
     write_hf(
         source, out, tokens=beside.tokens, others=beside.files, ranks=ranks, max_bytes=max_bytes, replace=True

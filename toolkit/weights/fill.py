@@ -32,7 +32,7 @@ from toolkit.io.work_folder import (
     work_folder,
     write_file,
 )
-from toolkit.weights.source import Source
+from toolkit.weights.source import WeightSource
 
 BLOCK_BYTES = 64 << 20
 _MADE = "made"
@@ -55,7 +55,7 @@ class Folder:
 
     files: Sequence[File]
     others: Mapping[str, bytes]
-    opened: Callable[[Path], Source]
+    opened: Callable[[Path], WeightSource]
     arrange: Callable[[str, Tensor], Tensor]
     """A block of rows of a tensor in the order that the files have."""
     head_rows: Callable[[str], int]
@@ -63,13 +63,13 @@ class Folder:
 
 
 def write_folder(
-    source: Source,
+    source: WeightSource,
     out: Path,
     folder: Folder,
     *,
     ranks: Ranks,
     progress: Callable[[int], None] | None = None,
-    check: Callable[[Source], None] | None = None,
+    check: Callable[[WeightSource], None] | None = None,
     replace: bool = False,
 ) -> None:
     """Make ``folder`` at ``out`` from ``source``; each of ``ranks`` writes its share of the files.
@@ -84,22 +84,22 @@ def write_folder(
             stays.
     """
     with ExitStack() as held:  # by rank 0
-        work = ranks.decide(partial(_begin, source, out, folder, replace, held))
+        work = ranks.on_rank_0(partial(_begin, source, out, folder, replace, held))
         broken, full = _share(source, work, folder, ranks, progress)
-        failures = ranks.agree(broken)
+        failures = ranks.gather_problems(broken)
         if failures:
-            ranks.decide(lambda: shutil.rmtree(work, ignore_errors=True))
+            ranks.on_rank_0(lambda: shutil.rmtree(work, ignore_errors=True))
             raise DataError("\n  ".join(failures))
-        unwritten = ranks.agree(full)
+        unwritten = ranks.gather_problems(full)
         if unwritten:
             raise CheckpointError(
                 f"{out} could not be written: {'; '.join(unwritten)}\n"
                 f"  What is written stays in {work}: the same again goes on from there."
             )
-        ranks.decide(partial(_end, work, out, folder, check, replace))
+        ranks.on_rank_0(partial(_end, work, out, folder, check, replace))
 
 
-def _begin(source: Source, out: Path, folder: Folder, replace: bool, held: ExitStack) -> Path:
+def _begin(source: WeightSource, out: Path, folder: Folder, replace: bool, held: ExitStack) -> Path:
     try:
         held.enter_context(claimed(out.with_name(f"{out.name}.lock")))
     except BlockingIOError as error:
@@ -123,7 +123,7 @@ def _begin(source: Source, out: Path, folder: Folder, replace: bool, held: ExitS
 
 
 def _share(
-    source: Source, work: Path, folder: Folder, ranks: Ranks, progress: Callable[[int], None] | None
+    source: WeightSource, work: Path, folder: Folder, ranks: Ranks, progress: Callable[[int], None] | None
 ) -> tuple[list[str], list[str]]:
     """Fill this rank's files; what is wrong with the source, and what with the disk."""
     try:
@@ -136,7 +136,9 @@ def _share(
     return [], []
 
 
-def _fill(source: Source, work: Path, file: File, folder: Folder, progress: Callable[[int], None]) -> None:
+def _fill(
+    source: WeightSource, work: Path, file: File, folder: Folder, progress: Callable[[int], None]
+) -> None:
     done, path = Done(work, file.name), work / file.name
     if _MADE not in done.parts:
         file.make(path)
@@ -191,7 +193,7 @@ def _write(descriptor: int, begin: int, block: Tensor) -> None:
 
 
 def _end(
-    work: Path, out: Path, folder: Folder, check: Callable[[Source], None] | None, replace: bool
+    work: Path, out: Path, folder: Folder, check: Callable[[WeightSource], None] | None, replace: bool
 ) -> None:
     try:
         for name, content in folder.others.items():

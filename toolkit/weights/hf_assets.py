@@ -15,7 +15,7 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.weights.hf_write import SpecialTokens
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.open import CheckpointWeights
-from toolkit.weights.source import Source
+from toolkit.weights.source import WeightSource
 
 _NAMES = (
     "tokenizer.json",
@@ -27,7 +27,7 @@ _NAMES = (
 )
 
 
-def tokenizer_of(source: Source) -> Path | None:
+def tokenizer_of(source: WeightSource) -> Path | None:
     """The tokenizer beside the weights, or in the folder above, where Meta keeps one for several sizes; for a
     checkpoint the one that it was made with, at a path that starts where we are if it is relative."""
     places = [source.place]

@@ -24,7 +24,7 @@ from toolkit.models.llama.state_dict_adapter import hf_row_order, reorders_rows,
 from toolkit.weights.fill import File, Folder, write_folder
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.safetensors_header import INDEX, SINGLE
-from toolkit.weights.source import Source, Stored
+from toolkit.weights.source import Stored, WeightSource
 from toolkit.weights.views import in_order
 
 MAX_BYTES = 5 * 10**9
@@ -41,7 +41,7 @@ class SpecialTokens:
 
 
 def write_hf(
-    source: Source,
+    source: WeightSource,
     out: Path,
     *,
     tokens: SpecialTokens,
@@ -49,7 +49,7 @@ def write_hf(
     ranks: Ranks,
     max_bytes: int = MAX_BYTES,
     progress: Callable[[int], None] | None = None,
-    check: Callable[[Source], None] | None = None,
+    check: Callable[[WeightSource], None] | None = None,
     replace: bool = False,
 ) -> None:
     """Write ``source`` as a Hugging Face folder ``out``, with ``others`` (the tokenizer) beside the weights.
@@ -134,7 +134,7 @@ def _index(names: list[str], shards: list[dict[str, Stored]]) -> dict[str, bytes
     return {INDEX: _json(index)}
 
 
-def _configs(source: Source, tokens: SpecialTokens) -> dict[str, bytes]:
+def _configs(source: WeightSource, tokens: SpecialTokens) -> dict[str, bytes]:
     [(dtype, _)] = Counter(stored.dtype for stored in source.tensors.values()).most_common(1)
     name = str(dtype).removeprefix("torch.")
     return {

@@ -20,7 +20,7 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.distributed.dtensor import local_part
 from toolkit.errors import CheckpointError, DataError, first_few
 from toolkit.io.row_blocks import row_blocks, threads
-from toolkit.weights.source import EMBEDDING, HEAD, Source, Stored
+from toolkit.weights.source import EMBEDDING, HEAD, Stored, WeightSource
 
 BLOCK_BYTES = 16 << 20
 """Of a thread's block: small, so that many threads need little."""
@@ -32,7 +32,7 @@ _VOCABULARY = "model.vocab_size, or for a tool vocab_size in config.json,"
 
 @torch.no_grad()
 def load_weights(
-    source: Source | None,
+    source: WeightSource | None,
     tensors: Mapping[str, Tensor],
     *,
     broadcast_from_rank_0: bool = False,
@@ -50,8 +50,8 @@ def load_weights(
             read is damaged.
     """
     ranks = Ranks(group)
-    place, stored = ranks.decide(lambda: _contents(source))
-    problems = ranks.agree(_misfits(stored, tensors, ranks))
+    place, stored = ranks.on_rank_0(lambda: _contents(source))
+    problems = ranks.gather_problems(_misfits(stored, tensors, ranks))
     if problems:
         raise DataError("\n  ".join([f"the weights in {place} do not fit this model:", *problems]))
     parts = {name: local_part(tensor) for name, tensor in tensors.items()}
@@ -59,18 +59,18 @@ def load_weights(
         failures = _broadcast(source, stored, parts, ranks)
     else:
         assert source is not None
-        failures = ranks.agree(_read(source, parts))
+        failures = ranks.gather_problems(_read(source, parts))
     if failures:
         raise DataError("\n  ".join(failures))
 
 
 def open_alike(
-    open_source: Callable[[], Source],
+    open_weights: Callable[[], WeightSource],
     *,
     on_rank_0_alone: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> Source | None:
-    """What ``open_source`` opens, on every rank, or None on all but rank 0.
+) -> WeightSource | None:
+    """What ``open_weights`` opens, on every rank, or None on all but rank 0.
 
     Raises:
         DataError: it failed on some rank, or the ranks do not see the same; alike on every rank.
@@ -79,20 +79,22 @@ def open_alike(
     source, failure = None, []
     if ranks.rank == 0 or not on_rank_0_alone:
         try:
-            source = open_source()
+            source = open_weights()
         except (DataError, CheckpointError) as error:
             failure = [str(error)]
-    failures = ranks.agree(failure)
+    failures = ranks.gather_problems(failure)
     if not failures and not on_rank_0_alone:
-        place, stored = ranks.decide(lambda: _contents(source))
+        place, stored = ranks.on_rank_0(lambda: _contents(source))
         same = source is not None and dict(source.tensors) == stored
-        failures = ranks.agree([] if same else [f"{place} is not the same on rank {ranks.rank} as on rank 0"])
+        failures = ranks.gather_problems(
+            [] if same else [f"{place} is not the same on rank {ranks.rank} as on rank 0"]
+        )
     if failures:
         raise DataError("\n".join(failures))
     return source
 
 
-def _contents(source: Source | None) -> tuple[str, dict[str, Stored]]:
+def _contents(source: WeightSource | None) -> tuple[str, dict[str, Stored]]:
     assert source is not None
     return str(source.place), dict(source.tensors)
 
@@ -126,7 +128,7 @@ Part = tuple[Tensor, tuple[int, ...]]
 """This rank's part of a tensor, and where it starts."""
 
 
-def _read(source: Source, parts: Mapping[str, Part]) -> list[str]:
+def _read(source: WeightSource, parts: Mapping[str, Part]) -> list[str]:
     """Every rank its own; what has failed."""
 
     def one(name: str, part: Part, rows: slice) -> None:
@@ -155,7 +157,7 @@ def _read(source: Source, parts: Mapping[str, Part]) -> list[str]:
 
 
 def _broadcast(
-    source: Source | None, stored: Mapping[str, Stored], parts: Mapping[str, Part], ranks: Ranks
+    source: WeightSource | None, stored: Mapping[str, Stored], parts: Mapping[str, Part], ranks: Ranks
 ) -> list[str]:
     """Rank 0 for all, block after block, each with a byte behind it that says whether it could be read."""
     failure: list[str] = []
@@ -176,7 +178,7 @@ def _broadcast(
                     message[size], failure = 0, [str(error)]
             dist.broadcast(message[: size + 1], group=ranks.group, group_src=0)
             if not message[size]:
-                return ranks.agree(failure)
+                return ranks.gather_problems(failure)
             if name in parts:
                 _keep(parts[name], block, rows)
     return []

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import DataError, first_few
-from toolkit.io.tensor_file import BUFFER_BYTES, Place, SavedFile, new_output, read_region, whole
+from toolkit.io.tensor_file import BUFFER_BYTES, SavedFile, TensorPlace, new_output, read_region, whole
 from toolkit.models.llama import meta_params
 from toolkit.models.llama.args import LlamaArgs
 from toolkit.weights.source import Region, Stored, without_tied_head
@@ -34,7 +34,7 @@ _SHOWN = 5
 class _Joined:
     """A tensor in ``pieces``, one after the other along ``axis``."""
 
-    pieces: Sequence[Place]
+    pieces: Sequence[TensorPlace]
     axis: int
 
     @property
@@ -46,7 +46,7 @@ class _Joined:
 
 
 class MetaFolder:
-    """See :class:`toolkit.weights.source.Source`. Any number of parts.
+    """See :class:`toolkit.weights.source.WeightSource`. Any number of parts.
 
     Where there are more parts than key/value heads, as in the 405B of 16 parts, neighbours hold the same
     head, and one of them counts.
@@ -101,7 +101,7 @@ class MetaFolder:
             raise DataError(f"the parts in {self.place} do not fit one another: {first_few(wrong, _SHOWN)}")
 
 
-def _read_piece(piece: Place, region: Region, out: Tensor) -> None:
+def _read_piece(piece: TensorPlace, region: Region, out: Tensor) -> None:
     """``read_region`` into a view that need not be contiguous, by a buffer of rows."""
     if out.is_contiguous():
         read_region(piece, region, out)
@@ -115,7 +115,7 @@ def _read_piece(piece: Place, region: Region, out: Tensor) -> None:
         out[start : start + len(block)].copy_(block)
 
 
-def _join(name: str, pieces: list[Place], args: LlamaArgs) -> _Joined:
+def _join(name: str, pieces: list[TensorPlace], args: LlamaArgs) -> _Joined:
     if name.endswith(_BY_COLUMNS):
         return _Joined(pieces, 1)
     if not name.endswith(_BY_ROWS):
@@ -144,7 +144,7 @@ def _part_files(folder: Path) -> list[Path]:
     return expected
 
 
-def _check_alike(folder: Path, parts: Sequence[Mapping[str, Place]]) -> None:
+def _check_alike(folder: Path, parts: Sequence[Mapping[str, TensorPlace]]) -> None:
     names = set().union(*parts)
     lacking = [
         f"{name} in part {index:02}" for index, part in enumerate(parts) for name in sorted(names - set(part))
@@ -153,7 +153,7 @@ def _check_alike(folder: Path, parts: Sequence[Mapping[str, Place]]) -> None:
         raise DataError(f"{folder} lacks tensors: {first_few(lacking, _SHOWN)}")
 
 
-def _read_part(path: Path) -> dict[str, Place]:
+def _read_part(path: Path) -> dict[str, TensorPlace]:
     try:
         found = torch.load(path, map_location="meta", weights_only=True)
     except OSError as error:
@@ -173,7 +173,7 @@ def _read_part(path: Path) -> dict[str, Place]:
     return {name: _place(saved, path, name, tensor) for name, tensor in found.items() if name != _NO_WEIGHT}
 
 
-def _place(saved: SavedFile, path: Path, name: str, tensor: Any) -> Place:
+def _place(saved: SavedFile, path: Path, name: str, tensor: Any) -> TensorPlace:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise DataError(f"{path} holds {name} as {kind}; weights must be floating-point tensors")

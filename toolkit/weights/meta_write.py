@@ -18,20 +18,20 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.models.llama.meta_params import PARAMS, params_json
 from toolkit.weights.fill import File, Folder, write_folder
 from toolkit.weights.meta_folder import MetaFolder
-from toolkit.weights.source import EMBEDDING, HEAD, Source, Stored
+from toolkit.weights.source import EMBEDDING, HEAD, Stored, WeightSource
 from toolkit.weights.views import in_order
 
 PART = "consolidated.00.pth"
 
 
 def write_meta(
-    source: Source,
+    source: WeightSource,
     out: Path,
     *,
     others: Mapping[str, bytes],
     ranks: Ranks,
     progress: Callable[[int], None] | None = None,
-    check: Callable[[Source], None] | None = None,
+    check: Callable[[WeightSource], None] | None = None,
 ) -> None:
     """Write ``source`` as a Meta folder ``out``, with ``others`` (the tokenizer) beside the weights.
 

@@ -23,7 +23,7 @@ from toolkit.errors import CheckpointError, DataError
 from toolkit.models.llama.args import LlamaArgs, RopeScaling
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
-from toolkit.weights.source import Region, Source, Stored
+from toolkit.weights.source import Region, Stored, WeightSource
 
 MODEL_PREFIX = "model."
 """What the names of a model's tensors begin with in a checkpoint."""
@@ -35,8 +35,8 @@ _NEEDED = """it must be one of
 
 
 class CheckpointWeights:
-    """The model in a checkpoint, as a :class:`~toolkit.weights.source.Source`: pieces that ranks have saved,
-    joined region by region.
+    """The model in a checkpoint, as a :class:`~toolkit.weights.source.WeightSource`: pieces that ranks have
+    saved, joined region by region.
 
     ``metadata`` is the vetted index of the tensors, ``run`` what the manifest tells of the run.
 
@@ -56,7 +56,7 @@ class CheckpointWeights:
         self._pieces = cache(lambda name: pieces(folder, metadata, MODEL_PREFIX + name))
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
-        """See :meth:`toolkit.weights.source.Source.read`."""
+        """See :meth:`toolkit.weights.source.WeightSource.read`."""
         stored = self.tensors[name]
         return read_pieces(self._pieces(name), stored.shape, stored.dtype, region, out)
 
@@ -71,7 +71,7 @@ def _args(folder: Path, shape: Any) -> LlamaArgs:
         ) from None
 
 
-def open_source(path: Path | str, *, verify: bool = True, ranks: Ranks | None = None) -> Source:
+def open_weights(path: Path | str, *, verify: bool = True, ranks: Ranks | None = None) -> WeightSource:
     """The weights at ``path``, of which only headers are read; with ``verify`` a checkpoint is hashed too,
     by each of ``ranks`` its share: see :func:`~toolkit.checkpoint.read_tensor.open_checkpoint`.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from toolkit.io.tensor_file import Place, new_output, read_region, whole
+from toolkit.io.tensor_file import TensorPlace, new_output, read_region, whole
 from toolkit.models.llama import hf_config
 from toolkit.models.llama.state_dict_adapter import from_hf, reorders_rows
 from toolkit.weights.safetensors_header import folder_entries
@@ -18,7 +18,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 class SafetensorsFolder:
-    """See :class:`toolkit.weights.source.Source`.
+    """See :class:`toolkit.weights.source.WeightSource`.
 
     Raises:
         DataError: the folder is not there, is not of a Llama, or is damaged.
@@ -27,11 +27,11 @@ class SafetensorsFolder:
     def __init__(self, place: Path):
         self.place = place
         self.args = hf_config.args_of(place)
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, TensorPlace] = {}
         for theirs, entry in folder_entries(place).items():
             name = from_hf(theirs)
             if name is not None:
-                self._places[name] = Place(entry.file, entry.begin, entry.shape, _DTYPES[entry.dtype])
+                self._places[name] = TensorPlace(entry.file, entry.begin, entry.shape, _DTYPES[entry.dtype])
         self.tensors: Mapping[str, Stored] = without_tied_head(
             self, {name: Stored(place.shape, place.dtype) for name, place in self._places.items()}
         )

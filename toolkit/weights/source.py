@@ -27,7 +27,7 @@ class Stored:
     dtype: torch.dtype
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Weights on disk. Opening one reads headers only; several threads may read at once.
 
     ``tensors`` are what is stored, complete or not: whoever loads compares them with a model of ``args``.
@@ -58,7 +58,7 @@ class Source(Protocol):
 HEAD, EMBEDDING = "output.weight", "tok_embeddings.weight"
 
 
-def without_tied_head(source: Source, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def without_tied_head(source: WeightSource, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """``tensors`` without a head that is stored although it is tied, as Meta does.
 
     Raises:

@@ -13,7 +13,7 @@ from torch import Tensor
 from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import new_output, whole
 from toolkit.models.llama.args import parameter_shapes
-from toolkit.weights.source import EMBEDDING, HEAD, Region, Source, Stored
+from toolkit.weights.source import EMBEDDING, HEAD, Region, Stored, WeightSource
 
 _SHOWN = 20
 
@@ -21,7 +21,7 @@ _SHOWN = 20
 class _View:
     """Another source's weights; what is not overridden is as there."""
 
-    def __init__(self, base: Source):
+    def __init__(self, base: WeightSource):
         self.base = base
         self.place = base.place
         self.args = base.args
@@ -34,7 +34,7 @@ class _View:
 class Cast(_View):
     """Every tensor in ``dtype``."""
 
-    def __init__(self, base: Source, dtype: torch.dtype):
+    def __init__(self, base: WeightSource, dtype: torch.dtype):
         super().__init__(base)
         self.dtype = dtype
         self.tensors = {name: replace(stored, dtype=dtype) for name, stored in base.tensors.items()}
@@ -50,7 +50,7 @@ class Resized(_View):
     """With ``vocab_size`` rows in the embedding and the head: the first ones, then the mean of all that are
     there, which makes a token that was never trained as likely as the average one."""
 
-    def __init__(self, base: Source, vocab_size: int):
+    def __init__(self, base: WeightSource, vocab_size: int):
         super().__init__(base)
         self.args = replace(base.args, vocab_size=vocab_size)
         self.tensors = {
@@ -91,14 +91,14 @@ class Resized(_View):
         return out
 
 
-def in_order(source: Source) -> dict[str, Stored]:
+def in_order(source: WeightSource) -> dict[str, Stored]:
     """The tensors in the model's order, whatever that on disk is, so that equal models make equal files."""
     places = {name: place for place, name in enumerate(parameter_shapes(source.args))}
     found = source.tensors.items()
     return dict(sorted(found, key=lambda item: places.get(item[0], len(places))))
 
 
-def check_complete(source: Source) -> None:
+def check_complete(source: WeightSource) -> None:
     """Compare the tensors of ``source`` with those of a model of its shape.
 
     Raises:

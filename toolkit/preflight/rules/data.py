@@ -20,7 +20,7 @@ from toolkit.data.sources import (
     check_source,
     choices_read,
     kind,
-    open_source,
+    open_corpus,
 )
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.planned_run import PlannedRun, rule
@@ -126,7 +126,7 @@ def _has_columns(corpus: CorpusOptions) -> bool:
     if corpus.dataset_path is None:
         return corpus.dataset not in EMBEDDED
     try:
-        return any(kind(path) != "text" for path in open_source(**corpus.arguments()).files)
+        return any(kind(path) != "text" for path in open_corpus(**corpus.arguments()).files)
     except DataError:
         return True  # another rule says what is wrong
 
@@ -149,7 +149,7 @@ def corpus_small_enough(run: PlannedRun) -> list[Problem]:
 def _unread_bytes(corpus: CorpusOptions, root: Path) -> int:
     """About how much text a corpus has of which no hash is remembered; 0 where that cannot be said."""
     try:
-        source = open_source(**corpus.arguments())
+        source = open_corpus(**corpus.arguments())
         return source.n_text_bytes if unread(source, root) else 0
     except (DataError, OSError):
         return 0  # another rule says what is wrong

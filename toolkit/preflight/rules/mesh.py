@@ -6,7 +6,7 @@ import math
 from itertools import product
 
 from toolkit.errors import Problem, either, nearest_multiple
-from toolkit.parallel.dims import Degrees
+from toolkit.parallel.dims import ParallelDims
 from toolkit.preflight.planned_run import PlannedRun, divisors, rule
 
 _SHOWN = 6
@@ -39,10 +39,10 @@ def world_fills_mesh(run: PlannedRun) -> list[Problem]:
     ]
 
 
-def _fitting(asked: dict[str, int], world_size: int) -> list[Degrees]:
+def _fitting(asked: dict[str, int], world_size: int) -> list[ParallelDims]:
     """All meshes of ``world_size`` with no technique that was not asked for, most like ``asked`` first."""
     found = [
-        Degrees(pp, dp_replicate, world_size // (pp * dp_replicate * cp * tp), cp, tp)
+        ParallelDims(pp, dp_replicate, world_size // (pp * dp_replicate * cp * tp), cp, tp)
         for pp, cp, tp in product(divisors(asked["pp"]), divisors(asked["cp"]), divisors(asked["tp"]))
         if world_size % (pp * cp * tp) == 0
         for dp_replicate in divisors(world_size // (pp * cp * tp))
@@ -50,7 +50,7 @@ def _fitting(asked: dict[str, int], world_size: int) -> list[Degrees]:
     # Splitting the model is what makes it fit a device, so that is given up last.
     weights = {"pp": 4, "cp": 4, "tp": 4, "dp_replicate": 2, "dp_shard": 1}
 
-    def distance(degrees: Degrees) -> float:
+    def distance(degrees: ParallelDims) -> float:
         kept = [name for name, size in asked.items() if size != -1]
         return sum(weights[name] * abs(math.log(getattr(degrees, name) / asked[name])) for name in kept)
 
