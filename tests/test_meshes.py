@@ -33,8 +33,7 @@ from tests.mesh_runs import (
 )
 from toolkit import build
 from toolkit.hardware import Hardware
-from toolkit.parallel import fsdp
-from toolkit.parallel import tensor_parallel as tensor
+from toolkit.parallel import fsdp, tensor_parallel
 from toolkit.parallel.context_parallel import SequenceShards
 from toolkit.parallel.dims import STRATEGIES
 from toolkit.parallel.model_parts import ModelParts, SingleModel
@@ -128,7 +127,7 @@ def _perturbed(self: ModelParts, *args: Any, backward: Any = SingleModel.backwar
     return total
 
 
-def _unsummed(weight: torch.Tensor, gradient: Any = None, local: Any = tensor.local) -> torch.Tensor:
+def _unsummed(weight: torch.Tensor, gradient: Any = None, local: Any = tensor_parallel.local) -> torch.Tensor:
     """The part of a weight, whose gradient is taken for the whole one."""
     return local(weight)
 
@@ -156,7 +155,7 @@ FAULTS: dict[str, tuple[str, AbstractContextManager[Any], str]] = {
     ),
     "a norm's gradient not summed over tp": (
         "tp2",
-        patch.object(tensor, "local", _unsummed),
+        patch.object(tensor_parallel, "local", _unsummed),
         "gradient of layers.3.ffn_norm.weight",
     ),
     "gradients of a tied pair not added": (

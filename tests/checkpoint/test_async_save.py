@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer
-from toolkit.checkpoint import dcp_storage as storage
+from toolkit.checkpoint import dcp_storage
 from toolkit.checkpoint import manager as manager_module
 from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
@@ -92,7 +92,7 @@ def test_a_write_that_fails_is_raised_once_and_costs_nothing_else(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(storage._HashingStream, "write", full)
+        patched.setattr(dcp_storage._HashingStream, "write", full)
         manager.save(2, weights, {})
         with pytest.raises(CheckpointError, match="step 2 was not saved .*No space left"):
             manager.end_save(wait=True)
@@ -152,7 +152,7 @@ def test_ranks_go_on_talking_while_they_save(tmp_path: Path) -> None:
 def _failing_run(folder: str) -> dict[str, Any]:
     """Trains six steps; the disk is full at the saves of steps 2 and 4. Then another run, full to its end."""
     outcomes: dict[str, Any] = {}
-    write = storage._HashingStream.write
+    write = dcp_storage._HashingStream.write
     for mode in ("disabled", "async"):
         for full, name in (((2, 4), "in between"), ((2, 4, 6), "to the end")):
             trainer = small_trainer(
@@ -175,7 +175,7 @@ def _failing_run(folder: str) -> dict[str, Any]:
                 trainer.saving = step
                 return save(step, *rest)
 
-            storage._HashingStream.write = filling  # type: ignore[method-assign]
+            dcp_storage._HashingStream.write = filling  # type: ignore[method-assign]
             trainer.checkpointer.manager.save = noting  # type: ignore[method-assign]
             start_log = trainer._start_log
 
@@ -189,7 +189,7 @@ def _failing_run(folder: str) -> dict[str, Any]:
             except CheckpointError as error:
                 code = str(error)
             finally:
-                storage._HashingStream.write = write  # type: ignore[method-assign]
+                dcp_storage._HashingStream.write = write  # type: ignore[method-assign]
             steps = committed_steps(Path(folder, f"{mode} {name}", "checkpoint"))
             outcomes[f"{mode} {name}"] = (
                 code,

@@ -22,15 +22,14 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkSto
 
 from tests.checkpoint.tampering import change_index, index_of, seal, shorten_storage
 from tests.helpers import run_world
-from toolkit.checkpoint import coverage
-from toolkit.checkpoint import dcp_storage as storage
+from toolkit.checkpoint import coverage, dcp_storage
 from toolkit.checkpoint import manager as manager_module
 from toolkit.checkpoint import manifest as manifest_module
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import MANIFEST, committed_steps
 from toolkit.checkpoint.read_tensor import index_problems
 from toolkit.errors import CheckpointError
-from toolkit.io import work_folder as unfinished
+from toolkit.io import work_folder
 
 
 def _tensors(value=0.0):
@@ -215,13 +214,13 @@ def test_saving_a_step_again_replaces_it(saved):
     assert [path.name for path in saved.folder.iterdir()] == ["step-5"]
 
 
-class _FullDisk(storage._HashingStream):
+class _FullDisk(dcp_storage._HashingStream):
     def write(self, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_full_disk_leaves_what_was_there(saved, monkeypatch):
-    monkeypatch.setattr(storage, "_HashingStream", _FullDisk)
+    monkeypatch.setattr(dcp_storage, "_HashingStream", _FullDisk)
     with pytest.raises(CheckpointError, match="step 6 .*rank 0: .*No space left on device"):
         saved.save(6, _tensors(), {})
     assert [path.name for path in saved.folder.iterdir()] == ["step-5"]
@@ -241,14 +240,14 @@ def test_the_reason_of_a_failed_write_is_told_and_not_what_torch_makes_of_it(sav
 
 
 def test_a_folder_that_is_deleted_under_way_costs_this_save_alone(saved, monkeypatch):
-    write = storage._HashingStream.write
+    write = dcp_storage._HashingStream.write
 
     def deleting(stream, data):
         shutil.rmtree(saved.folder, ignore_errors=True)
         return write(stream, data)
 
     with monkeypatch.context() as patched:
-        patched.setattr(storage._HashingStream, "write", deleting)
+        patched.setattr(dcp_storage._HashingStream, "write", deleting)
         with pytest.raises(CheckpointError, match="step 6 was not saved .*No such file or directory"):
             saved.save(6, _tensors(), {})
     assert saved.latest() is None
@@ -302,9 +301,9 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
 # What a save leaves when it is killed, and what the next start makes of it
 
 _DEATHS = {
-    "while writing shards": (storage._HashingStream, "write"),
+    "while writing shards": (dcp_storage._HashingStream, "write"),
     "before the manifest": (manager_module, "commit_folder"),
-    "before the rename": (unfinished, "_rename"),
+    "before the rename": (work_folder, "_rename"),
 }
 
 
@@ -320,7 +319,7 @@ def _save_and_die(folder, point, step):
 
 def _die_between_renames():
     """Killed between taking the old folder away and putting the new one there."""
-    rename, calls = unfinished._rename, []
+    rename, calls = work_folder._rename, []
 
     def second_is_fatal(*args):
         calls.append(args)
@@ -328,7 +327,7 @@ def _die_between_renames():
             os._exit(9)
         rename(*args)
 
-    unfinished._rename = second_is_fatal
+    work_folder._rename = second_is_fatal
 
 
 def _replace_and_die(folder):
@@ -338,9 +337,9 @@ def _replace_and_die(folder):
 
 def _export_and_die(out):
     _die_between_renames()
-    work = unfinished.work_folder(out, "again")
+    work = work_folder.work_folder(out, "again")
     work.mkdir()
-    unfinished.finish(work, out)
+    work_folder.finish(work, out)
 
 
 @pytest.mark.parametrize("point", _DEATHS)
@@ -417,7 +416,7 @@ class _ByName:
 
 def test_getattr_in_the_metadata_gives_members_of_enums_alone():
     def load(written):
-        return storage._MetadataUnpickler(io.BytesIO(pickle.dumps(written))).load()
+        return dcp_storage._MetadataUnpickler(io.BytesIO(pickle.dumps(written))).load()
 
     contiguous = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
     assert load(_ByName(_MEM_FORMAT_ENCODING, contiguous.name)) is contiguous

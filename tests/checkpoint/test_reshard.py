@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.helpers import run_world
-from toolkit.checkpoint import dcp_storage as storage
+from toolkit.checkpoint import dcp_storage
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.errors import CheckpointError
 
@@ -94,7 +94,7 @@ def _reshard(world: _World, folder: Path) -> list[str]:
     return wrong
 
 
-class _FullDisk(storage._HashingStream):
+class _FullDisk(dcp_storage._HashingStream):
     def write(self, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -111,11 +111,11 @@ def _failures(world: _World, folder: Path) -> dict[str, str]:
     tensors = world.tensors("fsdp4", _full())
     manager.save(1, tensors, {})
 
-    original = storage._HashingStream
+    original = dcp_storage._HashingStream
     if rank == 2:
-        storage._HashingStream = _FullDisk
+        dcp_storage._HashingStream = _FullDisk
     messages["one disk is full"] = _message(lambda: manager.save(2, tensors, {}))
-    storage._HashingStream = original
+    dcp_storage._HashingStream = original
 
     uneven = dict(tensors)
     if rank == 3:

@@ -20,8 +20,7 @@ import pytest
 
 from tests.data.byte_tokenizer import ByteTokenizer, ModuleProbe
 from toolkit.config import load_config
-from toolkit.data import content_hash as content
-from toolkit.data import sources, text_files
+from toolkit.data import content_hash, sources, text_files
 from toolkit.data import token_cache as cache_module
 from toolkit.data.build import run_tokenizer
 from toolkit.data.sources import Corpus
@@ -157,9 +156,9 @@ def test_the_key_is_content_tokenizer_and_column(tmp_path: Path, source: Corpus)
 def test_a_second_start_reads_no_text_and_a_change_is_seen(tmp_path: Path, source: Corpus) -> None:
     folder = tmp_path / "cache"
     old = (1e9, 1e9)
-    with mock.patch.object(content, "SETTLED_SECONDS", -1e9):  # let new files count as settled
+    with mock.patch.object(content_hash, "SETTLED_SECONDS", -1e9):  # let new files count as settled
         first = _build(source, ByteTokenizer(), folder)
-        with mock.patch.object(content, "_file_hash", side_effect=AssertionError):
+        with mock.patch.object(content_hash, "_file_hash", side_effect=AssertionError):
             assert _build(source, ByteTokenizer(), folder).fingerprint == first.fingerprint
         # Same size and time of modification, other content: the status change time gives it away.
         os.utime(source.files[1], old)
@@ -170,9 +169,9 @@ def test_a_second_start_reads_no_text_and_a_change_is_seen(tmp_path: Path, sourc
 
 
 def test_a_file_written_just_now_is_hashed_again(tmp_path: Path, source: Corpus) -> None:
-    with mock.patch.object(content, "SETTLED_SECONDS", 1e9):
+    with mock.patch.object(content_hash, "SETTLED_SECONDS", 1e9):
         _build(source, ByteTokenizer(), tmp_path / "cache")
-    with mock.patch.object(content, "_file_hash", return_value="seen") as file_hash:
+    with mock.patch.object(content_hash, "_file_hash", return_value="seen") as file_hash:
         _build(source, ByteTokenizer(), tmp_path / "cache")
     assert {call.args[0] for call in file_hash.call_args_list} == set(source.files)
 
@@ -188,14 +187,14 @@ def test_a_large_corpus_is_refused_unread_and_opened_once_it_is_built(tmp_path: 
 
     limit = source.n_bytes / 1e9
     with (
-        mock.patch.object(content, "SETTLED_SECONDS", -1e9),  # let new files count as settled
-        mock.patch.object(content, "_file_hash", side_effect=AssertionError),
+        mock.patch.object(content_hash, "SETTLED_SECONDS", -1e9),  # let new files count as settled
+        mock.patch.object(content_hash, "_file_hash", side_effect=AssertionError),
         pytest.raises(
             DataError, match=r"GB of text(?s:.*)`python -m tools.prepare_data --job.config_file FILE"
         ),
     ):
         opened(limit * 0.99)
-    with mock.patch.object(content, "SETTLED_SECONDS", -1e9):
+    with mock.patch.object(content_hash, "SETTLED_SECONDS", -1e9):
         assert opened(limit).n_documents == 61
         assert opened(0).n_documents == 61
         with open(source.files[1], "a") as file:
@@ -214,22 +213,22 @@ def test_files_that_settle_during_the_build_are_remembered(tmp_path: Path, sourc
     ages = iter([1e9, -1e9])  # too young at first, settled afterwards
 
     def hashes(*arguments: Any) -> list[str]:
-        with mock.patch.object(content, "SETTLED_SECONDS", next(ages)):
-            return content.content_hashes(*arguments)
+        with mock.patch.object(content_hash, "SETTLED_SECONDS", next(ages)):
+            return content_hash.content_hashes(*arguments)
 
     with mock.patch.object(cache_module, "content_hashes", side_effect=hashes):
         _build(source, ByteTokenizer(), tmp_path / "cache")
-    assert content.unread(source, tmp_path / "cache") == []
+    assert content_hash.unread(source, tmp_path / "cache") == []
 
 
 def test_hashes_that_another_process_remembers_meanwhile(tmp_path: Path, source: Corpus) -> None:
     folder = tmp_path / "cache"
-    expected = content.content_hashes(source, folder, False)
-    stamps = [list(stamp) for stamp in content.stamps(source)]
+    expected = content_hash.content_hashes(source, folder, False)
+    stamps = [list(stamp) for stamp in content_hash.stamps(source)]
     record = {str(path): [stamp, "new"] for path, stamp in zip(source.files, stamps, strict=True)}
     # Nothing is known at the first look, and everything at the next.
-    with mock.patch.object(content, "_known", side_effect=[{}, record, record]):
-        assert content.content_hashes(source, folder, False) == expected
+    with mock.patch.object(content_hash, "_known", side_effect=[{}, record, record]):
+        assert content_hash.content_hashes(source, folder, False) == expected
 
 
 # --- damage ----------------------------------------------------------------------------------------
@@ -325,7 +324,7 @@ def test_a_built_cache_needs_no_writing(tmp_path: Path, source: Corpus) -> None:
     _build(source, ByteTokenizer(), tmp_path / "cache")
     with (
         mock.patch.object(Path, "mkdir", side_effect=PermissionError),
-        mock.patch.object(content, "remember", side_effect=PermissionError),
+        mock.patch.object(content_hash, "remember", side_effect=PermissionError),
     ):
         assert _build(source, ByteTokenizer(), tmp_path / "cache").n_documents == 61
 
@@ -439,7 +438,7 @@ def test_text_that_changes_before_it_is_tokenised_is_not_kept_under_the_old_key(
     calls = []
 
     def hashes(*arguments: Any) -> list[str]:
-        found = content.content_hashes(*arguments)
+        found = content_hash.content_hashes(*arguments)
         if not calls:  # as while another process holds the lock
             source.files[1].write_text("LINE\n" * 500)
         calls.append(found)
@@ -458,7 +457,7 @@ def test_text_that_changes_before_it_is_tokenised_is_not_kept_under_the_old_key(
 
 def test_a_change_that_no_stamp_shows_is_seen_by_reading_again(tmp_path: Path, source: Corpus) -> None:
     """Of the same size, and within the resolution of a time stamp."""
-    stamps = content.stamps(source)
+    stamps = content_hash.stamps(source)
 
     class Meddler(ByteTokenizer):
         def encode(self, text: str) -> list[int]:
@@ -467,8 +466,8 @@ def test_a_change_that_no_stamp_shows_is_seen_by_reading_again(tmp_path: Path, s
 
     with (
         mock.patch.object(cache_module, "stamps", return_value=stamps),
-        mock.patch.object(content, "stamps", return_value=stamps),
-        mock.patch.object(content, "SETTLED_SECONDS", 1e9),
+        mock.patch.object(content_hash, "stamps", return_value=stamps),
+        mock.patch.object(content_hash, "SETTLED_SECONDS", 1e9),
         pytest.raises(DataError, match="changed while it was tokenised"),
     ):
         _build(source, Meddler(), tmp_path / "cache")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.weights.stories import ASSETS, needs_assets
-from toolkit.io import tensor_file as regions
+from toolkit.io import tensor_file
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import WeightSource
@@ -77,7 +77,7 @@ def test_any_region_of_any_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Some rows or one head: what is larger goes by several buffers.
-    monkeypatch.setattr(regions, "BUFFER_BYTES", data.draw(st.sampled_from([1, 3000, 1 << 20])))
+    monkeypatch.setattr(tensor_file, "BUFFER_BYTES", data.draw(st.sampled_from([1, 3000, 1 << 20])))
     source = data.draw(st.sampled_from(sources))
     name = data.draw(st.sampled_from(sorted(source.tensors)))
     region = []

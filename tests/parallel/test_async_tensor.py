@@ -20,7 +20,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from tests.helpers import run_world
 from tests.models.small_llama import small
 from tests.parallel.sharded import BATCH, SINGLE, furthest, gradients, plain_gradients, sharded
-from toolkit.parallel import autograd_collectives as collectives
+from toolkit.parallel import autograd_collectives
 from toolkit.parallel.compile import Compiling
 
 ARGS = small("llama3.1", n_layers=2, vocab_size=308)
@@ -59,7 +59,7 @@ def _fused(folder: str) -> tuple[Counter[str], float]:
 def _off() -> tuple[bool, bool]:
     """What of it is left on in a process whose next model does without."""
     sharded(ARGS, SINGLE, tp=2, compiling=Compiling(("model",), "aot_eager"))
-    return inductor_config._micro_pipeline_tp, collectives.always_copy
+    return inductor_config._micro_pipeline_tp, autograd_collectives.always_copy
 
 
 def _world(folder: str) -> Any:

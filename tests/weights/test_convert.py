@@ -17,9 +17,8 @@ from torch import Tensor
 from tests.weights.folders import FAMILY, save_meta, save_transformers
 from toolkit.checkpoint import streaming
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.distributed import dtensor as shards
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, DataError
-from toolkit.io import work_folder as unfinished
+from toolkit.io import row_blocks, work_folder
 from toolkit.io.locks import claim
 from toolkit.weights import convert as conversion_module
 from toolkit.weights import fill
@@ -186,11 +185,11 @@ def test_blocks_in_flight_stay_within_their_memory_on_any_number_of_cores(
             return ThreadPoolExecutor(count)
 
         monkeypatch.setattr(module, "ThreadPoolExecutor", pool)
-    monkeypatch.setattr(shards, "threads", lambda: 64)
+    monkeypatch.setattr(row_blocks, "threads", lambda: 64)
     _convert("hf-to-dcp", tmp_path / "hf", tmp_path / "dcp", verify=True)
     _convert("dcp-to-meta", tmp_path / "dcp", tmp_path / "meta")
     assert started == [("streaming", 2), ("conversion", 4), ("fill", 4)]  # of 128, 64 and 64 MiB, four times
-    assert shards.block_threads(1 << 20) == 64 and shards.block_threads(1 << 40) == 1
+    assert row_blocks.block_threads(1 << 20) == 64 and row_blocks.block_threads(1 << 40) == 1
 
 
 # Kills
@@ -209,7 +208,7 @@ def test_what_was_killed_goes_on(
     if way.startswith("dcp"):
         start = _convert("hf-to-dcp", start, tmp_path / "start")
     conversion = prepare(way, start, tmp_path / "out", max_bytes=20_000)
-    monkeypatch.setattr(shards, "threads", lambda: 1)
+    monkeypatch.setattr(row_blocks, "threads", lambda: 1)
     read, calls = type(conversion.source).read, []
 
     def counted(self: Any, name: str, *rest: Any) -> Tensor:
@@ -318,13 +317,13 @@ def test_a_file_is_on_the_disk_before_the_list_says_that_it_is_made(
 ) -> None:
     save_transformers("llama3", tmp_path / "hf")
     synced: list[int] = []
-    fsync, add = os.fsync, unfinished.Done.add
+    fsync, add = os.fsync, work_folder.Done.add
 
     def noted(descriptor: int) -> None:
         synced.append(os.fstat(descriptor).st_ino)
         fsync(descriptor)
 
-    def checked(self: unfinished.Done, part: str, about: object = None) -> None:
+    def checked(self: work_folder.Done, part: str, about: object = None) -> None:
         if part == "made":
             [work] = tmp_path.glob("out.tmp-*")
             assert synced == [(work / PART).stat().st_ino, work.stat().st_ino]
@@ -333,7 +332,7 @@ def test_a_file_is_on_the_disk_before_the_list_says_that_it_is_made(
 
     checks: list[str] = []
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(unfinished.Done, "add", checked)
+    monkeypatch.setattr(work_folder.Done, "add", checked)
     _convert("hf-to-meta", tmp_path / "hf", tmp_path / "out")
     assert checks == ["made"]
 

@@ -19,7 +19,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from toolkit.models.llama.model import Llama
-from toolkit.parallel import autograd_collectives as collectives
+from toolkit.parallel import autograd_collectives
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def apply_compile(model: Llama, options: Compiling, tp: dist.ProcessGroup | None
 
 def _fuse_collectives(group: dist.ProcessGroup | None) -> None:
     """Have inductor fuse matmuls with the collectives of ``group``; None is torch's default."""
-    inductor_config._micro_pipeline_tp = collectives.always_copy = group is not None
+    inductor_config._micro_pipeline_tp = autograd_collectives.always_copy = group is not None
     if group is None:
         return
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
