@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from benchmarks.machine import describe
 from tests.helpers import run_world
-from toolkit.build import build_model, sharding
+from toolkit.build import build_model
 from toolkit.config import Config
 from toolkit.distributed.dtensor import local_part
 from toolkit.hardware import cores
@@ -63,10 +63,9 @@ def ours(folder: str, broadcast: bool) -> Sample:
     dtype = str(next(iter(stored.tensors.values())).dtype).removeprefix("torch.")
     config = Config.model_validate({"training": {"dtype": dtype, "mixed_precision_param": dtype}})
     mesh = build_mesh(device, dp_shard=dist.get_world_size())
-    how = sharding(config, param_dtype=getattr(torch, dtype))
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     begin, device_begin = resident()[0], _on_device(device)[0]
-    model_parts = build_model(config, stored.args, mesh, device, how=how, seed=None)
+    model_parts = build_model(config, stored.args, mesh, device, param_dtype=getattr(torch, dtype), seed=None)
     dist.barrier()
     start = time.perf_counter()
     source = open_alike(lambda: SafetensorsFolder(Path(folder)), on_rank_0_alone=broadcast)

@@ -18,8 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.models.attention_cases import LENGTH, PACKED, PACKINGS, ROWS, inputs, with_gradients
 from tests.models.small_llama import build, small, tokens_and_labels
-from toolkit.parallel.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpoint
-from toolkit.parallel.compile import Compiling, apply_compile
+from toolkit.config.parallelism import ActivationCheckpoint, Compile
+from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
+from toolkit.parallel.compile import apply_compile
 from toolkit.parallel.context_parallel import SequenceShards, apply_context_parallel
 
 pytestmark = [
@@ -91,9 +92,9 @@ def _steps(
     model = build(small(n_layers=2), dtype, attention=name).cuda()
     if split:
         apply_context_parallel(model, SequenceShards(0, 1), init_device_mesh("cuda", (1,)))
-    apply_activation_checkpoint(model.layers, ActivationCheckpointing(mode=mode))
+    apply_activation_checkpoint(model.layers, ActivationCheckpoint(mode=mode))
     if compiled:
-        apply_compile(model, Compiling(components=("model",)))
+        apply_compile(model, Compile(enable=True, components=["model"]))
     tokens, labels = (x.cuda() for x in tokens_and_labels(ROWS, LENGTH))
     gradients = []
     for step, documents in enumerate(PACKINGS):
@@ -152,7 +153,7 @@ def test_split_rows_without_documents_take_the_flash_kernel(
         if split:
             apply_context_parallel(model, SequenceShards(0, 1), init_device_mesh("cuda", (1,)), ring=ring)
         if compiled:
-            apply_compile(model, Compiling(components=("model",)))
+            apply_compile(model, Compile(enable=True, components=["model"]))
         tokens, labels = (x.cuda() for x in tokens_and_labels(ROWS, LENGTH))
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             model(tokens, labels=labels).backward()

@@ -1,4 +1,4 @@
-"""From a configuration and a mesh to a sharded, initialised model and its model_parts.
+"""From a configuration and a mesh to a sharded, initialised model and its optimizer.
 
 The model is made on the meta device, sharded there, and only then given storage, so that no rank
 ever holds more than its shards.
@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.config import Config
-from toolkit.distributed.process_group import native_dtype
+from toolkit.distributed.process_group import DTYPES, native_dtype
 from toolkit.models.llama.args import LlamaArgs, attention_choice
 from toolkit.models.llama.model import Llama, init_rule
 from toolkit.optim.optimizer import NamedParameters, build_optimizer
-from toolkit.parallel.activation_checkpoint import ActivationCheckpointing
-from toolkit.parallel.dims import reshard_after_forward, takes_ring
-from toolkit.parallel.fsdp import Sharding
+from toolkit.parallel.dims import takes_ring
+from toolkit.parallel.fsdp import mixed_precision
 from toolkit.parallel.init_weights import initialize
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.model_parts import ModelParts, SingleModel
@@ -28,11 +27,8 @@ from toolkit.parallel.parallelize import parallelize
 from toolkit.parallel.pipeline_schedules import Stages, may_split_backward, pipeline_stages
 
 if TYPE_CHECKING:
-    from toolkit.parallel.compile import Compiling
     from toolkit.parallel.context_parallel import SequenceShards
-    from toolkit.parallel.fsdp_wrap import Wrapping
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 EXPORT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -54,61 +50,6 @@ def _attention(config: Config, device: torch.device) -> str:
     )
 
 
-def sharding(config: Config, *, param_dtype: torch.dtype) -> Sharding:
-    """How FSDP stores, computes and communicates."""
-    training, options = config.training, config.parallelism
-    return Sharding(
-        param_dtype=param_dtype,
-        reduce_dtype=DTYPES[training.mixed_precision_reduce],
-        output_dtype=DTYPES.get(training.mixed_precision_output),
-        reshard_after_forward=reshard_after_forward(options),
-        forward_prefetch=options.fsdp_forward_prefetch,
-        backward_prefetch=options.fsdp_backward_prefetch,
-        cpu_offload=training.enable_cpu_offload,
-        sync_each_batch=options.fsdp_sync_each_batch,
-    )
-
-
-def _checkpointing(config: Config) -> ActivationCheckpointing:
-    options = config.activation_checkpoint
-    by_stride = options.mode == "selective" and not options.by_operator
-    return ActivationCheckpointing(
-        mode="op" if options.by_operator else options.mode,
-        every=int(options.selective_ac_option) if by_stride else 1,
-        early_stop=options.early_stop,
-        preserve_rng_state=options.preserve_rng_state,
-        determinism_check=options.determinism_check,
-        debug=options.debug,
-        memory_budget=options.memory_budget,
-        pareto_folder=Path(config.job.dump_folder).expanduser() / "memory_budget"
-        if options.visualize_memory_budget_pareto
-        else None,
-    )
-
-
-def _compiling(config: Config) -> Compiling | None:
-    options = config.compile
-    if not options.enable:
-        return None
-    from toolkit.parallel.compile import Compiling
-
-    return Compiling(
-        tuple(options.components),
-        options.backend,
-        options.fullgraph,
-        config.parallelism.enable_async_tensor_parallel,
-    )
-
-
-def _wrapping(config: Config) -> Wrapping | None:
-    options = config.parallelism
-    if options.fsdp_wrap_policy == "block":
-        return None
-    from toolkit.parallel.fsdp_wrap import Wrapping
-
-    return Wrapping(options.fsdp_wrap_policy, tuple(options.fsdp_wrap_classes), options.fsdp_min_num_params)
-
-
 def _shards(config: Config, mesh: Mesh) -> SequenceShards | None:
     if mesh.cp is None:
         return None
@@ -124,19 +65,21 @@ def build_model(
     mesh: Mesh,
     device: torch.device,
     *,
-    how: Sharding,
+    param_dtype: torch.dtype,
     seed: int | None,
     storage: bool = True,
 ) -> ModelParts:
-    """A model sharded over ``mesh`` on ``device``, its weights a function of ``seed`` alone, or whatever was
-    in memory where that is None, for weights that will be loaded; without ``storage`` it stays on the meta
-    device, to be looked at."""
+    """Build a model sharded over ``mesh`` on ``device``, which computes in ``param_dtype``.
+
+    Its weights are a function of ``seed`` alone, or whatever was in memory where that is None, for weights
+    that will be loaded; without ``storage`` it stays on the meta device, to be looked at.
+    """
     if compiles(config, device):
         from toolkit.parallel.compile import keep_for_two_backwards, use_cache
 
         use_cache(Path(config.compile.cache_folder).expanduser())
         keep_for_two_backwards(may_split_backward(config.parallelism))
-    shards = _shards(config, mesh)
+    shards, offload = _shards(config, mesh), config.training.enable_cpu_offload
     stages = pipeline_stages(config.parallelism, args.n_layers)
     models = []
     for stage in stages.of_ranks[mesh.pp.get_local_rank()] if mesh.pp else [0]:
@@ -153,16 +96,17 @@ def build_model(
         parallelize(
             model.to(DTYPES[config.training.dtype]),
             mesh,
-            checkpointing=_checkpointing(config),
-            compiling=_compiling(config),
-            wrapping=_wrapping(config),
-            sharding=how,
+            parallelism=config.parallelism,
+            checkpointing=config.activation_checkpoint,
+            compiling=config.compile,
+            precision=mixed_precision(config.training, param_dtype),
+            cpu_offload=offload,
             shards=shards,
             ring=takes_ring(config.parallelism, device=device.type, documents=config.data.document_mask),
-            loss_parallel=not config.parallelism.disable_loss_parallel,
+            pareto_folder=Path(config.job.dump_folder).expanduser() / "memory_budget",
         )
-        models.append(model.to_empty(device="cpu" if how.cpu_offload else device) if storage else model)
-    model_parts = _model_parts(config, models, stages, mesh, shards, how, device)
+        models.append(model.to_empty(device="cpu" if offload else device) if storage else model)
+    model_parts = _model_parts(config, models, stages, mesh, shards, param_dtype, device)
     if storage and seed is not None:
         named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
         initialize(named, seed, lambda name: init_rule(name, args))
@@ -175,11 +119,11 @@ def _model_parts(
     stages: Stages,
     mesh: Mesh,
     shards: SequenceShards | None,
-    how: Sharding,
+    param_dtype: torch.dtype,
     device: torch.device,
 ) -> ModelParts:
     if mesh.pp is None:
-        return SingleModel(models[0], mesh, shards, how)
+        return SingleModel(models[0], mesh, shards, config.parallelism)
     from toolkit.parallel.pipeline_parallel import Pipeline
 
     options = config.parallelism
@@ -192,7 +136,7 @@ def _model_parts(
         schedule=options.pipeline_parallel_schedule,
         csv=Path(csv).expanduser() if csv else None,
         micro_batch=options.pipeline_parallel_microbatch_size,
-        hidden_dtype=how.param_dtype,
+        hidden_dtype=param_dtype,
         device=device,
     )
 

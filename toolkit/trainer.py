@@ -19,7 +19,6 @@ from toolkit.build import (
     compiles,
     compute_dtype,
     model_optimizer,
-    sharding,
 )
 from toolkit.checkpointer import Checkpointer, TrainState, pretrained_folder
 from toolkit.config import Config
@@ -156,10 +155,11 @@ class Trainer:
         config = self.config
         self.args = model_args(config, tokenizer_vocab=self.data.tokenizer.n_words)
         self.param_dtype = compute_dtype(config, self.device)
-        how = sharding(config, param_dtype=self.param_dtype)
         # Weights that the run does not begin with are not drawn: that takes longer than reading others.
         seed = self.seed if pretrained_folder(config) is None else None
-        self.model_parts = build_model(config, self.args, self.mesh, self.device, how=how, seed=seed)
+        self.model_parts = build_model(
+            config, self.args, self.mesh, self.device, param_dtype=self.param_dtype, seed=seed
+        )
         parameters = [*self.model_parts.named_parameters(), *self.model_parts.tied_copies()]
         self.optimizer = model_optimizer(config, parameters)
         self.train_step = TrainStep(

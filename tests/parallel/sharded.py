@@ -3,30 +3,51 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.small_llama import small, tokens_and_labels
+from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism
 from toolkit.distributed.dtensor import clean_name
 from toolkit.models.llama.args import LlamaArgs
 from toolkit.models.llama.model import Init, Llama, init_rule
-from toolkit.parallel.activation_checkpoint import ActivationCheckpointing
-from toolkit.parallel.fsdp import Sharding, begin_micro_batch
-from toolkit.parallel.fsdp_wrap import Wrapping
+from toolkit.parallel.fsdp import begin_micro_batch
 from toolkit.parallel.init_weights import initialize
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.parallelize import parallelize
 
-if TYPE_CHECKING:
-    from toolkit.parallel.compile import Compiling
-
 UNTIED, TIED = small("llama3.1", n_layers=2), small("llama3.2", n_layers=2)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What FSDP reads of a configuration, with precisions that a configuration may not have."""
+
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    output_dtype: torch.dtype | None = None
+    cpu_offload: bool = False
+    options: Parallelism = Parallelism()
+
+    @property
+    def precision(self) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(
+            self.param_dtype, self.reduce_dtype, self.output_dtype, cast_forward_inputs=False
+        )
+
+
+def changed(how: Sharding, **options: Any) -> Sharding:
+    """``how`` with other options of [parallelism]."""
+    return replace(how, options=how.options.model_copy(update=options))
+
+
 EXACT = Sharding(param_dtype=torch.float64, reduce_dtype=torch.float64)
 SINGLE = Sharding(param_dtype=torch.float32, reduce_dtype=torch.float32)
 # Replicas and resharding of each strategy on four ranks.
@@ -38,6 +59,9 @@ STRATEGIES = {
     "HYBRID_SHARD_ZERO2": (2, "never"),
 }
 BATCH = tokens_and_labels(12, 16)
+KEEP_ALL = ActivationCheckpoint(mode="none")
+FULL = ActivationCheckpoint(mode="full")
+EAGER = Compile()
 
 
 def sharded(
@@ -46,11 +70,9 @@ def sharded(
     *,
     replicate: int = 1,
     tp: int = 1,
-    wrapping: Wrapping | None = None,
-    checkpointing: str = "none",
-    compiling: Compiling | None = None,
+    checkpointing: ActivationCheckpoint = KEEP_ALL,
+    compiling: Compile = EAGER,
     dtype: torch.dtype = torch.float64,
-    loss_parallel: bool = True,
     loss_chunk_tokens: int = 2048,
 ) -> Llama:
     """A model over all ranks, with weights under which attention is far from uniform."""
@@ -61,11 +83,11 @@ def sharded(
     parallelize(
         model,
         mesh,
-        checkpointing=ActivationCheckpointing(checkpointing),
+        parallelism=how.options,
+        checkpointing=checkpointing,
         compiling=compiling,
-        wrapping=wrapping,
-        sharding=how,
-        loss_parallel=loss_parallel,
+        precision=how.precision,
+        cpu_offload=how.cpu_offload,
     )
     return fill(model.to_empty(device="cpu"))
 
@@ -84,7 +106,7 @@ def step(model: Llama, how: Sharding, accumulation: int = 1, after_forward: Any 
     """Gradients of :data:`BATCH`, of which each rank takes equally many rows."""
     tokens, labels = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in BATCH)
     for index in range(accumulation):
-        begin_micro_batch(model, how, last=index == accumulation - 1)
+        begin_micro_batch(model, how.options, last=index == accumulation - 1)
         rows = slice(index * len(tokens) // accumulation, (index + 1) * len(tokens) // accumulation)
         loss = model(tokens[rows], labels=labels[rows])
         if after_forward:

@@ -15,23 +15,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.models.small_llama import build, small, tokens_and_labels
+from toolkit.config.parallelism import ActivationCheckpoint, Compile
 from toolkit.distributed.dtensor import clean_name
 from toolkit.models.llama.model import Llama
-from toolkit.parallel.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpoint
-from toolkit.parallel.compile import Compiling, apply_compile
+from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
+from toolkit.parallel.compile import apply_compile
 
 ROWS, LENGTH, LAYERS = 2, 40, 3
 ARGS = small(n_layers=LAYERS, head_dim=8)
 TOKENS, LABELS = tokens_and_labels(ROWS, LENGTH)
 DOCUMENTS = (torch.arange(LENGTH) // 7).expand(ROWS, LENGTH)
 MODES = {
-    "full": ActivationCheckpointing("full"),
-    "full, stopped early": ActivationCheckpointing("full", early_stop=True),
-    "every 2nd": ActivationCheckpointing("selective", every=2),
-    "op": ActivationCheckpointing("op"),
-    "op, stopped early": ActivationCheckpointing("op", early_stop=True),
+    "full": ActivationCheckpoint(mode="full"),
+    "full, stopped early": ActivationCheckpoint(mode="full", early_stop=True),
+    "every 2nd": ActivationCheckpoint(mode="selective"),
+    "op": ActivationCheckpoint(mode="selective", selective_ac_option="op"),
+    "op, stopped early": ActivationCheckpoint(mode="selective", selective_ac_option="op", early_stop=True),
 }
-NONE = ActivationCheckpointing()
+NONE = ActivationCheckpoint(mode="none")
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +43,11 @@ def afresh():
     apply_activation_checkpoint(torch.nn.ModuleDict(), NONE)
 
 
-def model_with(options: ActivationCheckpointing = NONE, backend: str = "", chunk: int = 0) -> Llama:
+def model_with(options: ActivationCheckpoint = NONE, backend: str = "", chunk: int = 0) -> Llama:
     model = build(ARGS, torch.float32, loss_chunk_tokens=chunk)
     apply_activation_checkpoint(model.layers, options)
     if backend:
-        apply_compile(model, Compiling(("model",), backend))
+        apply_compile(model, Compile(enable=True, components=["model"], backend=backend))
     return model
 
 
@@ -90,7 +91,7 @@ class _Watch(TorchDispatchMode):
         return sum(size for storage, size in self._storages.values() if not storage.expired())
 
 
-def _watch(options: ActivationCheckpointing) -> tuple[int, Counter[str]]:
+def _watch(options: ActivationCheckpoint) -> tuple[int, Counter[str]]:
     """Bytes that are kept after a forward, and the operators of its backward."""
     model = model_with(options)
     with _Watch() as forward:
@@ -148,7 +149,7 @@ def _saved_bytes(model: Llama) -> int:
 def test_memory_budget_keeps_less() -> None:
     expected, plain = gradients(model_with()), _saved_bytes(model_with(backend="aot_eager"))
     torch._dynamo.reset()
-    model = model_with(ActivationCheckpointing("memory_budget", memory_budget=0.1), "aot_eager")
+    model = model_with(ActivationCheckpoint(mode="memory_budget", memory_budget=0.1), "aot_eager")
     torch.testing.assert_close(gradients(model), expected, rtol=2e-5, atol=1e-5)
     assert _saved_bytes(model) < plain / 2
     assert model_with() and compiler.activation_memory_budget == 1.0, "the next run's own"
@@ -157,8 +158,8 @@ def test_memory_budget_keeps_less() -> None:
 def test_the_choices_of_a_memory_budget_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "run" / "memory_budget"
-    options = ActivationCheckpointing("memory_budget", memory_budget=0.5, pareto_folder=folder)
-    apply_activation_checkpoint(torch.nn.ModuleDict(), options)
+    options = ActivationCheckpoint(mode="memory_budget", visualize_memory_budget_pareto=True)
+    apply_activation_checkpoint(torch.nn.ModuleDict(), options, pareto_folder=folder)
     # A block would do as well, and take ten times as long to draw.
     torch.compile(lambda x: (x.sin() @ x).cos(), backend="aot_eager")(torch.ones(9, 9, requires_grad=True))
     assert list(folder.glob("*.svg"))

@@ -19,12 +19,13 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from tests.helpers import run_world
 from tests.models.small_llama import small
-from tests.parallel.sharded import BATCH, SINGLE, furthest, gradients, plain_gradients, sharded
+from tests.parallel.sharded import BATCH, SINGLE, changed, furthest, gradients, plain_gradients, sharded
+from toolkit.config.parallelism import Compile
 from toolkit.parallel import autograd_collectives
-from toolkit.parallel.compile import Compiling
 
 ARGS = small("llama3.1", n_layers=2, vocab_size=308)
-ON = Compiling(("model",), async_tensor_parallel=True)
+ON = changed(SINGLE, enable_async_tensor_parallel=True)
+BLOCKS = Compile(enable=True, components=["model"])
 PLAIN = {
     "fused_all_gather_matmul": symmetric_memory._fused_all_gather_matmul_fallback,
     "fused_matmul_reduce_scatter": symmetric_memory._fused_matmul_reduce_scatter_fallback,
@@ -51,14 +52,14 @@ def _fused(folder: str) -> tuple[Counter[str], float]:
         patch.object(dist, "is_nccl_available", lambda: True),
         symmetric_memory._test_mode(),
     ):
-        model = sharded(ARGS, SINGLE, tp=2, compiling=ON, dtype=torch.float32)
+        model = sharded(ARGS, ON, tp=2, compiling=BLOCKS, dtype=torch.float32)
         model(tokens, labels=labels).backward()
     return calls, furthest(gradients(model), plain_gradients(ARGS))
 
 
 def _off() -> tuple[bool, bool]:
     """What of it is left on in a process whose next model does without."""
-    sharded(ARGS, SINGLE, tp=2, compiling=Compiling(("model",), "aot_eager"))
+    sharded(ARGS, SINGLE, tp=2, compiling=Compile(enable=True, components=["model"], backend="aot_eager"))
     return inductor_config._micro_pipeline_tp, autograd_collectives.always_copy
 
 

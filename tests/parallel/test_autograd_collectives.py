@@ -6,7 +6,6 @@ at least 1e-2.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,10 +14,13 @@ import pytest
 from tests.helpers import run_world
 from tests.parallel.sharded import (
     EXACT,
+    FULL,
+    KEEP_ALL,
     STRATEGIES,
     TIED,
     UNTIED,
     Collectives,
+    changed,
     furthest,
     gradients,
     groups,
@@ -26,22 +28,24 @@ from tests.parallel.sharded import (
     sharded,
     step,
 )
-from toolkit.parallel.fsdp_wrap import Wrapping
 
 ACCUMULATIONS = (1, 3)
 UNITS = 4  # embedding, two blocks, norm and head
-NESTED = Wrapping("class", ("TransformerBlock", "Attention", "FeedForward"))
+NESTED = {
+    "fsdp_wrap_policy": "class",
+    "fsdp_wrap_classes": ["TransformerBlock", "Attention", "FeedForward"],
+}
 
 
 def _all_strategies() -> dict[Any, Any]:
     found = {}
     expected = plain_gradients(UNTIED)
     for name, (replicate, reshard) in STRATEGIES.items():
-        how = replace(EXACT, reshard_after_forward=reshard)
+        how = changed(EXACT, fsdp_reshard_after_forward=reshard)
         model = sharded(UNTIED, how, replicate=replicate)
         for accumulation, sync in product(ACCUMULATIONS, (True, False)):
             with Collectives() as sent:
-                step(model, replace(how, sync_each_batch=sync), accumulation)
+                step(model, changed(how, fsdp_sync_each_batch=sync), accumulation)
             found[name, accumulation, sync] = dict(sent.counts), furthest(gradients(model), expected)
             model.zero_grad()
     return found
@@ -52,14 +56,14 @@ def _nested() -> dict[str, Any]:
     found = {}
     expected = plain_gradients(TIED)
     for depth in (0, 2, 99):
-        how = replace(EXACT, forward_prefetch=depth, backward_prefetch=max(depth, 1))
-        for checkpointing in ("none", "full"):
-            model = sharded(TIED, how, wrapping=NESTED, checkpointing=checkpointing)
+        how = changed(EXACT, fsdp_forward_prefetch=depth, fsdp_backward_prefetch=max(depth, 1), **NESTED)
+        for checkpointing in (KEEP_ALL, FULL):
+            model = sharded(TIED, how, checkpointing=checkpointing)
             with Collectives() as sent:
                 step(model, how)
             units = len(groups(model))
             far = furthest(gradients(model), expected)
-            found[f"{checkpointing} {depth}"] = units, dict(sent.counts), far
+            found[f"{checkpointing.mode} {depth}"] = units, dict(sent.counts), far
     return found
 
 

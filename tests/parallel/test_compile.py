@@ -15,10 +15,11 @@ from torch._dynamo.utils import counters
 from tests.helpers import run_world
 from tests.models.small_llama import build, small, tokens_and_labels
 from tests.training import small_config, small_trainer, weights_digest
+from toolkit.config.parallelism import ActivationCheckpoint, Compile
 from toolkit.distributed.dtensor import clean_name
 from toolkit.models.llama.model import Llama
-from toolkit.parallel.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpoint
-from toolkit.parallel.compile import CompileClock, Compiling, apply_compile, use_cache
+from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
+from toolkit.parallel.compile import CompileClock, apply_compile, use_cache
 
 ROWS, LENGTH = 2, 40
 ARGS = small(n_layers=4, head_dim=8)
@@ -33,9 +34,14 @@ def afresh() -> None:
     counters.clear()
 
 
-def compiled_model(options: Compiling, mode: str = "none", chunk: int = 0) -> Llama:
+def compiled_model(options: Compile, mode: str = "none", chunk: int = 0) -> Llama:
     model = build(ARGS, torch.float32, loss_chunk_tokens=chunk)
-    apply_activation_checkpoint(model.layers, ActivationCheckpointing(mode, every=2))
+    checkpointing = (
+        ActivationCheckpoint(mode="selective", selective_ac_option="op")
+        if mode == "op"
+        else ActivationCheckpoint(mode=mode)  # type: ignore[arg-type]
+    )
+    apply_activation_checkpoint(model.layers, checkpointing)
     apply_compile(model, options)
     return model
 
@@ -49,7 +55,7 @@ def gradients(model: Llama) -> tuple[Tensor, dict[str, Tensor | None]]:
 
 @pytest.mark.parametrize("mode", ["none", "selective"])
 def test_blocks_share_their_graphs(mode: str) -> None:
-    model = compiled_model(Compiling(("model",), "aot_eager"), mode)
+    model = compiled_model(Compile(enable=True, components=["model"], backend="aot_eager"), mode)
     kinds = 1 if mode == "none" else 2  # of blocks: with their checkpoint and without
     for _ in range(2):
         gradients(model)
@@ -65,14 +71,14 @@ def test_blocks_share_their_graphs(mode: str) -> None:
 
 def test_only_the_components_named_are_compiled() -> None:
     expected = gradients(build(ARGS, torch.float32))
-    loss = compiled_model(Compiling(("loss",), "aot_eager"), chunk=33)
+    loss = compiled_model(Compile(enable=True, components=["loss"], backend="aot_eager"), chunk=33)
     torch.testing.assert_close(gradients(loss), expected, rtol=2e-5, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 2, "chunks of 33, 33 and 14 tokens"
 
 
 def test_the_clock_counts_each_compilation_once() -> None:
     clock = CompileClock()
-    model = compiled_model(Compiling(backend="aot_eager"))
+    model = compiled_model(Compile(enable=True, backend="aot_eager"))
     gradients(model)
     assert clock.take() > 0.01, "a block and the loss, forward and backward"
     gradients(model)
@@ -96,13 +102,13 @@ def test_inductor_gives_the_gradients_and_reads_its_cache(
     expected = gradients(build(ARGS, torch.float32, loss_chunk_tokens=33))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        found = gradients(compiled_model(Compiling(), "op", chunk=33))
+        found = gradients(compiled_model(Compile(enable=True), "op", chunk=33))
     assert not [warning for warning in said if "complex" in str(warning.message)]
     # Fused kernels add in another order.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     torch._dynamo.reset()
     counters.clear()
-    assert gradients(compiled_model(Compiling(), "op", chunk=33)) is not None
+    assert gradients(compiled_model(Compile(enable=True), "op", chunk=33)) is not None
     assert counters["aot_autograd"]["autograd_cache_hit"] == counters["stats"]["unique_graphs"] > 0
 
 

@@ -21,7 +21,7 @@ from tests import meshes
 from tests.helpers import in_layout, run_world
 from tests.mesh_runs import error
 from tests.training import small_config
-from toolkit.build import build_model, sharding
+from toolkit.build import build_model
 from toolkit.config import Config
 from toolkit.models.registry import model_args
 from toolkit.parallel.dims import degrees
@@ -100,8 +100,7 @@ def gradients(folder: str, layout: str, backend: str | None) -> dict[str, Tensor
     assert layout_degrees is not None
     mesh = build_mesh(torch.device("cpu"), **asdict(layout_degrees))
     args = model_args(config, tokenizer_vocab=0)
-    how = sharding(config, param_dtype=torch.float64)
-    model_parts = build_model(config, args, mesh, torch.device("cpu"), how=how, seed=1)
+    model_parts = build_model(config, args, mesh, torch.device("cpu"), param_dtype=torch.float64, seed=1)
     generator = torch.Generator().manual_seed(0)
     tokens, labels = (torch.randint(args.vocab_size, (ROWS, LENGTH), generator=generator) for _ in range(2))
     labels[:, ::7] = -100

@@ -16,10 +16,13 @@ from tests.helpers import run_world
 from tests.parallel.sharded import (
     BATCH,
     EXACT,
+    FULL,
+    KEEP_ALL,
     SINGLE,
     TIED,
     UNTIED,
     Collectives,
+    changed,
     furthest,
     gathered_bytes,
     gradients,
@@ -31,22 +34,24 @@ from tests.parallel.sharded import (
 from toolkit.optim.grad_clip import clip_, global_norm
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.fsdp import begin_micro_batch
-from toolkit.parallel.fsdp_wrap import Wrapping
 
-# name: (model, sharding, wrapping, activation checkpointing, accumulation)
+# name: (model, sharding, activation checkpointing, accumulation)
 CASES: dict[str, tuple[Any, ...]] = {
-    "prefetch": (UNTIED, replace(EXACT, forward_prefetch=1, backward_prefetch=2), None, "none", 2),
-    "prefetch beyond": (TIED, replace(EXACT, forward_prefetch=9, backward_prefetch=9), None, "full", 1),
-    "reshard to 2": (TIED, replace(EXACT, reshard_after_forward=2), None, "full", 2),
-    "always": (UNTIED, replace(EXACT, reshard_after_forward="always"), None, "none", 1),
-    "blocks by class": (UNTIED, EXACT, Wrapping("class", ("TransformerBlock",)), "full", 1),
-    "linears by size": (TIED, EXACT, Wrapping("size", min_params=16_384), "none", 2),
-    "offload": (UNTIED, replace(EXACT, cpu_offload=True), None, "none", 2),
+    "prefetch": (UNTIED, changed(EXACT, fsdp_forward_prefetch=1, fsdp_backward_prefetch=2), KEEP_ALL, 2),
+    "prefetch beyond": (TIED, changed(EXACT, fsdp_forward_prefetch=9, fsdp_backward_prefetch=9), FULL, 1),
+    "reshard to 2": (TIED, changed(EXACT, fsdp_reshard_after_forward=2), FULL, 2),
+    "always": (UNTIED, changed(EXACT, fsdp_reshard_after_forward="always"), KEEP_ALL, 1),
+    "blocks by class": (UNTIED, changed(EXACT, fsdp_wrap_policy="class"), FULL, 1),
+    "linears by size": (
+        TIED, changed(EXACT, fsdp_wrap_policy="size", fsdp_min_num_params=16_384), KEEP_ALL, 2
+    ),
+    "offload": (UNTIED, replace(EXACT, cpu_offload=True), KEEP_ALL, 2),
     "offload, whole gradients": (
         TIED,
-        replace(EXACT, cpu_offload=True, sync_each_batch=False, reshard_after_forward="never"),
-        None,
-        "full",
+        changed(
+            replace(EXACT, cpu_offload=True), fsdp_sync_each_batch=False, fsdp_reshard_after_forward="never"
+        ),
+        FULL,
         3,
     ),
 }  # fmt: skip
@@ -55,8 +60,8 @@ CASES: dict[str, tuple[Any, ...]] = {
 def _gradients_of_cases() -> dict[str, float]:
     expected = {args: plain_gradients(args) for args in (UNTIED, TIED)}
     found = {}
-    for name, (args, how, wrapping, checkpointing, accumulation) in CASES.items():
-        model = sharded(args, how, wrapping=wrapping, checkpointing=checkpointing)
+    for name, (args, how, checkpointing, accumulation) in CASES.items():
+        model = sharded(args, how, checkpointing=checkpointing)
         step(model, how, accumulation)
         found[name] = furthest(gradients(model), expected[args])
     return found
@@ -76,7 +81,7 @@ def _precisions() -> dict[str, Any]:
     summed = {}
     for name, how in (
         ("each", mixed),
-        ("once", replace(mixed, sync_each_batch=False)),
+        ("once", changed(mixed, fsdp_sync_each_batch=False)),
         ("rounded", replace(mixed, reduce_dtype=torch.bfloat16)),
     ):
         model = sharded(UNTIED, how, dtype=torch.float32)
@@ -116,19 +121,19 @@ def _offloaded_update() -> tuple[bool, bool, float]:
 def _kept_between_micro_batches() -> list[tuple[int, bool]]:
     """Under "never": bytes gathered, and whether shards are in place, after each of two micro-batches
     and after a forward without gradients that follows."""
-    how = replace(EXACT, reshard_after_forward="never")
+    how = changed(EXACT, fsdp_reshard_after_forward="never")
     model = sharded(UNTIED, how)
     tokens, labels = BATCH
     seen = []
     for last in (False, True):
-        begin_micro_batch(model, how, last=last)
+        begin_micro_batch(model, how.options, last=last)
         model(tokens, labels=labels).backward()
         seen.append((gathered_bytes(model), all(group.is_sharded for group in groups(model))))
     return seen
 
 
 def _reshard_sizes() -> tuple[list[int | None], Collectives]:
-    how = replace(EXACT, reshard_after_forward=2)
+    how = changed(EXACT, fsdp_reshard_after_forward=2)
     model = sharded(UNTIED, how)
     sizes = [
         group.post_forward_mesh_info.shard_mesh_size if group.post_forward_mesh_info else None

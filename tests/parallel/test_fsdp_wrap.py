@@ -8,9 +8,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.models.small_llama import small
+from toolkit.config.parallelism import Parallelism
 from toolkit.models.llama.args import INNER_CLASSES, WRAP_CLASSES, LlamaArgs
 from toolkit.models.llama.model import Llama
-from toolkit.parallel.fsdp_wrap import Wrapping, modules_of_size, wrapped_units
+from toolkit.parallel.fsdp_wrap import modules_of_size, wrapped_units
 
 UNTIED, TIED = small("llama3.1", n_layers=2), small("llama3.2", n_layers=2)
 
@@ -18,6 +19,14 @@ UNTIED, TIED = small("llama3.1", n_layers=2), small("llama3.2", n_layers=2)
 def build(args: LlamaArgs) -> Llama:
     with torch.device("meta"):
         return Llama(args)
+
+
+def by_class(*classes: str) -> Parallelism:
+    return Parallelism(fsdp_wrap_policy="class", fsdp_wrap_classes=list(classes))
+
+
+def by_size(min_params: int) -> Parallelism:
+    return Parallelism(fsdp_wrap_policy="size", fsdp_min_num_params=min_params)
 
 
 def names(model: nn.Module, units: list[list[nn.Module]]) -> list[str]:
@@ -36,7 +45,7 @@ def test_the_classes_are_those_of_the_model():
 def test_modules_of_a_class_come_in_forward_order_and_outer_before_inner():
     model = build(UNTIED)
     classes = ("FeedForward", "OutputHead", "TransformerBlock", "Embedding")
-    assert names(model, wrapped_units(model, Wrapping("class", classes))) == [
+    assert names(model, wrapped_units(model, by_class(*classes))) == [
         "tok_embeddings",
         "layers.0",
         "layers.0.feed_forward",
@@ -48,13 +57,13 @@ def test_modules_of_a_class_come_in_forward_order_and_outer_before_inner():
 
 def test_a_tied_embedding_stays_in_the_root():
     model = build(TIED)
-    everything = wrapped_units(model, Wrapping("class", WRAP_CLASSES))
+    everything = wrapped_units(model, by_class(*WRAP_CLASSES))
     assert "tok_embeddings" not in names(model, everything) and "output" not in names(model, everything)
-    assert "tok_embeddings" not in names(model, wrapped_units(model, Wrapping("size", min_params=1)))
+    assert "tok_embeddings" not in names(model, wrapped_units(model, by_size(1)))
 
 
-@pytest.mark.parametrize("policy", [Wrapping("class", ("TransformerBlock",)), Wrapping("size", (), 50_000)])
-def test_a_wrapped_module_is_a_unit_with_its_wrapper(policy: Wrapping):
+@pytest.mark.parametrize("policy", [by_class("TransformerBlock"), by_size(50_000)])
+def test_a_wrapped_module_is_a_unit_with_its_wrapper(policy: Parallelism):
     model = build(UNTIED)
     model.layers["0"] = checkpoint_wrapper(model.layers["0"])
     model.layers["1"] = checkpoint_wrapper(torch.compile(model.layers["1"]))
@@ -65,7 +74,7 @@ def test_a_wrapped_module_is_a_unit_with_its_wrapper(policy: Wrapping):
 def test_units_have_the_size_of_what_is_in_no_smaller_one():
     # Linears of 64 × 256 (wq, wo) and 64 × 96 (w1, w2, w3); the keys and values have 64 × 64.
     model = build(UNTIED)
-    linear = names(model, wrapped_units(model, Wrapping("size", min_params=64 * 256)))
+    linear = names(model, wrapped_units(model, by_size(64 * 256)))
     # Each block keeps 2 · 4,096 of its attention and 18,432 of its feed-forward, the latter a unit by itself.
     assert linear[:5] == [
         "tok_embeddings",
@@ -75,10 +84,10 @@ def test_units_have_the_size_of_what_is_in_no_smaller_one():
         "layers.1.attention.wq",
     ]
     # Attention has 40,960: with one parameter more asked for, it and the 18,432 join in the block.
-    assert "layers.0.attention" in names(model, wrapped_units(model, Wrapping("size", min_params=40_960)))
-    whole = names(model, wrapped_units(model, Wrapping("size", min_params=40_961)))
+    assert "layers.0.attention" in names(model, wrapped_units(model, by_size(40_960)))
+    whole = names(model, wrapped_units(model, by_size(40_961)))
     assert whole == ["layers.0", "layers.1"]
-    assert wrapped_units(model, Wrapping("size", min_params=10**6)) == []
+    assert wrapped_units(model, by_size(10**6)) == []
 
 
 class _Stack(nn.Module):
@@ -122,7 +131,7 @@ def test_sizes_agree_with_fsdp1():
         def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, least: int = min_params) -> bool:
             return size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, min_num_params=least)
 
-        ours = names(model, wrapped_units(model, Wrapping("size", min_params=min_params)))
+        ours = names(model, wrapped_units(model, by_size(min_params)))
         _recursive_wrap(model, policy, Remember, set(), set(), only_wrap_children=True)
         theirs = {by_module[module] for module in wrapped}
         assert set(ours) == theirs, min_params

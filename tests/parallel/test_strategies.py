@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +19,8 @@ from tests.parallel.sharded import (
     SINGLE,
     STRATEGIES,
     UNTIED,
+    Sharding,
+    changed,
     fill,
     gathered_bytes,
     gradients,
@@ -30,7 +31,6 @@ from tests.parallel.sharded import (
 from toolkit.models.llama.model import Llama
 from toolkit.models.llama.sharding import fsdp_units
 from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
-from toolkit.parallel.fsdp import Sharding
 
 RANKS = 4
 MIXED = Sharding(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -67,7 +67,7 @@ def _peak_of_gathered(model: nn.Module) -> Iterator[list[int]]:
 
 def _measure(name: str) -> dict[str, int]:
     replicate, reshard = STRATEGIES[name]
-    how = replace(MIXED, reshard_after_forward=reshard, sync_each_batch=False)
+    how = changed(MIXED, fsdp_reshard_after_forward=reshard, fsdp_sync_each_batch=False)
     model = sharded(UNTIED, how, replicate=replicate, dtype=torch.float32)
     optimizer = build_optimizer(
         model.named_parameters(),

@@ -23,7 +23,10 @@ from tests.models.small_llama import small
 from tests.parallel.sharded import (
     BATCH,
     EXACT,
+    FULL,
+    KEEP_ALL,
     Collectives,
+    changed,
     fill,
     furthest,
     gradients,
@@ -96,8 +99,10 @@ def _loss(labels: str, dtype: torch.dtype, scale: float) -> tuple[float, float]:
 # The model
 
 
-def _model(args: Any, **options: Any) -> Llama:
-    return sharded(args, EXACT, tp=dist.get_world_size(), **options)
+def _model(args: Any, *, loss_parallel: bool = True, checkpointing: str = "none", **options: Any) -> Llama:
+    how = changed(EXACT, disable_loss_parallel=not loss_parallel)
+    mode = FULL if checkpointing == "full" else KEEP_ALL
+    return sharded(args, how, tp=dist.get_world_size(), checkpointing=mode, **options)
 
 
 def _gradients(tied: bool, loss_parallel: bool, chunk: int, checkpointing: str) -> float:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.training import small_config
-from toolkit.build import build_model, sharding
+from toolkit.build import build_model
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.models.llama.args import LlamaArgs
 from toolkit.parallel.dims import degrees
@@ -73,8 +73,7 @@ def empty_model(args: LlamaArgs, parallelism: dict[str, Any], *, dtype: str = "f
         cp=layout.cp,
         tp=layout.tp,
     )
-    how = sharding(config, param_dtype=getattr(torch, dtype))
-    return build_model(config, args, mesh, CPU, how=how, seed=None)
+    return build_model(config, args, mesh, CPU, param_dtype=getattr(torch, dtype), seed=None)
 
 
 @torch.no_grad()

@@ -188,7 +188,7 @@ def test_blocks_in_flight_stay_within_their_memory_on_any_number_of_cores(
     monkeypatch.setattr(row_blocks, "threads", lambda: 64)
     _convert("hf-to-dcp", tmp_path / "hf", tmp_path / "dcp", verify=True)
     _convert("dcp-to-meta", tmp_path / "dcp", tmp_path / "meta")
-    assert started == [("streaming", 2), ("conversion", 4), ("fill", 4)]  # of 128, 64 and 64 MiB, four times
+    assert started == [("streaming", 2), ("convert", 4), ("fill", 4)]  # of 128, 64 and 64 MiB, four times
     assert row_blocks.block_threads(1 << 20) == 64 and row_blocks.block_threads(1 << 40) == 1
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.helpers import run_world
 from tests.training import small_config
-from toolkit.build import build_model, sharding
+from toolkit.build import build_model
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError
@@ -50,8 +50,7 @@ def _model(folder: Path, layout: str, *, tied: bool, seed: int) -> tuple[ModelPa
     shape = degrees(config.parallelism, dist.get_world_size())
     assert shape is not None
     mesh, args = build_mesh(torch.device("cpu"), **asdict(shape)), model_args(config, tokenizer_vocab=None)
-    how = sharding(config, param_dtype=torch.float32)
-    model_parts = build_model(config, args, mesh, torch.device("cpu"), how=how, seed=seed)
+    model_parts = build_model(config, args, mesh, torch.device("cpu"), param_dtype=torch.float32, seed=seed)
     return model_parts, {"model": asdict(args)}
 
 

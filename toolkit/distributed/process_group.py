@@ -18,6 +18,7 @@ GLOO = "gloo_one_thread"
 
 torch gives a group two, and both write the name of the work that they finish into one string without a lock:
 all-gathers of tensor and context parallelism then break the heap (docs/parallelism.md)."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _SEND, _RECEIVE = 12, 13  # c10d's OpType, which Python does not have
 _wait = dist.Work.wait
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from toolkit.config.parallelism import Parallelism
 from toolkit.config.values import dotted
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
 from toolkit.distributed.agreement import Ranks
@@ -120,10 +121,13 @@ def _shard(model: Llama, mesh: Mesh, dtype: torch.dtype) -> None:
 
         apply_tensor_parallel(model, tensor_plan(loss_parallel=True), mesh.tp, split_sequence=False)
     if mesh.dp_size > 1:
-        from toolkit.parallel.fsdp import Sharding, apply_fsdp
+        from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        how = Sharding(param_dtype=dtype, reduce_dtype=dtype, reshard_after_forward="always")
-        apply_fsdp(model, fsdp_units(model), mesh.fsdp, how)
+        from toolkit.parallel.fsdp import apply_fsdp
+
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False)
+        options = Parallelism(fsdp_reshard_after_forward="always")
+        apply_fsdp(model, fsdp_units(model), mesh.fsdp, options, precision=precision)
 
 
 def _tokenizer(source: WeightSource, given: Path | str | None, add_bos: bool | None) -> Tokenizer | None:

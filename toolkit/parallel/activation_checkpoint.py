@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,24 +28,7 @@ from torch._functorch import config
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-
-@dataclass(frozen=True)
-class ActivationCheckpointing:
-    """``mode`` "none" keeps all activations, "full" only the inputs of blocks, "selective" does the
-    latter for every ``every``-th block, the first included, "op" recomputes what is cheap for its size,
-    "memory_budget" leaves it to torch.compile to keep the part ``memory_budget`` of the activations, with
-    a picture of what each part would cost in ``pareto_folder``. The rest are torch.utils.checkpoint's own.
-    """
-
-    mode: str = "none"
-    every: int = 1
-    early_stop: bool = False
-    preserve_rng_state: bool = True
-    determinism_check: str = "default"
-    debug: bool = False
-    memory_budget: float = 0.5
-    pareto_folder: Path | None = None
-
+from toolkit.config.parallelism import ActivationCheckpoint
 
 KEPT = frozenset(
     {
@@ -82,9 +64,12 @@ def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoint
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_activation_checkpoint(blocks: nn.ModuleDict, options: ActivationCheckpointing) -> None:
-    """Wrap the blocks in place. "memory_budget" wraps none: it is a setting of the compiler."""
-    _set_memory_budget(options)
+def apply_activation_checkpoint(
+    blocks: nn.ModuleDict, options: ActivationCheckpoint, *, pareto_folder: Path | None = None
+) -> None:
+    """Wrap the blocks in place. "memory_budget" wraps none: it is a setting of the compiler, which draws what
+    each budget would cost into ``pareto_folder`` if that is asked for."""
+    _set_memory_budget(options, pareto_folder if options.visualize_memory_budget_pareto else None)
     if options.mode in ("none", "memory_budget"):
         return
     arguments: dict[str, Any] = {
@@ -93,9 +78,10 @@ def apply_activation_checkpoint(blocks: nn.ModuleDict, options: ActivationCheckp
         "determinism_check": options.determinism_check,
         "debug": options.debug,
     }
-    if options.mode == "op":
+    if options.by_operator:
         arguments["context_fn"] = _by_operator()
-    stride = options.every if options.mode == "selective" else 1
+    by_stride = options.mode == "selective" and not options.by_operator
+    stride = int(options.selective_ac_option) if by_stride else 1
     for index, name in enumerate(list(blocks)):
         if index % stride == 0:
             blocks[name] = checkpoint_wrapper(blocks[name], **arguments)
@@ -110,11 +96,11 @@ def _by_operator() -> Callable[[], Any]:
     return contexts
 
 
-def _set_memory_budget(options: ActivationCheckpointing) -> None:
+def _set_memory_budget(options: ActivationCheckpoint, pareto_folder: Path | None) -> None:
     """Set the compiler's for this process; 1.0, torch's default, keeps what backward asks for."""
     acts = options.mode == "memory_budget"
     config.activation_memory_budget = options.memory_budget if acts else 1.0
-    config.visualize_memory_budget_pareto = acts and options.pareto_folder is not None
-    if acts and options.pareto_folder:
-        options.pareto_folder.mkdir(parents=True, exist_ok=True)
-        config.memory_budget_pareto_dir = str(options.pareto_folder)
+    config.visualize_memory_budget_pareto = acts and pareto_folder is not None
+    if acts and pareto_folder:
+        pareto_folder.mkdir(parents=True, exist_ok=True)
+        config.memory_budget_pareto_dir = str(pareto_folder)

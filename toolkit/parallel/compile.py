@@ -6,7 +6,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,9 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from toolkit.config.parallelism import Compile
 from toolkit.models.llama.model import Llama
 from toolkit.parallel import autograd_collectives
-
-
-@dataclass(frozen=True)
-class Compiling:
-    """What to compile ("model", "loss") and how.
-
-    ``async_tensor_parallel`` has matmuls and the collectives next to them run in pieces, alternately.
-    """
-
-    components: tuple[str, ...] = ("model", "loss")
-    backend: str = "inductor"
-    fullgraph: bool = True
-    async_tensor_parallel: bool = False
 
 
 def use_cache(folder: Path) -> None:
@@ -53,13 +40,13 @@ def keep_for_two_backwards(keep: bool) -> None:
     functorch_config.donated_buffer = not keep
 
 
-def apply_compile(model: Llama, options: Compiling, tp: dist.ProcessGroup | None = None) -> None:
+def apply_compile(model: Llama, options: Compile, async_tp: dist.ProcessGroup | None = None) -> None:
     """Compile in place, each block by itself, and the function that the head calls for a chunk of loss.
 
-    ``tp`` is the group of tensor parallelism. Shapes are static: automatically dynamic ones could change
-    kernels between a run and its resume.
+    Matmuls and the collectives of the group ``async_tp`` next to them run in pieces, alternately. Shapes are
+    static: automatically dynamic ones could change kernels between a run and its resume.
     """
-    _fuse_collectives(tp if options.async_tensor_parallel else None)
+    _fuse_collectives(async_tp)
     compiled: Callable[[Any], Any] = partial(
         torch.compile, backend=options.backend, fullgraph=options.fullgraph, dynamic=False
     )

@@ -8,7 +8,7 @@ calls in :func:`_sum_gradients`; neither recurses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -21,56 +21,57 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from toolkit.config.parallelism import Parallelism
+from toolkit.config.training import Training
+from toolkit.distributed.process_group import DTYPES
+from toolkit.parallel.dims import reshard_after_forward
 
-@dataclass(frozen=True)
-class Sharding:
-    """How units are stored, computed and communicated.
 
-    ``reshard_after_forward`` "always" frees every unit's full parameters after its forward, "never"
-    keeps them for backward; "default" frees all but the last unit's, which backward needs at once; a
-    number does the same, but keeps those it frees sharded over that many ranks. ``output_dtype`` is
-    that of the logits, None that of the computation. Prefetch depths count units.
+def mixed_precision(training: Training, param_dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Compute in ``param_dtype``; reduce gradients and hand out logits as ``training`` has it.
+
+    Inputs are not cast: the embedding hands out ``param_dtype`` and RoPE tables stay in their own precision.
     """
-
-    param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    output_dtype: torch.dtype | None = None
-    reshard_after_forward: str | int = "default"
-    forward_prefetch: int = 0
-    backward_prefetch: int = 1
-    cpu_offload: bool = False
-    sync_each_batch: bool = True
+    return MixedPrecisionPolicy(
+        param_dtype=param_dtype,
+        reduce_dtype=DTYPES[training.mixed_precision_reduce],
+        output_dtype=DTYPES.get(training.mixed_precision_output),
+        cast_forward_inputs=False,
+    )
 
 
 def apply_fsdp(
-    model: nn.Module, units: Sequence[Sequence[nn.Module]], mesh: DeviceMesh, options: Sharding
+    model: nn.Module,
+    units: Sequence[Sequence[nn.Module]],
+    mesh: DeviceMesh,
+    options: Parallelism,
+    *,
+    precision: MixedPrecisionPolicy,
+    cpu_offload: bool = False,
 ) -> None:
     """Shard each unit, then what is left in the root, in place.
 
     ``units`` are in forward order, a unit inside another after it. ``mesh`` is 1-D (shard) or 2-D
-    (replicate × shard). Inputs are not cast: the embedding hands out ``param_dtype`` and RoPE tables
-    stay in their own precision.
+    (replicate × shard). Logits are of ``output_dtype``.
     """
-    precision = MixedPrecisionPolicy(
-        param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype, cast_forward_inputs=False
-    )
+    inner = replace(precision, output_dtype=None)
     # Page-locked memory is CUDA's: where there is none, asking for it fails.
     pinned = mesh.device_type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=pinned) if options.cpu_offload else OffloadPolicy()
-    when = options.reshard_after_forward
+    offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
+    when = reshard_after_forward(options)
     # Backwards, since fully_shard wants the inner of two units first.
     for position in reversed(range(len(units))):
         fully_shard(
             list(units[position]),
             mesh=mesh,
-            mp_policy=precision,
+            mp_policy=inner,
             offload_policy=offload,
             reshard_after_forward=_reshard(when, last=position == len(units) - 1),
         )
     fully_shard(
         model,
         mesh=mesh,
-        mp_policy=replace(precision, output_dtype=options.output_dtype),
+        mp_policy=precision,
         offload_policy=offload,
         reshard_after_forward=_reshard(when, last=True),
     )
@@ -79,11 +80,11 @@ def apply_fsdp(
     _prefetch([model, *(unit[0] for unit in units)], options)
 
 
-def begin_micro_batch(model: nn.Module, options: Sharding, *, last: bool) -> None:
+def begin_micro_batch(model: nn.Module, options: Parallelism, *, last: bool) -> None:
     """Say before each forward whether it is the step's last: what is communicated depends on it.
 
     By default a micro-batch is reduce-scattered (so gradients stay sharded) and replicas are
-    all-reduced once, in the last. Without ``sync_each_batch`` nothing is reduced before the last, and
+    all-reduced once, in the last. Without ``fsdp_sync_each_batch`` nothing is reduced before the last, and
     gradients stay whole until then, in the reduce precision. Parameters that are kept for backward
     ("never") are kept for the next micro-batch too.
 
@@ -91,11 +92,11 @@ def begin_micro_batch(model: nn.Module, options: Sharding, *, last: bool) -> Non
     next one would prefetch past its first unit, an all-gather that nothing uses.
     """
     root = _fsdp(model)
-    if options.sync_each_batch:
+    if options.fsdp_sync_each_batch:
         root.set_requires_all_reduce(last)
     else:
         root.set_requires_gradient_sync(last)
-    if options.reshard_after_forward == "never":
+    if reshard_after_forward(options) == "never":
         root.set_reshard_after_backward(last)
 
 
@@ -121,12 +122,12 @@ def _spare_embeddings(units: Sequence[Sequence[nn.Module]]) -> None:
             _fsdp(unit[0]).set_unshard_in_backward(False)
 
 
-def _prefetch(modules: Sequence[nn.Module], options: Sharding) -> None:
+def _prefetch(modules: Sequence[nn.Module], options: Parallelism) -> None:
     """Have each unit ask for the next ones.
 
     ``modules``: the root and the first module of each unit, in the order in which their forwards begin.
     """
-    if depth := options.forward_prefetch:
+    if depth := options.fsdp_forward_prefetch:
         held: set[nn.Module] = set()
         for position, module in enumerate(modules):
             ahead = modules[position + 1 : position + 1 + depth]
@@ -136,7 +137,7 @@ def _prefetch(modules: Sequence[nn.Module], options: Sharding) -> None:
             elif position:
                 held = set(module.modules())
             _fsdp(module).set_modules_to_forward_prefetch([_fsdp(other) for other in ahead])
-    if (depth := options.backward_prefetch) > 1:  # one is what torch does by itself
+    if (depth := options.fsdp_backward_prefetch) > 1:  # one is what torch does by itself
         backward = _by_end(modules)[::-1]
         for position, module in enumerate(backward):
             ahead = backward[position + 1 : position + 1 + depth]

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
 
 from torch import nn
 
+from toolkit.config.parallelism import Parallelism
 from toolkit.distributed.dtensor import WRAPPER_PREFIXES
 from toolkit.models.llama.model import Llama
 from toolkit.models.llama.sharding import root_modules
 
 
-@dataclass(frozen=True)
-class Wrapping:
-    """``policy`` "class": each module of ``classes``; "size": each with ``min_params`` parameters that
-    are in no smaller unit."""
-
-    policy: str
-    classes: tuple[str, ...] = ()
-    min_params: int = 100_000_000
-
-
-def wrapped_units(model: Llama, wrapping: Wrapping) -> list[list[nn.Module]]:
+def wrapped_units(model: Llama, options: Parallelism) -> list[list[nn.Module]]:
     """Units of one module each, in forward order; a module inside another comes after it.
+
+    By ``fsdp_wrap_policy``: "class" makes one of each module of ``fsdp_wrap_classes``, "size" of each with
+    ``fsdp_min_num_params`` parameters that are in no smaller unit.
 
     A module that activation checkpointing or torch.compile has wrapped is a unit with its wrapper.
     """
     kept = root_modules(model)
-    if wrapping.policy == "class":
-        units = modules_of_class(model, wrapping.classes, kept)
+    if options.fsdp_wrap_policy == "class":
+        units = modules_of_class(model, options.fsdp_wrap_classes, kept)
     else:
-        units = modules_of_size(model, wrapping.min_params, kept)
+        units = modules_of_size(model, options.fsdp_min_num_params, kept)
     return [[unit] for unit in units]
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from toolkit.config.parallelism import Parallelism
 from toolkit.distributed.dtensor import clean_name
 from toolkit.models.llama.model import Llama
-from toolkit.parallel.fsdp import Sharding, begin_micro_batch
+from toolkit.parallel.fsdp import begin_micro_batch
 from toolkit.parallel.mesh import Mesh
 
 if TYPE_CHECKING:  # read only by runs that split sequences
@@ -94,15 +95,15 @@ class ModelParts(ABC):
 class SingleModel(ModelParts):
     """The whole model on this rank; micro-batches one after the other."""
 
-    def __init__(self, model: Llama, mesh: Mesh, shards: SequenceShards | None, sharding: Sharding):
+    def __init__(self, model: Llama, mesh: Mesh, shards: SequenceShards | None, options: Parallelism):
         super().__init__([model], mesh, shards)
         self.model = model
-        self.sharding = sharding
+        self.options = options
 
     def backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=scale.device)
         for index, batch in enumerate(batches):
-            begin_micro_batch(self.model, self.sharding, last=index == len(batches) - 1)
+            begin_micro_batch(self.model, self.options, last=index == len(batches) - 1)
             loss = self._forward(batch)
             (loss * scale.to(loss.dtype)).backward()
             total += loss.detach()

@@ -2,61 +2,66 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism
 from toolkit.models.llama.model import Llama
 from toolkit.models.llama.sharding import fsdp_units, tensor_plan
-from toolkit.parallel.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpoint
-from toolkit.parallel.fsdp import Sharding, apply_fsdp
+from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
+from toolkit.parallel.fsdp import apply_fsdp
 from toolkit.parallel.mesh import Mesh
 
-if TYPE_CHECKING:  # read only by runs that use them
-    from toolkit.parallel.compile import Compiling
+if TYPE_CHECKING:  # read only by runs that use it
     from toolkit.parallel.context_parallel import SequenceShards
-    from toolkit.parallel.fsdp_wrap import Wrapping
 
 
 def parallelize(
     model: Llama,
     mesh: Mesh,
     *,
-    checkpointing: ActivationCheckpointing,
-    compiling: Compiling | None,
-    wrapping: Wrapping | None,
-    sharding: Sharding,
+    parallelism: Parallelism,
+    checkpointing: ActivationCheckpoint,
+    compiling: Compile,
+    precision: MixedPrecisionPolicy,
+    cpu_offload: bool = False,
     shards: SequenceShards | None = None,
     ring: bool = False,
-    loss_parallel: bool = True,
+    pareto_folder: Path | None = None,
 ) -> None:
     """Make ``model``, or a pipeline stage of it, a sharded one, in place. ``fully_shard`` is applied at every
     size, 1 included.
 
-    ``compiling`` None is eager, ``wrapping`` None the model's own units, ``shards`` None whole sequences,
-    of which ``ring`` hands keys and values from rank to rank.
+    ``shards`` None are whole sequences; ``ring`` hands keys and values of parts from rank to rank.
     """
     if mesh.tp:
         from toolkit.parallel.tensor_parallel import apply_tensor_parallel
 
-        apply_tensor_parallel(model, tensor_plan(loss_parallel=loss_parallel), mesh.tp)
+        apply_tensor_parallel(
+            model, tensor_plan(loss_parallel=not parallelism.disable_loss_parallel), mesh.tp
+        )
     if shards:
         from toolkit.parallel.context_parallel import apply_context_parallel
 
         assert mesh.cp
         apply_context_parallel(model, shards, mesh.cp, ring=ring)
     # torch 2.13 cannot compile a whole checkpointed block of DTensors; around the compiled block it can be.
-    outside = bool(mesh.tp) and checkpointing.mode in ("full", "selective")
+    outside = bool(mesh.tp) and checkpointing.mode in ("full", "selective") and not checkpointing.by_operator
     if not outside:
-        apply_activation_checkpoint(model.layers, checkpointing)
-    if compiling:
+        apply_activation_checkpoint(model.layers, checkpointing, pareto_folder=pareto_folder)
+    if compiling.enable:
         from toolkit.parallel.compile import apply_compile
 
-        apply_compile(model, compiling, mesh.tp.get_group() if mesh.tp else None)
+        asynchronous = mesh.tp and parallelism.enable_async_tensor_parallel
+        apply_compile(model, compiling, mesh.tp.get_group() if mesh.tp and asynchronous else None)
     if outside:
-        apply_activation_checkpoint(model.layers, checkpointing)
-    if wrapping:
+        apply_activation_checkpoint(model.layers, checkpointing, pareto_folder=pareto_folder)
+    if parallelism.fsdp_wrap_policy == "block":
+        units = fsdp_units(model)
+    else:
         from toolkit.parallel.fsdp_wrap import wrapped_units
 
-        units = wrapped_units(model, wrapping)
-    else:
-        units = fsdp_units(model)
-    apply_fsdp(model, units, mesh.fsdp, sharding)
+        units = wrapped_units(model, parallelism)
+    apply_fsdp(model, units, mesh.fsdp, parallelism, precision=precision, cpu_offload=cpu_offload)

@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape
+from toolkit.distributed.process_group import DTYPES
 from toolkit.models.llama.model import Llama
-from toolkit.parallel.fsdp import Sharding
+from toolkit.parallel.dims import reshard_after_forward
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.pipeline_parallel import TIED, Pipeline
@@ -56,7 +57,7 @@ class StepWork:
     micro-batch that it has, those of all ranks of its tp group. ``shards`` names the ranks of FSDP."""
 
     config: Config
-    how: Sharding
+    param_dtype: torch.dtype
     shards: str
     pipeline: bool
     passes: list[list[str]]
@@ -65,24 +66,24 @@ class StepWork:
     @property
     def size(self) -> int:
         """Bytes of a number that is computed with."""
-        return self.how.param_dtype.itemsize
+        return self.param_dtype.itemsize
 
     @property
     def precise_size(self) -> int:
         """Bytes of a number where 16 bits would not do."""
-        return torch.promote_types(self.how.param_dtype, torch.float32).itemsize
+        return torch.promote_types(self.param_dtype, torch.float32).itemsize
 
     def reductions(self, passes: Sequence[str]) -> int:
         """How often gradients are reduced in these passes."""
-        return passes.count("F") if self.how.sync_each_batch and not self.pipeline else 1
+        return passes.count("F") if self.config.parallelism.fsdp_sync_each_batch and not self.pipeline else 1
 
 
 def exchanges(
-    model_parts: ModelParts, config: Config, mesh: Mesh, batch: BatchShape, how: Sharding
+    model_parts: ModelParts, config: Config, mesh: Mesh, batch: BatchShape, param_dtype: torch.dtype
 ) -> Iterator[Exchange]:
     """The exchanges of this rank in a step; without those among a single rank. The model may lie on the meta
     device, and the group be one that sends nothing."""
-    work = _work(model_parts, config, mesh, batch, how)
+    work = _work(model_parts, config, mesh, batch, param_dtype)
     found = [Exchange(WORLD, "all_reduce", tuple(range(dist.get_world_size())), _SCALARS)]
     for model, passes in zip(model_parts.models, work.passes, strict=True):
         for record in _units(model):
@@ -104,12 +105,14 @@ def _ranks(group: Any) -> tuple[int, ...]:
 # What is computed, in which order
 
 
-def _work(model_parts: ModelParts, config: Config, mesh: Mesh, batch: BatchShape, how: Sharding) -> StepWork:
+def _work(
+    model_parts: ModelParts, config: Config, mesh: Mesh, batch: BatchShape, param_dtype: torch.dtype
+) -> StepWork:
     length = config.training.seq_len // (mesh.cp.size() if mesh.cp else 1)
     shards = "dp_shard × cp" if mesh.cp else "dp_shard"
     if not isinstance(model_parts, Pipeline):
         passes = [["F", "B"] * batch.accumulation]
-        return StepWork(config, how, shards, False, passes, batch.local * length)
+        return StepWork(config, param_dtype, shards, False, passes, batch.local * length)
     count = batch.local * batch.accumulation // model_parts.micro_batch
     schedule = model_parts.new_schedule(count, length)
     order = getattr(schedule, "pipeline_order_with_comms", None)
@@ -119,7 +122,7 @@ def _work(model_parts: ModelParts, config: Config, mesh: Mesh, batch: BatchShape
         stages_left = model_parts.last + 1 - model_parts.rank
         ahead = count if model_parts.schedule_name == "GPipe" else min(count, stages_left)
         passes = [["F"] * ahead + ["B", "F"] * (count - ahead) + ["B"] * ahead]
-    return StepWork(config, how, shards, True, passes, model_parts.micro_batch * length)
+    return StepWork(config, param_dtype, shards, True, passes, model_parts.micro_batch * length)
 
 
 def _of_stage(actions: Sequence[Any], stage: int) -> list[str]:
@@ -152,7 +155,7 @@ def _of_unit(record: Any, passes: Sequence[str], work: StepWork) -> Iterator[Exc
     if partly:
         ranks = _ranks(fewer.shard_process_group)
         yield Exchange(work.shards, "all_gather", ranks, partly * whole * work.size)
-    reduced = work.how.reduce_dtype.itemsize
+    reduced = DTYPES[work.config.training.mixed_precision_reduce].itemsize
     yield Exchange(work.shards, "reduce_scatter", shard, work.reductions(passes) * whole * reduced)
     if hasattr(info, "replicate_process_group"):
         replicas = _ranks(info.replicate_process_group)
@@ -163,7 +166,7 @@ def _gathers(record: Any, passes: Sequence[str], work: StepWork) -> tuple[int, i
     """How often the unit is gathered from all its ranks, and from the fewer that keep it after a forward."""
     frees = record.post_forward_mesh_info is not None
     over_fewer = frees and record.post_forward_mesh_info is not record.mesh_info
-    to_the_end = work.pipeline or work.how.reshard_after_forward == "never"
+    to_the_end = work.pipeline or reshard_after_forward(work.config.parallelism) == "never"
     held, wholly, partly = "shard", 0, 0
     for step in passes:
         backward = step in ("B", "I", "W")
@@ -217,8 +220,12 @@ def _tensor(
     yield Exchange("tp", "all_gather", ranks, (once + repeated) * hidden)
     yield Exchange("tp", "reduce_scatter", ranks, (once + scattered) * hidden)
     # Gradients of norms are shares until they are reduced, and accumulate as such.
-    each_batch = work.how.sync_each_batch or batches == 1
-    size = work.size if each_batch and not work.pipeline else work.how.reduce_dtype.itemsize
+    each_batch = config.parallelism.fsdp_sync_each_batch or batches == 1
+    size = (
+        work.size
+        if each_batch and not work.pipeline
+        else DTYPES[config.training.mixed_precision_reduce].itemsize
+    )
     norms = 2 * len(model.layers) + (model.norm is not None)
     yield Exchange("tp", "all_reduce", ranks, reductions * norms * model.args.dim * size)
     if model.output is not None:

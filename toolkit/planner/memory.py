@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from toolkit.build import build_model, model_optimizer, sharding
+from toolkit.build import build_model, model_optimizer
 from toolkit.config import Config
 from toolkit.data.batch_size import batch_shape
 from toolkit.distributed.dtensor import clean_name
@@ -84,9 +84,8 @@ def holding(
         config = config.model_copy(update={"parallelism": gathers})
     with _pretended(rank, layout.world_size):
         device = torch.device("cpu")
-        how = sharding(config, param_dtype=param_dtype)
         mesh = build_mesh(device, **asdict(layout))
-        model_parts = build_model(config, args, mesh, device, how=how, seed=0, storage=False)
+        model_parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
         named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
         training = config.training
         batch = batch_shape(
@@ -100,7 +99,7 @@ def holding(
             parts=[_part(name, parameter) for name, parameter in named],
             units=list(_units(model_parts)),
             optimizer_bytes=_optimizer_bytes(config, named),
-            exchanges=list(exchanges(model_parts, config, mesh, batch, how)),
+            exchanges=list(exchanges(model_parts, config, mesh, batch, param_dtype)),
         )
 
 
