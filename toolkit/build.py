@@ -1,4 +1,4 @@
-"""From a configuration and a mesh to a sharded, initialised model and its optimizer.
+"""From a configuration and a mesh to a sharded, initialised model.
 
 The model is made on the meta device, sharded there, and only then given storage, so that no rank
 ever holds more than its shards.
@@ -17,7 +17,6 @@ from toolkit.config import Config
 from toolkit.distributed.process_group import DTYPES, native_dtype
 from toolkit.models.llama.args import LlamaArgs, attention_choice
 from toolkit.models.llama.model import Llama, init_rule
-from toolkit.optim.optimizer import NamedParameters, build_optimizer
 from toolkit.parallel.dims import takes_ring
 from toolkit.parallel.fsdp import mixed_precision
 from toolkit.parallel.init_weights import initialize
@@ -158,23 +157,3 @@ def load_hugging_face(
     tensors: dict[str, Tensor] = dict(model_parts.named_parameters())
     load_weights(source, tensors, broadcast_from_rank_0=broadcast, group=group)
     model_parts.refresh_tied_copies(tensors, dict(model_parts.tied_copies()))
-
-
-def model_optimizer(
-    config: Config, parameters: NamedParameters, *, implementation: str = "", in_backward: bool | None = None
-) -> torch.optim.Optimizer:
-    """The optimizer that ``config`` asks for, of ``parameters``; the last two are for other choices of what
-    changes no state."""
-    options = config.optimizer
-    return build_optimizer(
-        parameters,
-        name=options.name,
-        lr=options.lr,
-        beta1=options.beta1,
-        beta2=options.beta2,
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        implementation=implementation or options.implementation,
-        no_decay=options.no_decay,
-        step_in_backward=options.early_step_in_backward if in_backward is None else in_backward,
-    )

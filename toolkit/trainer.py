@@ -18,7 +18,6 @@ from toolkit.build import (
     build_model,
     compiles,
     compute_dtype,
-    model_optimizer,
 )
 from toolkit.checkpointer import Checkpointer, TrainState, pretrained_folder
 from toolkit.config import Config
@@ -48,6 +47,7 @@ from toolkit.metrics.startup_timer import Phases
 from toolkit.metrics.summary import summary
 from toolkit.models.registry import model_args
 from toolkit.optim.lr_scheduler import cut_to_fit, learning_rate
+from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
 from toolkit.train_step import StepResult, TrainStep
@@ -161,7 +161,7 @@ class Trainer:
             config, self.args, self.mesh, self.device, param_dtype=self.param_dtype, seed=seed
         )
         parameters = [*self.model_parts.named_parameters(), *self.model_parts.tied_copies()]
-        self.optimizer = model_optimizer(config, parameters)
+        self.optimizer = build_optimizer(parameters, config.optimizer)
         self.train_step = TrainStep(
             self.model_parts, self.optimizer, max_norm=config.training.max_norm, device=self.device
         )
@@ -279,18 +279,12 @@ class Trainer:
         return self._finished() if state.step == self.total_steps else self._stopped(request)
 
     def _rate(self) -> float:
-        options = self.config.lr_scheduler
         return learning_rate(
             self.train_state.step - self.train_state.schedule_start - 1,
+            self.config.lr_scheduler,
             lr=self.config.optimizer.lr,
-            total_steps=options.total_steps or self.total_steps,
-            warmup_steps=options.warmup_steps,
-            warmup_ratio=options.warmup_ratio,
-            decay_ratio=options.decay_ratio,
-            decay_type=options.decay_type,
-            min_lr_factor=options.min_lr_factor,
-            step_size=options.step_size or self.steps_an_epoch,
-            gamma=options.gamma,
+            total_steps=self.total_steps,
+            steps_an_epoch=self.steps_an_epoch,
         )
 
     def _validation_due(self, last: bool) -> bool:
@@ -342,18 +336,13 @@ class Trainer:
     def _startup_messages(self) -> Iterator[str]:
         """Tell what the preflight cannot know, since it needs the tokenised corpus: its length, and the
         shares of a mixture in the samples of all steps."""
-        epochs, options = self.config.training.epochs, self.config.lr_scheduler
+        epochs = self.config.training.epochs
         if epochs:
             yield (
                 f"{self.total_steps} steps: training.epochs {epochs}, "
                 f"{self.loader.epoch_samples:,} samples each"
             )
-            yield from cut_to_fit(
-                total_steps=options.total_steps or self.total_steps,
-                warmup_steps=options.warmup_steps,
-                warmup_ratio=options.warmup_ratio,
-                decay_ratio=options.decay_ratio,
-            )
+            yield from cut_to_fit(self.config.lr_scheduler, self.total_steps)
         if self.loader.mixture:
             yield self.loader.mixture.describe(self.total_steps * self.batch.total)
 

@@ -6,14 +6,14 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolkit.config.training import LRScheduler
 from toolkit.optim.lr_scheduler import DECAYS, cut_to_fit, learning_rate, warmup_length
 
 
 def _rate(step, **changes):
-    options = dict(
-        lr=1.0, total_steps=10, warmup_steps=2, decay_ratio=None, decay_type="linear", min_lr_factor=0.0
-    )
-    return learning_rate(step, **(options | changes))
+    run = {"lr": 1.0, "total_steps": 10}
+    run |= {key: changes.pop(key) for key in [*changes] if key in (*run, "steps_an_epoch")}
+    return learning_rate(step, LRScheduler(**({"warmup_steps": 2} | changes)), **run)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_step_is_torchs_step_lr():
 @given(samples=st.integers(1, 10**6), batch=st.integers(1, 4096), epoch=st.integers(1, 200))
 def test_the_rate_falls_with_the_first_step_after_an_epoch(samples, batch, epoch):
     """In whole numbers: ``step`` batches hold ``epoch`` epochs just when step · batch ≥ epoch · samples."""
-    options = {"warmup_steps": 0, "decay_type": "step", "step_size": samples / batch, "gamma": 0.5}
+    options = {"warmup_steps": 0, "decay_type": "step", "steps_an_epoch": samples / batch, "gamma": 0.5}
     first = -(-epoch * samples // batch)
     for step in (first - 1, first):
         assert _rate(step, **options) == 0.5 ** (step * batch // samples)
@@ -152,7 +152,7 @@ def test_endless_shapes_do_not_depend_on_the_length_of_the_run():
 )
 def test_a_warm_up_by_ratio_is_rounded_up_to_a_step(total, ratio, steps):
     """100 · 0.07 is a little more than 7 in binary, which is no eighth step."""
-    assert warmup_length(total_steps=total, warmup_steps=99, warmup_ratio=ratio) == steps
+    assert warmup_length(LRScheduler(warmup_steps=99, warmup_ratio=ratio), total) == steps
     options = {"total_steps": total, "decay_ratio": 0.0}
     for step in range(total):
         by_ratio = _rate(step, warmup_ratio=ratio, **options)
@@ -161,7 +161,8 @@ def test_a_warm_up_by_ratio_is_rounded_up_to_a_step(total, ratio, steps):
 
 def test_says_what_is_cut():
     def cuts(total, warmup, ratio=None, decay=None):
-        return cut_to_fit(total_steps=total, warmup_steps=warmup, warmup_ratio=ratio, decay_ratio=decay)
+        options = LRScheduler(warmup_steps=warmup, warmup_ratio=ratio, decay_ratio=decay)
+        return cut_to_fit(options, total)
 
     assert cuts(100, 20, decay=0.8) == cuts(100, 200, ratio=0.2) == []
     assert "warmup_steps 200 is cut to the 100 steps" in cuts(100, 200)[0]

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from toolkit.config.training import Optimizer
 from toolkit.optim.grad_clip import global_norm
 from toolkit.optim.optimizer import IMPLEMENTATIONS, OPTIMIZERS, build_optimizer, optimizer_tensors
 
@@ -21,7 +22,8 @@ def _step(model, optimizer, step):
 
 
 def _make(model, implementation, **options):
-    return build_optimizer(model.named_parameters(), **OPTIONS | options, implementation=implementation)
+    table = Optimizer(**OPTIONS | options, implementation=implementation)
+    return build_optimizer(model.named_parameters(), table)
 
 
 def test_implementations_ask_torch_for_their_kernels():
@@ -53,7 +55,9 @@ def test_adam_adds_the_decay_to_the_gradient_and_adamw_does_not():
     for name, expected in (("Adam", 2.0 - 1e-2), ("AdamW", 2.0 * (1 - 1e-2 * 0.9) + 1e-2)):
         parameter = nn.Parameter(torch.tensor([2.0]))
         options = OPTIONS | {"weight_decay": 0.9}
-        optimizer = build_optimizer([("w", parameter)], **options, name=name, implementation="for-loop")
+        optimizer = build_optimizer(
+            [("w", parameter)], Optimizer(**options, name=name, implementation="for-loop")
+        )
         parameter.grad = torch.tensor([-1.0])
         optimizer.step()
         assert parameter.item() == pytest.approx(expected, rel=1e-6), name
@@ -63,13 +67,13 @@ def test_patterns_of_clean_names_are_not_decayed():
     model = _model()
     named = [(f"_orig_mod.{name}", parameter) for name, parameter in model.named_parameters()]
     options = OPTIONS | {"no_decay": ["*.bias", "0.weigh?"]}
-    optimizer = build_optimizer(named, **options, implementation="foreach")
+    optimizer = build_optimizer(named, Optimizer(**options, implementation="foreach"))
     decays = {
         name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]
     }
     assert decays == {"0.weight": 0.0, "0.bias": 0.0, "2.weight": 0.1, "2.bias": 0.0}
     # Nothing that is decayed is left: no empty group, which torch's kernels would choke on.
-    every = build_optimizer(named, **OPTIONS | {"no_decay": ["*"]}, implementation="foreach")
+    every = build_optimizer(named, Optimizer(**OPTIONS, no_decay=["*"], implementation="foreach"))
     assert [group["weight_decay"] for group in every.param_groups] == [0.0]
 
 
@@ -86,7 +90,7 @@ def test_a_step_in_backward_is_the_step_after_it(implementation, name):
     """Bit for bit, each group with its own decay, at a rate that changes."""
     models, norms = [_model(), _model()], [[], []]
     for model, early, found in zip(models, (True, False), norms, strict=True):
-        options = dict(name=name, no_decay=["*.bias"], step_in_backward=early)
+        options = dict(name=name, no_decay=["*.bias"], early_step_in_backward=early)
         optimizer = _make(model, implementation, **options)
         for step in range(3):
             for group in optimizer.param_groups:
@@ -129,7 +133,7 @@ def test_names_are_clean_and_what_is_frozen_has_no_state():
         (f"layers._orig_mod.{name.replace('.', '._checkpoint_wrapped_module.', 1)}", parameter)
         for name, parameter in model.named_parameters()
     ]
-    optimizer = build_optimizer(named, **OPTIONS, implementation="for-loop")
+    optimizer = build_optimizer(named, Optimizer(**OPTIONS, implementation="for-loop"))
     frozen = model[0].weight.clone()
     _step(model, optimizer, 0)
     assert torch.equal(model[0].weight, frozen)
@@ -140,7 +144,7 @@ def test_names_are_clean_and_what_is_frozen_has_no_state():
 
 def test_nothing_to_train_is_an_error():
     with pytest.raises(ValueError):
-        build_optimizer([], **OPTIONS, implementation="fused")
+        build_optimizer([], Optimizer())
 
 
 def test_state_is_never_left_out_of_a_checkpoint_in_silence():

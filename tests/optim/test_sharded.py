@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.helpers import run_world
+from toolkit.config.training import Optimizer
 from toolkit.optim.grad_clip import clip_, global_norm, nonfinite_parameters
 from toolkit.optim.optimizer import IMPLEMENTATIONS, build_optimizer, optimizer_tensors
 
@@ -71,8 +72,8 @@ def _resume_is_bitwise(implementation):
         model = _Odd()
         for unit in (model.a, model.b, model):
             fully_shard(unit)
-        options = dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-        return model, build_optimizer(model.named_parameters(), **options, implementation=implementation)
+        options = Optimizer(lr=1e-2, implementation=implementation)
+        return model, build_optimizer(model.named_parameters(), options)
 
     def steps(model, optimizer, first, last):
         for step in range(first, last):

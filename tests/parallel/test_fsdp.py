@@ -31,6 +31,7 @@ from tests.parallel.sharded import (
     sharded,
     step,
 )
+from toolkit.config.training import Optimizer
 from toolkit.optim.grad_clip import clip_, global_norm
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.fsdp import begin_micro_batch
@@ -102,10 +103,7 @@ def _offloaded_update() -> tuple[bool, bool, float]:
     for offload in (False, True):
         how = replace(EXACT, cpu_offload=offload)
         model = sharded(UNTIED, how)
-        optimizer = build_optimizer(
-            model.named_parameters(), lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1,
-            implementation="fused",
-        )  # fmt: skip
+        optimizer = build_optimizer(model.named_parameters(), Optimizer(lr=1e-2, weight_decay=0.1))
         for _ in range(2):
             step(model, how)
             parameters = list(model.parameters())

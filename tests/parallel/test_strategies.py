@@ -28,6 +28,7 @@ from tests.parallel.sharded import (
     sharded,
     step,
 )
+from toolkit.config.training import Optimizer
 from toolkit.models.llama.model import Llama
 from toolkit.models.llama.sharding import fsdp_units
 from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
@@ -69,15 +70,7 @@ def _measure(name: str) -> dict[str, int]:
     replicate, reshard = STRATEGIES[name]
     how = changed(MIXED, fsdp_reshard_after_forward=reshard, fsdp_sync_each_batch=False)
     model = sharded(UNTIED, how, replicate=replicate, dtype=torch.float32)
-    optimizer = build_optimizer(
-        model.named_parameters(),
-        lr=1e-3,
-        beta1=0.9,
-        beta2=0.95,
-        eps=1e-8,
-        weight_decay=0,
-        implementation="fused",
-    )
+    optimizer = build_optimizer(model.named_parameters(), Optimizer(lr=1e-3, weight_decay=0))
     found: dict[str, int] = {"stored before": gathered_bytes(model)}
     forwards: list[int] = []
     between: list[int] = []

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import math
 
+from toolkit.config.training import LRScheduler
+
 DECAYS = {
     "linear": lambda progress: 1.0 - progress,
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
@@ -27,70 +29,59 @@ DECAYS = {
 }
 
 
-def warmup_length(*, total_steps: int, warmup_steps: int, warmup_ratio: float | None) -> int:
+def warmup_length(options: LRScheduler, total_steps: int) -> int:
     """Steps of warm-up; a ratio takes the place of ``warmup_steps`` and is rounded up, as in Hugging Face.
 
     No more than ``total_steps``.
     """
-    if warmup_ratio is not None:
+    steps = options.warmup_steps
+    if options.warmup_ratio is not None:
         # 100 · 0.07 is 7.000000000000001 in binary; who wrote it means 7.
-        warmup_steps = math.ceil(round(total_steps * warmup_ratio, 6))
-    return min(warmup_steps, total_steps)
+        steps = math.ceil(round(total_steps * options.warmup_ratio, 6))
+    return min(steps, total_steps)
 
 
 def learning_rate(
-    step: int,
-    *,
-    lr: float,
-    total_steps: int,
-    warmup_steps: int,
-    decay_ratio: float | None,
-    decay_type: str,
-    min_lr_factor: float,
-    warmup_ratio: float | None = None,
-    step_size: float = 1.0,
-    gamma: float = 0.85,
+    step: int, options: LRScheduler, *, lr: float, total_steps: int, steps_an_epoch: float = 1.0
 ) -> float:
     """The learning rate of the update that follows ``step`` finished ones (``step`` is 0 for the first).
 
+    The schedule is over the run's ``total_steps`` where the options name no length of its own.
     ``decay_ratio`` is the decaying share of ``total_steps``; None decays right after the warm-up. A
     warm-up longer than the run, or a decay longer than what the warm-up leaves, is cut to fit. The
     schedule has one step more than the run, so that the last update still moves the weights; past
     ``total_steps`` the rate stays at ``lr * min_lr_factor``.
 
-    ``step_size`` need not be whole: an epoch of 12.5 steps ends within the thirteenth, and the rate
-    changes with the fourteenth.
-
-    Raises:
-        KeyError: ``decay_type`` is "constant", "step" or one of ``DECAYS``, and this is none of them.
+    An epoch need not be whole steps: one of 12.5 ends within the thirteenth, and the rate changes with the
+    fourteenth.
     """
-    warmup = warmup_length(total_steps=total_steps, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
+    total_steps = options.total_steps or total_steps
+    warmup = warmup_length(options, total_steps)
     ramp = (step + 1) / warmup if step < warmup else 1.0
-    if decay_type == "constant":
+    if options.decay_type == "constant":
         return lr * ramp
-    if decay_type == "step":
+    if options.decay_type == "step":
+        size = options.step_size or steps_an_epoch
         # 9 steps of 9/7 steps an epoch are 7 epochs, and 6.999999999999999 in binary.
-        return lr * ramp * gamma ** math.floor(step / step_size + 1e-9)
+        return lr * ramp * options.gamma ** math.floor(step / size + 1e-9)
     decay = total_steps - warmup
-    if decay_ratio is not None:
-        decay = min(round(total_steps * decay_ratio), decay)
+    if options.decay_ratio is not None:
+        decay = min(round(total_steps * options.decay_ratio), decay)
     decay_start = total_steps + 1 - decay
     if step < decay_start:
         return lr * ramp
     progress = min(1.0, (step + 1 - decay_start) / decay) if decay else 1.0
-    return lr * (min_lr_factor + (1.0 - min_lr_factor) * DECAYS[decay_type](progress))
+    least = options.min_lr_factor
+    return lr * (least + (1.0 - least) * DECAYS[options.decay_type](progress))
 
 
-def cut_to_fit(
-    *, total_steps: int, warmup_steps: int, warmup_ratio: float | None, decay_ratio: float | None
-) -> list[str]:
-    """Say which part of the schedule is longer than the run, and what is left of it."""
-    if warmup_ratio is None and warmup_steps > total_steps:
-        return [f"lr_scheduler.warmup_steps {warmup_steps} is cut to the {total_steps} steps of the run"]
-    warmup = warmup_length(total_steps=total_steps, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
-    decay, left = round(total_steps * (decay_ratio or 0)), total_steps - warmup
+def cut_to_fit(options: LRScheduler, total_steps: int) -> list[str]:
+    """Say which part of the schedule is longer than the run of ``total_steps``, and what is left of it."""
+    total_steps, steps = options.total_steps or total_steps, options.warmup_steps
+    if options.warmup_ratio is None and steps > total_steps:
+        return [f"lr_scheduler.warmup_steps {steps} is cut to the {total_steps} steps of the run"]
+    ratio = options.decay_ratio
+    decay, left = round(total_steps * (ratio or 0)), total_steps - warmup_length(options, total_steps)
     if decay > left:
-        return [
-            f"lr_scheduler.decay_ratio {decay_ratio} is {decay} steps, cut to the {left} after the warm-up"
-        ]
+        return [f"lr_scheduler.decay_ratio {ratio} is {decay} steps, cut to the {left} after the warm-up"]
     return []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from toolkit.config.training import Optimizer as OptimizerOptions
 from toolkit.distributed.dtensor import clean_name
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -42,34 +43,21 @@ def parameter_groups(
     return [{"params": named, "weight_decay": decay} for decay, named in groups.items() if named]
 
 
-def build_optimizer(
-    parameters: NamedParameters,
-    *,
-    name: str = "AdamW",
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    implementation: str,
-    no_decay: Sequence[str] = (),
-    step_in_backward: bool = False,
-) -> Optimizer:
-    """An optimizer over the trainable ones of ``parameters`` (plain or DTensor).
+def build_optimizer(parameters: NamedParameters, options: OptimizerOptions) -> Optimizer:
+    """Build the optimizer of ``options`` over the trainable ones of ``parameters`` (plain or DTensor).
 
     ``implementation``: "for-loop" updates one tensor at a time, "foreach" a list of them in few
     kernels, "fused" all of it in one; they differ in speed and rounding only. ``no_decay`` are patterns
-    of names to leave without weight decay. With ``step_in_backward`` the update happens there, see
+    of names to leave without weight decay. With ``early_step_in_backward`` the update happens there, see
     :class:`toolkit.optim.optimizer_in_backward.StepInBackward`.
 
     Raises:
-        KeyError: ``name`` or ``implementation`` is not one of those above.
         ValueError: nothing is trainable, or a number is out of its range (torch's own checks).
     """
-    groups = parameter_groups(parameters, weight_decay=weight_decay, no_decay=no_decay)
-    kernels = IMPLEMENTATIONS[implementation]
-    optimizer = OPTIMIZERS[name](groups, lr=lr, betas=(beta1, beta2), eps=eps, **kernels)
-    if not step_in_backward:
+    groups = parameter_groups(parameters, weight_decay=options.weight_decay, no_decay=options.no_decay)
+    kernels, betas = IMPLEMENTATIONS[options.implementation], (options.beta1, options.beta2)
+    optimizer = OPTIMIZERS[options.name](groups, lr=options.lr, betas=betas, eps=options.eps, **kernels)
+    if not options.early_step_in_backward:
         return optimizer
     from toolkit.optim.optimizer_in_backward import StepInBackward
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from toolkit.build import build_model, model_optimizer
+from toolkit.build import build_model
 from toolkit.config import Config
 from toolkit.data.batch_size import batch_shape
 from toolkit.distributed.dtensor import clean_name
 from toolkit.models.llama.args import LlamaArgs
-from toolkit.optim.optimizer import optimizer_tensors
+from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
 from toolkit.parallel.dims import ParallelDims, takes_ring
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import ModelParts
@@ -125,7 +125,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _optimizer_bytes(config: Config, named: Sequence[tuple[str, nn.Parameter]]) -> int:
     # The kernels differ in speed alone, and the fused ones are for devices that compute.
-    optimizer = model_optimizer(config, named, implementation="for-loop", in_backward=False)
+    changes = {"implementation": "for-loop", "early_step_in_backward": False}  # which change no state
+    options = config.optimizer.model_copy(update=changes)
+    optimizer = build_optimizer(named, options)
     return sum(_local(tensor).nbytes for tensor in optimizer_tensors(named, optimizer).values())
 
 

@@ -148,12 +148,7 @@ def optim_notes(run: PlannedRun) -> list[str]:
         said.append(f"training.epochs {training.epochs} replaces training.steps {training.steps} ({where})")
     steps = schedule.total_steps or (None if training.epochs else training.steps)
     if steps:  # those of an epoch are known once the corpus is open
-        said += cut_to_fit(
-            total_steps=steps,
-            warmup_steps=schedule.warmup_steps,
-            warmup_ratio=schedule.warmup_ratio,
-            decay_ratio=schedule.decay_ratio,
-        )
+        said += cut_to_fit(schedule, steps)
     if optimizer.no_decay and optimizer.weight_decay == 0:
         said.append("optimizer.no_decay does nothing: weight_decay is 0")
     if optimizer.early_step_in_backward and run.mesh and run.mesh.dp_replicate > 1:
