@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from toolkit.hardware import cores
-from toolkit.models.llama.attention import AttentionBackend, attention_backend
+from toolkit.models.common.attention import AttentionBackend, attention_backend
 
 BACKENDS = {"cuda": ("sdpa", "flash", "flex", "varlen"), "cpu": ("sdpa", "flash")}
 LACKS = {

@@ -24,8 +24,9 @@ from tests.models.test_transformers import theirs
 from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator
 from toolkit.hardware import cores
-from toolkit.models.llama.args import LlamaArgs, resolve
-from toolkit.models.llama.model import Llama
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.llama.args import resolve
 
 SHAPES = {
     "125M": resolve(
@@ -44,11 +45,11 @@ Make = Callable[[int], None]
 """Generates so many tokens."""
 
 
-def model_of(args: LlamaArgs, dtype: torch.dtype, device: torch.device) -> Llama:
+def model_of(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Random weights; norms of one."""
     generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):
-        model = Llama(args)
+        model = Decoder(args)
     model.to(dtype).to_empty(device="cpu").requires_grad_(False)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
@@ -58,7 +59,7 @@ def model_of(args: LlamaArgs, dtype: torch.dtype, device: torch.device) -> Llama
     return model.to(device)
 
 
-def makers(args: LlamaArgs, dtype: torch.dtype, device: torch.device, rows: int, length: int) -> list[Make]:
+def makers(args: ModelArgs, dtype: torch.dtype, device: torch.device, rows: int, length: int) -> list[Make]:
     """Of ours, then of transformers'."""
     model = model_of(args, dtype, device)
     reference = theirs(model.cpu()).to(dtype).to(device).eval()

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.preflight.bad_runs import TOKENIZER
 from toolkit.errors import EXIT_DATA
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.init import init_rule
 from toolkit.models.llama.args import resolve
-from toolkit.models.llama.model import Llama, init_rule
 from toolkit.models.llama.state_dict_adapter import hf_row_order, reorders_rows, to_hf
 from toolkit.parallel.init_weights import initialize
 from toolkit.weights import fill
@@ -30,7 +31,7 @@ def test_weights_are_those_of_a_run_and_transformers_finds_them(name: str, tmp_p
     files = ["--tokenizer", str(TOKENIZER), "--max-bytes", "3000000"]
     assert main([str(out), "--name", name, "--flavor=debugmodel", "--seed=3", *flags, *files]) == 0
 
-    model = Llama(resolve(name, "debugmodel", tokenizer_vocab=4096, **SHAPE))
+    model = Decoder(resolve(name, "debugmodel", tokenizer_vocab=4096, **SHAPE))
     initialize(model.named_parameters(), 3, lambda parameter: init_rule(parameter, model.args))
     found = {}
     for path in sorted(out.glob("*.safetensors")):

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from toolkit.config import Config
 from toolkit.distributed.process_group import DTYPES, native_dtype
-from toolkit.models.llama.args import LlamaArgs, attention_choice
-from toolkit.models.llama.model import Llama, init_rule
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.attention_choice import attention_choice
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.init import init_rule
 from toolkit.parallel.dims import takes_ring
 from toolkit.parallel.fsdp import mixed_precision
 from toolkit.parallel.init_weights import initialize
@@ -60,7 +62,7 @@ def _shards(config: Config, mesh: Mesh) -> SequenceShards | None:
 
 def build_model(
     config: Config,
-    args: LlamaArgs,
+    args: ModelArgs,
     mesh: Mesh,
     device: torch.device,
     *,
@@ -83,7 +85,7 @@ def build_model(
     models = []
     for stage in stages.of_ranks[mesh.pp.get_local_rank()] if mesh.pp else [0]:
         with torch.device("meta"):
-            model = Llama(
+            model = Decoder(
                 args,
                 attention=_attention(config, device),
                 loss_chunk_tokens=config.training.loss_chunk_tokens,
@@ -114,7 +116,7 @@ def build_model(
 
 def _model_parts(
     config: Config,
-    models: list[Llama],
+    models: list[Decoder],
     stages: Stages,
     mesh: Mesh,
     shards: SequenceShards | None,

@@ -28,8 +28,8 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_FINISHED, ToolkitError, flags_named, report
 from toolkit.io import standard_streams
 from toolkit.io.tensor_file import whole
-from toolkit.models.llama.args import LlamaArgs, parameter_count, parameter_shapes
-from toolkit.models.llama.model import init_rule
+from toolkit.models.common.args import ModelArgs, parameter_count, parameter_shapes
+from toolkit.models.common.init import init_rule
 from toolkit.models.registry import model_args, model_named
 from toolkit.parallel.init_weights import initial_rows
 from toolkit.weights.hf_assets import Companions, tokenizer_companions
@@ -43,7 +43,7 @@ class InitialWeights:
     ``place`` is a folder that stands for them.
     """
 
-    def __init__(self, args: LlamaArgs, *, dtype: torch.dtype, seed: int, place: Path):
+    def __init__(self, args: ModelArgs, *, dtype: torch.dtype, seed: int, place: Path):
         self.args, self.dtype, self.seed, self.place = args, dtype, seed, place
         self.tensors: Mapping[str, Stored] = {
             name: Stored(shape, dtype) for name, shape in parameter_shapes(args).items()

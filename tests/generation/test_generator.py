@@ -16,7 +16,7 @@ from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator
 from toolkit.generation.kv_cache import KVCache
 from toolkit.generation.sampling import Sampling
-from toolkit.models.llama.model import Llama
+from toolkit.models.common.decoder import Decoder
 
 ARGS = small("llama3.1", n_layers=2)
 PROMPTS = [[5], list(range(20)), [7, 8, 9]]
@@ -95,7 +95,7 @@ def test_compiled(generator: Generator, texts: list[list[int]], monkeypatch: pyt
         graphs.append(graph)
         return graph.forward
 
-    def compiler(model: Llama) -> Any:
+    def compiler(model: Decoder) -> Any:
         return torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
 
     monkeypatch.setattr(module, "CAPACITY_STEP", 64)

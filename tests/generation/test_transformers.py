@@ -15,7 +15,7 @@ from tests.models.test_transformers import theirs
 from toolkit.generation.generator import Generator
 from toolkit.generation.load import load_model
 from toolkit.generation.sampling import Sampling
-from toolkit.models.llama.model import Llama
+from toolkit.models.common.decoder import Decoder
 
 NEW, FEW = 200, 15
 VOCAB = 308  # divides by tp
@@ -28,7 +28,7 @@ def _prompts() -> list[list[int]]:
     return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def _model(name: str, kv_heads: int) -> Llama:
+def _model(name: str, kv_heads: int) -> Decoder:
     """Blocks that add more than a new model's do, so that texts vary."""
     model = build(small(name, n_kv_heads=kv_heads, vocab_size=VOCAB), torch.float32)
     with torch.no_grad():
@@ -38,7 +38,7 @@ def _model(name: str, kv_heads: int) -> Llama:
     return model
 
 
-def _reference(model: Llama) -> Any:
+def _reference(model: Decoder) -> Any:
     reference = theirs(model)
     reference.generation_config.eos_token_id = None  # no end before NEW tokens
     reference.generation_config.pad_token_id = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit.models.llama.attention import attention_backend
+from toolkit.models.common.attention import attention_backend
 
 ROWS, LENGTH = 2, 200  # more than one of flex's blocks of 128, and no multiple of them
 

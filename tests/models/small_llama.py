@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import torch
 
-from toolkit.models.llama.args import LlamaArgs, resolve
-from toolkit.models.llama.model import Init, Llama, init_rule
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.init import Init, init_rule
+from toolkit.models.llama.args import resolve
 from toolkit.parallel.init_weights import initialize
 
 VOCAB = 307
 
 
-def small(name: str = "llama3.1", **overrides) -> LlamaArgs:
+def small(name: str = "llama3.1", **overrides) -> ModelArgs:
     """A few layers; scaled names get an original context of 64, so that 200 tokens feel all three bands."""
     shape = dict(dim=64, n_layers=3, n_heads=8, n_kv_heads=2, ffn_dim=96, head_dim=32, vocab_size=VOCAB)
     args = resolve(name, "debugmodel", **shape | overrides)
@@ -22,13 +24,13 @@ def small(name: str = "llama3.1", **overrides) -> LlamaArgs:
     return replace(args, rope_scaling=replace(args.rope_scaling, original_max_seq_len=64))
 
 
-def build(args: LlamaArgs, dtype: torch.dtype = torch.float64, **options) -> Llama:
+def build(args: ModelArgs, dtype: torch.dtype = torch.float64, **options) -> Decoder:
     """Random weights with which attention is far from uniform, so that a wrong angle or mask shows."""
 
     def rule(name: str) -> Init:
         return Init(std=0.2) if name.endswith(("wq.weight", "wk.weight")) else init_rule(name, args)
 
-    model = Llama(args, **options).to(dtype)
+    model = Decoder(args, **options).to(dtype)
     initialize(model.named_parameters(), 1, rule)
     return model
 

@@ -4,7 +4,8 @@ import sys
 import pytest
 
 from toolkit.errors import ConfigError
-from toolkit.models.llama.args import PRESETS, RopeScaling, parameter_count, resolve
+from toolkit.models.common.args import RopeScaling, parameter_count
+from toolkit.models.llama.args import PRESETS, resolve
 
 # As published: layers, dim, heads, kv heads, ffn, vocabulary, head dim, theta, context, tied, parameters.
 PUBLISHED = {

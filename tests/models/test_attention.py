@@ -13,8 +13,8 @@ from torch.nn.attention.bias import CausalBias
 from tests.models.attention_cases import LENGTH, PACKED, PACKINGS, ROWS, attend, inputs, with_gradients
 from tests.models.small_llama import build, small, tokens_and_labels
 from tests.models.varlen_on_cpu import give_varlen_a_cpu_kernel
-from toolkit.models.llama.attention import attention_mask, causal_mask, sdpa
-from toolkit.models.llama.attention_varlen import document_bounds, query_bounds
+from toolkit.models.common.attention import attention_mask, causal_mask, sdpa
+from toolkit.models.common.attention_varlen import document_bounds, query_bounds
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -16,11 +16,12 @@ from transformers import AutoConfig, GenerationConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from toolkit.errors import DataError
-from toolkit.models.llama.args import PRESETS, LlamaArgs, RopeScaling, parameter_count
+from toolkit.models.common.args import ModelArgs, RopeScaling, parameter_count
+from toolkit.models.common.rope import rope_frequencies
+from toolkit.models.llama.args import PRESETS
 from toolkit.models.llama.hf_config import args_of, config_json, generation_config_json
-from toolkit.models.llama.model import rope_frequencies
 
-SMALL = LlamaArgs(
+SMALL = ModelArgs(
     dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=100, vocab_size=300, head_dim=32, norm_eps=1e-6,
     rope_theta=5e5, rope_scaling=RopeScaling(32.0, 2.0, 8.0, 1024), max_seq_len=4000, tie_embeddings=True,
 )  # fmt: skip
@@ -34,16 +35,16 @@ def written(folder: Path, fields: dict[str, Any]) -> Path:
     return folder
 
 
-def as_json(args: LlamaArgs = SMALL, **changes: Any) -> dict[str, Any]:
+def as_json(args: ModelArgs = SMALL, **changes: Any) -> dict[str, Any]:
     return config_json(args, dtype="bfloat16", bos=1, eos=[2, 3], pad=None) | changes
 
 
-def without(key: str, args: LlamaArgs = SMALL) -> dict[str, Any]:
+def without(key: str, args: ModelArgs = SMALL) -> dict[str, Any]:
     return {name: value for name, value in as_json(args).items() if name != key}
 
 
 @pytest.mark.parametrize("args", EVERY.values(), ids=EVERY)
-def test_transformers_reads_what_we_write_and_we_what_it_writes(args: LlamaArgs, tmp_path: Path) -> None:
+def test_transformers_reads_what_we_write_and_we_what_it_writes(args: ModelArgs, tmp_path: Path) -> None:
     theirs = AutoConfig.from_pretrained(written(tmp_path, as_json(args)))
     assert isinstance(theirs, LlamaConfig) and theirs.dtype == torch.bfloat16
     assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (1, [2, 3], None)
@@ -80,7 +81,7 @@ def test_an_absent_field_is_what_it_is_for_transformers(key: str, tmp_path: Path
     plain = replace(SMALL, rope_scaling=None)  # for which rope_theta is read without rope_scaling
     args = args_of(written(tmp_path, without(key, plain)))
     theirs = AutoConfig.from_pretrained(tmp_path)
-    assert args == LlamaArgs(
+    assert args == ModelArgs(
         dim=theirs.hidden_size,
         n_layers=theirs.num_hidden_layers,
         n_heads=theirs.num_attention_heads,

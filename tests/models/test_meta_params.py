@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.errors import DataError
-from toolkit.models.llama.args import PRESETS, LlamaArgs, RopeScaling
+from toolkit.models.common.args import ModelArgs, RopeScaling
+from toolkit.models.llama.args import PRESETS
 from toolkit.models.llama.meta_params import args_of, params_json
 
 PUBLISHED = {
@@ -63,7 +64,7 @@ def test_of_a_release_only_metas_fields_are_written(model: tuple[str, str], text
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> LlamaArgs:
+def shapes(draw: st.DrawFn) -> ModelArgs:
     kv, groups, head = draw(st.integers(1, 8)), draw(st.integers(1, 4)), 2 * draw(st.integers(1, 32))
     heads = kv * groups
     dim = draw(st.sampled_from([heads * head, 96, 2048]))
@@ -73,7 +74,7 @@ def shapes(draw: st.DrawFn) -> LlamaArgs:
         4.0,
         draw(st.integers(8, 9000)),
     )
-    return LlamaArgs(
+    return ModelArgs(
         dim=dim,
         n_layers=draw(st.integers(1, 40)),
         n_heads=heads,
@@ -90,7 +91,7 @@ def shapes(draw: st.DrawFn) -> LlamaArgs:
 
 
 @given(args=shapes())
-def test_what_is_written_is_read_again(args: LlamaArgs, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_is_written_is_read_again(args: ModelArgs, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = written(tmp_path_factory.mktemp("params"), params_json(args))
     assert args_of(folder, vocab_size=7) == args
 

@@ -7,13 +7,16 @@ from hypothesis import strategies as st
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.models.small_llama import VOCAB, build, small, tokens_and_labels
-from toolkit.models.llama.args import PRESETS, parameter_count, parameter_names, resolve
-from toolkit.models.llama.attention import attention_mask, sdpa
-from toolkit.models.llama.model import Llama, init_rule, rope_rotations
+from toolkit.models.common.args import parameter_count, parameter_names
+from toolkit.models.common.attention import attention_mask, sdpa
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.init import init_rule
+from toolkit.models.common.rope import rope_rotations
+from toolkit.models.llama.args import PRESETS, resolve
 from toolkit.parallel.init_weights import initialize
 
 
-def gradients(model: Llama, tokens: torch.Tensor, **inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gradients(model: Decoder, tokens: torch.Tensor, **inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
     loss = model(tokens, **inputs)
     loss.backward()
@@ -32,7 +35,7 @@ def assert_same(found: tuple, expected: tuple, tolerance: float) -> None:
 def test_every_preset_on_the_meta_device_has_its_parameter_count(name):
     for flavor, args in PRESETS[name].items():
         with torch.device("meta"):
-            model = Llama(args)
+            model = Decoder(args)
         assert sum(p.numel() for p in model.parameters()) == parameter_count(args), flavor
 
 
@@ -41,8 +44,8 @@ def test_parameter_names_are_metas():
     blocks += ["feed_forward.w1", "feed_forward.w2", "feed_forward.w3", "attention_norm", "ffn_norm"]
     names = {f"layers.{layer}.{part}.weight" for layer in range(3) for part in blocks}
     names |= {"tok_embeddings.weight", "norm.weight", "output.weight"}
-    assert {name for name, _ in Llama(small()).named_parameters()} == names
-    tied = Llama(small("llama3.2"))
+    assert {name for name, _ in Decoder(small()).named_parameters()} == names
+    tied = Decoder(small("llama3.2"))
     assert {name for name, _ in tied.named_parameters()} == names - {"output.weight"}
     assert set(tied.state_dict()) == names - {"output.weight"}
 
@@ -50,7 +53,7 @@ def test_parameter_names_are_metas():
 @pytest.mark.parametrize("name", ["llama3.1", "llama3.2"], ids=["untied", "tied"])
 def test_parameter_names_are_known_without_the_model(name):
     args = small(name)
-    assert parameter_names(args) == [name for name, _ in Llama(args).named_parameters()]
+    assert parameter_names(args) == [name for name, _ in Decoder(args).named_parameters()]
 
 
 def test_a_stage_without_blocks_makes_no_mask(monkeypatch):
@@ -66,7 +69,7 @@ def test_a_stage_without_blocks_makes_no_mask(monkeypatch):
 
 def test_a_tied_head_stays_tied_when_storage_is_replaced():
     with torch.device("meta"):
-        model = Llama(small("llama3.2"))
+        model = Decoder(small("llama3.2"))
     model = model.to_empty(device="cpu").double()
     initialize(model.named_parameters(), 1, lambda name: init_rule(name, model.args))
     tokens, _ = tokens_and_labels(1, 4)
@@ -81,7 +84,7 @@ def test_a_tied_head_stays_tied_when_storage_is_replaced():
 @pytest.mark.parametrize("name", ["llama3", "llama3.2"])
 def test_loss_starts_near_that_of_a_uniform_guess(name):
     args = resolve(name, "debugmodel", vocab_size=4096, n_layers=3)
-    model = Llama(args)
+    model = Decoder(args)
     initialize(model.named_parameters(), 1, lambda parameter: init_rule(parameter, args))
     tokens = torch.randint(4096, (2, 129), generator=torch.Generator().manual_seed(0))
     loss = model(tokens[:, :-1], labels=tokens[:, 1:]).item() / 256

@@ -1,13 +1,13 @@
 import torch
 
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.sharding import fsdp_units
 from toolkit.models.llama.args import resolve
-from toolkit.models.llama.model import Llama
-from toolkit.models.llama.sharding import fsdp_units
 
 
-def build(name: str) -> Llama:
+def build(name: str) -> Decoder:
     with torch.device("meta"):
-        return Llama(resolve(name, "debugmodel", n_layers=3))
+        return Decoder(resolve(name, "debugmodel", n_layers=3))
 
 
 def owned(units) -> list[torch.nn.Parameter]:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from toolkit.models.llama.args import PRESETS, parameter_names, parameter_shapes, resolve
-from toolkit.models.llama.model import Llama
+from toolkit.models.common.args import parameter_names, parameter_shapes
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.llama.args import PRESETS, resolve
 from toolkit.models.llama.state_dict_adapter import from_hf, hf_row_order, reorders_rows, to_hf
 
 
@@ -26,7 +27,7 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
                 tie_word_embeddings=args.tie_embeddings,
             )
         )
-        ours = {name: tuple(parameter.shape) for name, parameter in Llama(args).named_parameters()}
+        ours = {name: tuple(parameter.shape) for name, parameter in Decoder(args).named_parameters()}
     assert parameter_shapes(args) == ours
     expected = {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
     assert {to_hf(name): shape for name, shape in ours.items()} == expected

@@ -7,8 +7,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.models.small_llama import build, small, tokens_and_labels
-from toolkit.models.llama.args import PRESETS, LlamaArgs
-from toolkit.models.llama.model import Llama, rope_frequencies
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.rope import rope_frequencies
+from toolkit.models.llama.args import PRESETS
 
 PARTS = {
     "attention.wq": "self_attn.q_proj",
@@ -24,7 +26,7 @@ PARTS = {
 OUTSIDE = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 
 
-def config(args: LlamaArgs) -> LlamaConfig:
+def config(args: ModelArgs) -> LlamaConfig:
     rope = dict(rope_type="default", rope_theta=args.rope_theta)
     if (scaling := args.rope_scaling) is not None:
         rope |= dict(
@@ -58,7 +60,7 @@ def their_name(name: str) -> str:
     return f"model.layers.{layer}.{PARTS[part]}.weight"
 
 
-def their_layout(name: str, tensor: torch.Tensor, args: LlamaArgs) -> torch.Tensor:
+def their_layout(name: str, tensor: torch.Tensor, args: ModelArgs) -> torch.Tensor:
     """Meta rotates neighbouring rows of a head together, transformers rows half a head apart."""
     if not name.endswith(("wq.weight", "wk.weight")):
         return tensor
@@ -67,7 +69,7 @@ def their_layout(name: str, tensor: torch.Tensor, args: LlamaArgs) -> torch.Tens
     return pairs.transpose(1, 2).reshape(rows, columns)
 
 
-def theirs(model: Llama) -> LlamaForCausalLM:
+def theirs(model: Decoder) -> LlamaForCausalLM:
     reference = LlamaForCausalLM(config(model.args))
     parameters = dict(reference.named_parameters())
     ours = dict(model.named_parameters())

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.models.small_llama import small, tokens_and_labels
 from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism
 from toolkit.distributed.dtensor import clean_name
-from toolkit.models.llama.args import LlamaArgs
-from toolkit.models.llama.model import Init, Llama, init_rule
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.init import Init, init_rule
 from toolkit.parallel.fsdp import begin_micro_batch
 from toolkit.parallel.init_weights import initialize
 from toolkit.parallel.mesh import build_mesh
@@ -65,7 +66,7 @@ EAGER = Compile()
 
 
 def sharded(
-    args: LlamaArgs,
+    args: ModelArgs,
     how: Sharding,
     *,
     replicate: int = 1,
@@ -74,12 +75,12 @@ def sharded(
     compiling: Compile = EAGER,
     dtype: torch.dtype = torch.float64,
     loss_chunk_tokens: int = 2048,
-) -> Llama:
+) -> Decoder:
     """A model over all ranks, with weights under which attention is far from uniform."""
     ranks = dist.get_world_size()
     mesh = build_mesh(torch.device("cpu"), dp_replicate=replicate, dp_shard=ranks // replicate // tp, tp=tp)
     with torch.device("meta"):
-        model = Llama(args, loss_chunk_tokens=loss_chunk_tokens).to(dtype)
+        model = Decoder(args, loss_chunk_tokens=loss_chunk_tokens).to(dtype)
     parallelize(
         model,
         mesh,
@@ -92,7 +93,7 @@ def sharded(
     return fill(model.to_empty(device="cpu"))
 
 
-def fill(model: Llama) -> Llama:
+def fill(model: Decoder) -> Decoder:
     sharp = Init(std=0.2)
     initialize(
         model.named_parameters(),
@@ -102,7 +103,7 @@ def fill(model: Llama) -> Llama:
     return model
 
 
-def step(model: Llama, how: Sharding, accumulation: int = 1, after_forward: Any = None) -> None:
+def step(model: Decoder, how: Sharding, accumulation: int = 1, after_forward: Any = None) -> None:
     """Gradients of :data:`BATCH`, of which each rank takes equally many rows."""
     tokens, labels = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in BATCH)
     for index in range(accumulation):
@@ -125,9 +126,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def plain_gradients(args: LlamaArgs, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def plain_gradients(args: ModelArgs, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """What one process without sharding gets."""
-    model = fill(Llama(args).to(dtype))
+    model = fill(Decoder(args).to(dtype))
     tokens, labels = BATCH
     model(tokens, labels=labels).backward()
     return gradients(model)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from tests.models.small_llama import build, small, tokens_and_labels
 from toolkit.config.parallelism import ActivationCheckpoint, Compile
 from toolkit.distributed.dtensor import clean_name
-from toolkit.models.llama.model import Llama
+from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
 from toolkit.parallel.compile import apply_compile
 
@@ -43,7 +43,7 @@ def afresh():
     apply_activation_checkpoint(torch.nn.ModuleDict(), NONE)
 
 
-def model_with(options: ActivationCheckpoint = NONE, backend: str = "", chunk: int = 0) -> Llama:
+def model_with(options: ActivationCheckpoint = NONE, backend: str = "", chunk: int = 0) -> Decoder:
     model = build(ARGS, torch.float32, loss_chunk_tokens=chunk)
     apply_activation_checkpoint(model.layers, options)
     if backend:
@@ -51,7 +51,7 @@ def model_with(options: ActivationCheckpoint = NONE, backend: str = "", chunk: i
     return model
 
 
-def gradients(model: Llama) -> dict[str, Tensor]:
+def gradients(model: Decoder) -> dict[str, Tensor]:
     model(TOKENS, labels=LABELS, documents=DOCUMENTS).backward()
     found = {clean_name(name): parameter.grad for name, parameter in model.named_parameters()}
     assert None not in found.values()
@@ -131,7 +131,7 @@ def test_what_is_kept(watched: dict[str, tuple[int, Counter[str]]]) -> None:
     assert kept["full"] < kept["every 2nd"] < kept["none"]
 
 
-def _saved_bytes(model: Llama) -> int:
+def _saved_bytes(model: Decoder) -> int:
     """Bytes that autograd keeps of a forward, parameters left out."""
     own = {parameter.data_ptr() for parameter in model.parameters()}
     saved: dict[int, int] = {}

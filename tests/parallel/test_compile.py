@@ -17,7 +17,7 @@ from tests.models.small_llama import build, small, tokens_and_labels
 from tests.training import small_config, small_trainer, weights_digest
 from toolkit.config.parallelism import ActivationCheckpoint, Compile
 from toolkit.distributed.dtensor import clean_name
-from toolkit.models.llama.model import Llama
+from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
 from toolkit.parallel.compile import CompileClock, apply_compile, use_cache
 
@@ -34,7 +34,7 @@ def afresh() -> None:
     counters.clear()
 
 
-def compiled_model(options: Compile, mode: str = "none", chunk: int = 0) -> Llama:
+def compiled_model(options: Compile, mode: str = "none", chunk: int = 0) -> Decoder:
     model = build(ARGS, torch.float32, loss_chunk_tokens=chunk)
     checkpointing = (
         ActivationCheckpoint(mode="selective", selective_ac_option="op")
@@ -46,7 +46,7 @@ def compiled_model(options: Compile, mode: str = "none", chunk: int = 0) -> Llam
     return model
 
 
-def gradients(model: Llama) -> tuple[Tensor, dict[str, Tensor | None]]:
+def gradients(model: Decoder) -> tuple[Tensor, dict[str, Tensor | None]]:
     model.zero_grad()
     loss = model(TOKENS, labels=LABELS, documents=DOCUMENTS)
     loss.backward()

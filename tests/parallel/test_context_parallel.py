@@ -19,7 +19,7 @@ from tests.models.attention_cases import LENGTH, PACKED, PACKINGS, ROWS, attend,
 from tests.models.varlen_on_cpu import give_varlen_a_cpu_kernel
 from tests.parallel.sharded import Collectives
 from tests.training import small_config, small_trainer
-from toolkit.models.llama.attention import AttentionBackend, attention_backend
+from toolkit.models.common.attention import AttentionBackend, attention_backend
 from toolkit.parallel.context_parallel import ContextParallelAttention, SequenceShards
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.ring_attention import RingAttention

@@ -9,16 +9,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from tests.models.small_llama import small
 from toolkit.config.parallelism import Parallelism
-from toolkit.models.llama.args import INNER_CLASSES, WRAP_CLASSES, LlamaArgs
-from toolkit.models.llama.model import Llama
+from toolkit.models.common.args import INNER_CLASSES, WRAP_CLASSES, ModelArgs
+from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.fsdp_wrap import modules_of_size, wrapped_units
 
 UNTIED, TIED = small("llama3.1", n_layers=2), small("llama3.2", n_layers=2)
 
 
-def build(args: LlamaArgs) -> Llama:
+def build(args: ModelArgs) -> Decoder:
     with torch.device("meta"):
-        return Llama(args)
+        return Decoder(args)
 
 
 def by_class(*classes: str) -> Parallelism:
@@ -37,7 +37,7 @@ def names(model: nn.Module, units: list[list[nn.Module]]) -> list[str]:
 def test_the_classes_are_those_of_the_model():
     model = build(UNTIED)
     with_parameters = {type(m).__name__ for m in model.modules() if next(m.parameters(), None) is not None}
-    assert with_parameters - {"Llama", "ModuleDict"} == set(WRAP_CLASSES)
+    assert with_parameters - {"Decoder", "ModuleDict"} == set(WRAP_CLASSES)
     inside = {type(m).__name__ for m in model.layers["0"].modules()} - {"TransformerBlock"}
     assert inside == set(INNER_CLASSES)
 

@@ -9,9 +9,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tests.helpers import run_world
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.init import Init, init_rule
+from toolkit.models.common.sharding import fsdp_units
 from toolkit.models.llama.args import resolve
-from toolkit.models.llama.model import Init, Llama, init_rule
-from toolkit.models.llama.sharding import fsdp_units
 from toolkit.parallel.init_weights import BLOCK_ELEMENTS, initialize
 
 # 2,048 rows of the embedding make a block: 4,099 are three blocks, unevenly over 4 ranks; so are 251.
@@ -20,13 +21,13 @@ SHAPES = {"several blocks": dict(vocab_size=4099, dim=128), "one block": dict(vo
 MATRIX = (3000, 200)
 
 
-def llama(shape: str) -> Llama:
+def llama(shape: str) -> Decoder:
     overrides = dict(n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=100) | SHAPES[shape]
     with torch.device("meta"):
-        return Llama(resolve("llama3", "debugmodel", **overrides))
+        return Decoder(resolve("llama3", "debugmodel", **overrides))
 
 
-def fill(model: Llama, seed: int = 7) -> Llama:
+def fill(model: Decoder, seed: int = 7) -> Decoder:
     model.to_empty(device="cpu")
     initialize(model.named_parameters(), seed, lambda name: init_rule(name, model.args))
     return model

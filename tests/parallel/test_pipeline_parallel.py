@@ -13,7 +13,7 @@ from tests.helpers import run_world
 from tests.meshes import SINCE_2_13
 from tests.models.small_llama import small
 from tests.training import small_config, small_trainer
-from toolkit.models.llama.model import Llama
+from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.pipeline_parallel import Pipeline, cut
 
 SHAPES: dict[str, dict[str, Any]] = {"loop": {"pipeline_parallel_schedule": "1F1B"}}
@@ -23,7 +23,7 @@ if SINCE_2_13:
 
 def _stage(modules: list[str], **overrides: Any) -> list[str]:
     with torch.device("meta"):
-        model = Llama(small(n_layers=3, **overrides))
+        model = Decoder(small(n_layers=3, **overrides))
     cut(model, modules)
     return sorted(
         {

@@ -29,8 +29,8 @@ from tests.parallel.sharded import (
     step,
 )
 from toolkit.config.training import Optimizer
-from toolkit.models.llama.model import Llama
-from toolkit.models.llama.sharding import fsdp_units
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.sharding import fsdp_units
 from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
 
 RANKS = 4
@@ -106,7 +106,7 @@ def _expected(name: str, rank: int) -> dict[str, int]:
     shards = RANKS // replicate
     place = rank % shards
     with torch.device("meta"):
-        model = Llama(UNTIED)
+        model = Decoder(UNTIED)
     stored = whole = 0
     units: list[int] = []
     for unit in fsdp_units(model):
@@ -153,7 +153,7 @@ def _differ_from_ddp() -> list[str]:
     """Names of the gradients that are not DDP's, bit for bit."""
     model = sharded(UNTIED, SINGLE, replicate=2, dtype=torch.float32)
     step(model, SINGLE)
-    plain = fill(Llama(UNTIED))
+    plain = fill(Decoder(UNTIED))
     tokens, labels = (part.chunk(2)[dist.get_rank()] for part in BATCH)
     replicated = DistributedDataParallel(plain)  # its reducer lives as long as it does
     replicated(tokens, labels=labels).backward()

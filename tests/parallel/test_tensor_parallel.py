@@ -34,8 +34,8 @@ from tests.parallel.sharded import (
     sharded,
 )
 from toolkit.loss import cross_entropy_sum, vocabulary_parallel_sum
-from toolkit.models.llama.model import Llama
-from toolkit.models.llama.sharding import tensor_plan
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.sharding import tensor_plan
 from toolkit.optim.grad_clip import global_norm
 from toolkit.optim.optimizer_in_backward import StepInBackward
 from toolkit.parallel.autograd_collectives import gather, reduce_scatter
@@ -99,7 +99,7 @@ def _loss(labels: str, dtype: torch.dtype, scale: float) -> tuple[float, float]:
 # The model
 
 
-def _model(args: Any, *, loss_parallel: bool = True, checkpointing: str = "none", **options: Any) -> Llama:
+def _model(args: Any, *, loss_parallel: bool = True, checkpointing: str = "none", **options: Any) -> Decoder:
     how = changed(EXACT, disable_loss_parallel=not loss_parallel)
     mode = FULL if checkpointing == "full" else KEEP_ALL
     return sharded(args, how, tp=dist.get_world_size(), checkpointing=mode, **options)
@@ -117,7 +117,7 @@ def _logits(tied: bool) -> float:
     """Without labels, and the gradients of a loss that is taken from them."""
     args = TIED if tied else UNTIED
     logits = _model(args)(TOKENS)
-    expected = fill(Llama(args).double())(TOKENS)
+    expected = fill(Decoder(args).double())(TOKENS)
     return _far(logits.detach(), expected.detach())
 
 
@@ -230,7 +230,7 @@ def _same_in_backward() -> bool:
 
 def _refused(plan: dict[str, str], **shape: int) -> str:
     with torch.device("meta"):
-        model = Llama(small(n_layers=1, **{"vocab_size": 308, **shape}))
+        model = Decoder(small(n_layers=1, **{"vocab_size": 308, **shape}))
     try:
         apply_tensor_parallel(model, plan, init_device_mesh("cpu", (TP,)))
     except ValueError as error:

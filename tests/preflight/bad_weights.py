@@ -11,11 +11,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests.preflight.bad_runs import TOKENIZER, Bad, bad, save
-from toolkit.models.llama.args import LlamaArgs, parameter_shapes
+from toolkit.models.common.args import ModelArgs, parameter_shapes
 from toolkit.models.llama.hf_config import config_json
 from toolkit.models.llama.state_dict_adapter import to_hf
 
-SHAPE = LlamaArgs(
+SHAPE = ModelArgs(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=4352, head_dim=8, rope_theta=5e5
 )
 IN_HF = "checkpoint.enable checkpoint.initial_load_in_hf"
@@ -25,7 +25,7 @@ NAMED = (
 )
 
 
-def write_config(at: Path, args: LlamaArgs, **fields: Any) -> Path:
+def write_config(at: Path, args: ModelArgs, **fields: Any) -> Path:
     """A folder with config.json alone, ``fields`` of it changed."""
     at.mkdir()
     config = config_json(args, dtype="float32", bos=1, eos=2, pad=None)

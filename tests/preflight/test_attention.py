@@ -6,7 +6,7 @@ import pytest
 
 from tests.preflight.bad_attention import H100
 from tests.preflight.bad_runs import CPU, configure
-from toolkit.models.llama.args import attention_choice
+from toolkit.models.common.attention_choice import attention_choice
 from toolkit.preflight import check, notes
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.training import small_config
 from toolkit.build import build_model
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
-from toolkit.models.llama.args import LlamaArgs
+from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import ModelParts, SingleModel
@@ -59,7 +59,7 @@ def recorded_loss(form: str) -> tuple[float, Tensor, Tensor]:
     return notes["tinystories_first60_doc_aligned"]["loss"], tokens, labels
 
 
-def empty_model(args: LlamaArgs, parallelism: dict[str, Any], *, dtype: str = "float32") -> ModelParts:
+def empty_model(args: ModelArgs, parallelism: dict[str, Any], *, dtype: str = "float32") -> ModelParts:
     """A model over all ranks, of whatever was in memory."""
     training = {"dtype": dtype, "mixed_precision_param": dtype, "mixed_precision_reduce": "float32"}
     config = small_config("unused", parallelism=parallelism, training=training)

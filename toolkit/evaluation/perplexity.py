@@ -31,7 +31,7 @@ from toolkit.data.sources import open_text
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 from toolkit.loss import IGNORED_LABEL
-from toolkit.models.llama.model import Llama
+from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.mesh import Mesh
 
 _SCORED_AT_ONCE = 1024  # tokens that have logits at a time
@@ -78,7 +78,7 @@ class Loss:
 class Evaluator:
     """Runs ``model`` over rows, ``batch_size`` at a time; ``mesh`` is that of a sharded one."""
 
-    def __init__(self, model: Llama, *, batch_size: int = 8, mesh: Mesh | None = None):
+    def __init__(self, model: Decoder, *, batch_size: int = 8, mesh: Mesh | None = None):
         self.model = model.eval()
         self.batch_size = batch_size
         self.device = next(model.parameters()).device
@@ -172,7 +172,7 @@ def _scored(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
 
 
 @contextmanager
-def _scoring(model: Llama, place_N: Tensor, labels_N: Tensor) -> Iterator[None]:
+def _scoring(model: Decoder, place_N: Tensor, labels_N: Tensor) -> Iterator[None]:
     """The head gives no logits, but the (N, 2) of :func:`_scored` for the labels at these places of all B·S:
     in pieces, within one call of it, for which FSDP gathers it once."""
     head = model.output

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.models.llama.model import Llama, OutputHead
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.lm_head import OutputHead
 
 _ops = torch.ops.mkldnn
 _ROWS = 8
 """Of inputs for which the layout is chosen; others are multiplied too."""
 
 
-def can_pack(model: Llama) -> bool:
+def can_pack(model: Decoder) -> bool:
     """Whether ``model`` has plain bf16 tensors, not packed yet, on a CPU whose instructions oneDNN uses."""
     plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
     plain &= all(module.weight is not None for module in model.modules() if isinstance(module, nn.Linear))
@@ -35,7 +36,7 @@ def can_pack(model: Llama) -> bool:
 
 
 @torch.no_grad()
-def pack(model: Llama) -> None:
+def pack(model: Decoder) -> None:
     """Reorder the matrices of ``model`` in place: its forward stays, without gradients, and its blocks lose
     their matrices. The head keeps its own beside the reordered copy, for losses and a tied embedding."""
     for block in model.layers.values():
@@ -64,7 +65,7 @@ def _pack_linear(module: nn.Linear) -> None:
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
-def _pack_head(head: OutputHead, model: Llama) -> None:
+def _pack_head(head: OutputHead, model: Decoder) -> None:
     tied = model.tok_embeddings.weight if model.args.tie_embeddings and model.tok_embeddings else head.weight
     assert tied is not None
     packed = _reordered(tied)

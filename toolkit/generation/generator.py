@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from toolkit.errors import DataError
 from toolkit.generation.kv_cache import KVCache
 from toolkit.generation.sampling import Draws, Sampling, draw, processed
-from toolkit.models.llama.model import Llama
+from toolkit.models.common.decoder import Decoder
 
 FIRST_RESERVED = 256
 """New tokens for which the cache has room from the start; it grows with what comes."""
@@ -26,7 +26,7 @@ CAPACITY_STEP = 512
 """Columns of a cache for compiled forwards are a multiple of this, so that few are compiled."""
 
 Compiled = Callable[..., Tensor]
-Compiler = Callable[[Llama], Compiled]
+Compiler = Callable[[Decoder], Compiled]
 """Gives a forward of the model that is compiled when it is called, for the shapes that it is called with."""
 
 Stop = Callable[[int, list[int]], bool]
@@ -45,7 +45,7 @@ class Generator:
 
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         *,
         vocabulary: int | None = None,
         group: dist.ProcessGroup | None = None,
@@ -162,7 +162,7 @@ class Generator:
                 )
 
 
-def reduce_overhead(model: Llama) -> Compiled:
+def reduce_overhead(model: Decoder) -> Compiled:
     """Compiled by inductor; on CUDA a step is replayed as one graph, without the launches of its kernels."""
     return torch.compile(model, mode="reduce-overhead", dynamic=False)
 
@@ -171,7 +171,7 @@ class _Batch:
     """Prompts aligned at their end, and what the model has seen of them."""
 
     def __init__(
-        self, model: Llama, prompts: Sequence[Sequence[int]], cache: KVCache, compiled: Compiled | None
+        self, model: Decoder, prompts: Sequence[Sequence[int]], cache: KVCache, compiled: Compiled | None
     ):
         self.model, self.cache, self.compiled = model, cache, compiled
         longest = max(map(len, prompts))
@@ -194,7 +194,7 @@ class _Batch:
 
 
 @contextmanager
-def _last_position(model: Llama) -> Iterator[None]:
+def _last_position(model: Decoder) -> Iterator[None]:
     """The head computes the logits of the last token alone."""
 
     def last(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.models.llama.attention import sdpa
-from toolkit.models.llama.model import Llama, TransformerBlock
+from toolkit.models.common.attention import sdpa
+from toolkit.models.common.decoder import Decoder, TransformerBlock
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class KVCache:
             self.column.fill_(self.length)
 
     @contextmanager
-    def attached(self, model: Llama) -> Iterator[None]:
+    def attached(self, model: Decoder) -> Iterator[None]:
         """Attention of ``model`` through this cache."""
         attentions = [_block(block).attention for block in model.layers.values()]
         plain, model.attention = model.attention, self.backends[0]

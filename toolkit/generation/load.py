@@ -20,9 +20,9 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.errors import ConfigError, DataError, Problem
 from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator, reduce_overhead
-from toolkit.models.llama.args import LlamaArgs
-from toolkit.models.llama.model import Llama
-from toolkit.models.llama.sharding import fsdp_units, tensor_plan
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.sharding import fsdp_units, tensor_plan
 from toolkit.parallel.mesh import Mesh, build_mesh
 from toolkit.weights.hf_assets import asked_bos, tokenizer_of
 from toolkit.weights.load import load_weights, open_alike
@@ -35,8 +35,8 @@ class Loaded:
     """``mesh`` is None for a model in one process, ``tokenizer`` where none was found. ``seq_len`` are the
     tokens of a row of the training, where a checkpoint tells."""
 
-    model: Llama
-    args: LlamaArgs
+    model: Decoder
+    args: ModelArgs
     tokenizer: Tokenizer | None
     mesh: Mesh | None
     seq_len: int | None = None
@@ -90,7 +90,7 @@ def load_model(
     assert source is not None
     mesh = _mesh(device, source.args, tp)
     with torch.device("meta"):
-        model = Llama(source.args)
+        model = Decoder(source.args)
     model.to(dtype)
     if mesh is not None:
         _shard(model, mesh, dtype)
@@ -102,7 +102,7 @@ def load_model(
     return Loaded(model.eval(), source.args, tokenizer, mesh, seq_len)
 
 
-def _mesh(device: torch.device, args: LlamaArgs, tp: int) -> Mesh | None:
+def _mesh(device: torch.device, args: ModelArgs, tp: int) -> Mesh | None:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if tp < 1 or ranks % tp:
         rule = f"it must be at least 1, and the {ranks} ranks of this start must divide by it"
@@ -115,7 +115,7 @@ def _mesh(device: torch.device, args: LlamaArgs, tp: int) -> Mesh | None:
     return build_mesh(device, dp_shard=ranks // tp, tp=tp) if ranks > 1 else None
 
 
-def _shard(model: Llama, mesh: Mesh, dtype: torch.dtype) -> None:
+def _shard(model: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
     if mesh.tp:
         from toolkit.parallel.tensor_parallel import apply_tensor_parallel
 

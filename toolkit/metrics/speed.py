@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from toolkit.config.job import Metrics
 from toolkit.metrics.flops import flops_per_token, peak_flops
-from toolkit.models.llama.args import LlamaArgs
+from toolkit.models.common.args import ModelArgs
 
 
 class SpeedMeter:
@@ -92,7 +92,7 @@ class SpeedMeter:
 
 
 def build_speed_meter(
-    options: Metrics, args: LlamaArgs, *, seq_len: int, device: torch.device, dtype: torch.dtype
+    options: Metrics, args: ModelArgs, *, seq_len: int, device: torch.device, dtype: torch.dtype
 ) -> SpeedMeter:
     """Build the meter of a run's steps; it knows no peak of a device that is not in our table."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

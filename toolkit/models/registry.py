@@ -16,15 +16,16 @@ from toolkit.checkpoint.manifest import read_manifest
 from toolkit.config import Config
 from toolkit.config.values import dotted
 from toolkit.errors import CheckpointError
+from toolkit.models.common.args import ModelArgs, changed
 from toolkit.models.llama import hf_config
-from toolkit.models.llama.args import LlamaArgs, changed, resolve, takes_vocabulary
+from toolkit.models.llama.args import resolve, takes_vocabulary
 
 EXPORTS = "hf"
 """Folder, inside that of a run, of the Hugging Face folders that it writes, one a step."""
 _NAME, _FLAVOR = "llama3", "debugmodel"
 
 
-def model_args(config: Config, *, tokenizer_vocab: int | None) -> LlamaArgs:
+def model_args(config: Config, *, tokenizer_vocab: int | None) -> ModelArgs:
     """The shape of the model; a debugmodel has the vocabulary ``tokenizer_vocab``.
 
     Raises:

@@ -18,7 +18,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from toolkit.config.parallelism import Compile
-from toolkit.models.llama.model import Llama
+from toolkit.models.common.decoder import Decoder
 from toolkit.parallel import autograd_collectives
 
 
@@ -40,7 +40,7 @@ def keep_for_two_backwards(keep: bool) -> None:
     functorch_config.donated_buffer = not keep
 
 
-def apply_compile(model: Llama, options: Compile, async_tp: dist.ProcessGroup | None = None) -> None:
+def apply_compile(model: Decoder, options: Compile, async_tp: dist.ProcessGroup | None = None) -> None:
     """Compile in place, each block by itself, and the function that the head calls for a chunk of loss.
 
     Matmuls and the collectives of the group ``async_tp`` next to them run in pieces, alternately. Shapes are

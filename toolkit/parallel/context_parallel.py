@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from toolkit.models.llama.attention import AttentionBackend, AttentionMask
-from toolkit.models.llama.model import Attention, Llama
+from toolkit.models.common.attention import AttentionBackend, AttentionMask
+from toolkit.models.common.decoder import Attention, Decoder
 from toolkit.parallel.autograd_collectives import gather
 
 
@@ -93,7 +93,7 @@ class ContextParallelAttention:
 
 
 def apply_context_parallel(
-    model: Llama, shards: SequenceShards, mesh: DeviceMesh, *, ring: bool = False
+    model: Decoder, shards: SequenceShards, mesh: DeviceMesh, *, ring: bool = False
 ) -> None:
     """Give every block of ``model`` the attention of split sequences, in place; with ``ring`` keys and values
     travel, in place of being gathered."""

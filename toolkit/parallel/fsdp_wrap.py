@@ -8,11 +8,11 @@ from torch import nn
 
 from toolkit.config.parallelism import Parallelism
 from toolkit.distributed.dtensor import WRAPPER_PREFIXES
-from toolkit.models.llama.model import Llama
-from toolkit.models.llama.sharding import root_modules
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.sharding import root_modules
 
 
-def wrapped_units(model: Llama, options: Parallelism) -> list[list[nn.Module]]:
+def wrapped_units(model: Decoder, options: Parallelism) -> list[list[nn.Module]]:
     """Units of one module each, in forward order; a module inside another comes after it.
 
     By ``fsdp_wrap_policy``: "class" makes one of each module of ``fsdp_wrap_classes``, "size" of each with

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from toolkit.distributed.dtensor import clean_name, local_part
 from toolkit.io.row_blocks import threads
-from toolkit.models.llama.model import Init
+from toolkit.models.common.init import Init
 
 BLOCK_ELEMENTS = 1 << 18
 """Numbers in a block, at most, unless a single row has more. Changing it changes every initialisation."""

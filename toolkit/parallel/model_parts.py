@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from toolkit.config.parallelism import Parallelism
 from toolkit.distributed.dtensor import clean_name
-from toolkit.models.llama.model import Llama
+from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.fsdp import begin_micro_batch
 from toolkit.parallel.mesh import Mesh
 
@@ -35,7 +35,7 @@ class ModelParts(ABC):
         is_loss_rank: this rank's labels count, and not the same ones of another rank of its pp and tp groups.
     """
 
-    def __init__(self, models: Sequence[Llama], mesh: Mesh, shards: SequenceShards | None):
+    def __init__(self, models: Sequence[Decoder], mesh: Mesh, shards: SequenceShards | None):
         self.models = models
         self.is_loss_rank = mesh.is_loss_rank
         self.dp_rank, self.coordinates = mesh.dp_rank, mesh.coordinates
@@ -95,7 +95,7 @@ class ModelParts(ABC):
 class SingleModel(ModelParts):
     """The whole model on this rank; micro-batches one after the other."""
 
-    def __init__(self, model: Llama, mesh: Mesh, shards: SequenceShards | None, options: Parallelism):
+    def __init__(self, model: Decoder, mesh: Mesh, shards: SequenceShards | None, options: Parallelism):
         super().__init__([model], mesh, shards)
         self.model = model
         self.options = options

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism
-from toolkit.models.llama.model import Llama
-from toolkit.models.llama.sharding import fsdp_units, tensor_plan
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.sharding import fsdp_units, tensor_plan
 from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
 from toolkit.parallel.fsdp import apply_fsdp
 from toolkit.parallel.mesh import Mesh
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # read only by runs that use it
 
 
 def parallelize(
-    model: Llama,
+    model: Decoder,
     mesh: Mesh,
     *,
     parallelism: Parallelism,

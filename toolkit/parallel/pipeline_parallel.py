@@ -27,7 +27,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.tensor import DTensor
 
-from toolkit.models.llama.model import Llama
+from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.context_parallel import SequenceShards
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.model_parts import MicroBatch, ModelParts
@@ -35,7 +35,7 @@ from toolkit.parallel.model_parts import MicroBatch, ModelParts
 TIED = "tok_embeddings.weight"
 
 
-def cut(model: Llama, modules: Sequence[str]) -> None:
+def cut(model: Decoder, modules: Sequence[str]) -> None:
     """Leave of ``model``, on the meta device, the stage of these modules, in place.
 
     A tied head without the embedding gets a weight of its own, the copy.
@@ -62,7 +62,7 @@ class Pipeline(ModelParts):
 
     def __init__(
         self,
-        models: Sequence[Llama],
+        models: Sequence[Decoder],
         mesh: Mesh,
         shards: SequenceShards | None,
         *,

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape
 from toolkit.distributed.process_group import DTYPES
-from toolkit.models.llama.model import Llama
+from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.dims import reshard_after_forward
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.model_parts import ModelParts
@@ -185,14 +185,14 @@ def _gathers(record: Any, passes: Sequence[str], work: StepWork) -> tuple[int, i
 # Tensor, context and pipeline parallelism
 
 
-def _again(model: Llama, passes: Sequence[str], *, weights: int) -> int:
+def _again(model: Decoder, passes: Sequence[str], *, weights: int) -> int:
     """How often a part of ``model`` that is checkpointed is computed again. Where torch computes gradients of
     weights apart from those of inputs, it does one weight after the other, except in the first stage."""
     whole, inputs, apart = (passes.count(half) for half in ("B", "I", "W"))
     return whole + (apart if model.tok_embeddings is not None else inputs + apart * weights)
 
 
-def _blocks(model: Llama, passes: Sequence[str], work: StepWork) -> tuple[int, int, int]:
+def _blocks(model: Decoder, passes: Sequence[str], work: StepWork) -> tuple[int, int, int]:
     """How often blocks are computed forward, backward, and forward again, added up over blocks. Compiled ones
     have no half of a backward: each runs the whole."""
     compiled, forwards = work.config.compile.blocks, passes.count("F")
@@ -206,7 +206,7 @@ def _blocks(model: Llama, passes: Sequence[str], work: StepWork) -> tuple[int, i
 
 
 def _tensor(
-    model: Llama, passes: Sequence[str], work: StepWork, ranks: tuple[int, ...]
+    model: Decoder, passes: Sequence[str], work: StepWork, ranks: tuple[int, ...]
 ) -> Iterator[Exchange]:
     config, batches, reductions = work.config, passes.count("F"), work.reductions(passes)
     forwards, backwards, again = _blocks(model, passes, work)
@@ -238,7 +238,7 @@ def _tensor(
 
 
 def _context(
-    model: Llama, passes: Sequence[str], work: StepWork, ranks: tuple[int, ...], tp: int
+    model: Decoder, passes: Sequence[str], work: StepWork, ranks: tuple[int, ...], tp: int
 ) -> Iterator[Exchange]:
     forwards, backwards, again = _blocks(model, passes, work)
     own = work.tokens * 2 * model.args.n_kv_heads // tp * model.args.head_dim

@@ -22,7 +22,7 @@ from toolkit.config import Config
 from toolkit.errors import EXIT_FINISHED, ConfigError, one_line
 from toolkit.hardware import Hardware, detect
 from toolkit.launcher.environment import shown_ranks, whole_number
-from toolkit.models.llama.args import block_parameters
+from toolkit.models.common.args import block_parameters
 from toolkit.models.registry import needs_tokenizer
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.preflight.planned_run import PlannedRun

@@ -21,7 +21,7 @@ from toolkit.build import build_model
 from toolkit.config import Config
 from toolkit.data.batch_size import batch_shape
 from toolkit.distributed.dtensor import clean_name
-from toolkit.models.llama.args import LlamaArgs
+from toolkit.models.common.args import ModelArgs
 from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
 from toolkit.parallel.dims import ParallelDims, takes_ring
 from toolkit.parallel.mesh import build_mesh
@@ -66,7 +66,7 @@ class Holding:
 
 def holding(
     config: Config,
-    args: LlamaArgs,
+    args: ModelArgs,
     layout: ParallelDims,
     rank: int,
     *,

@@ -16,7 +16,7 @@ from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
-from toolkit.models.llama.args import LlamaArgs
+from toolkit.models.common.args import ModelArgs
 from toolkit.models.registry import model_args, model_named, weights_folder
 from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import Schedule, Stages, pipeline_stages, schedule_of
@@ -64,16 +64,16 @@ class PlannedRun:
         return "" if isinstance(self._vocabulary, int) else str(self._vocabulary)
 
     @cached_property
-    def _model(self) -> LlamaArgs | ConfigError | DataError:
+    def _model(self) -> ModelArgs | ConfigError | DataError:
         try:
             return model_args(self.config, tokenizer_vocab=self.vocabulary)
         except (ConfigError, DataError) as error:
             return error
 
     @property
-    def model(self) -> LlamaArgs | None:
+    def model(self) -> ModelArgs | None:
         """The shape of the model."""
-        return self._model if isinstance(self._model, LlamaArgs) else None
+        return self._model if isinstance(self._model, ModelArgs) else None
 
     @property
     def model_problems(self) -> list[Problem]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from toolkit.config import Config
 from toolkit.errors import one_line
 from toolkit.hardware import Hardware
-from toolkit.models.llama.args import parameter_count
+from toolkit.models.common.args import parameter_count
 from toolkit.parallel.dims import ParallelDims, strategy_in_effect
 from toolkit.preflight.planned_run import PlannedRun
 from toolkit.preflight.rules.attention import attention_notes, attention_of

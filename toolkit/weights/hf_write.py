@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from toolkit.distributed.agreement import Ranks
-from toolkit.models.llama.args import LlamaArgs
+from toolkit.models.common.args import ModelArgs
 from toolkit.models.llama.hf_config import CONFIG, GENERATION_CONFIG, config_json, generation_config_json
 from toolkit.models.llama.state_dict_adapter import hf_row_order, reorders_rows, to_hf
 from toolkit.weights.fill import File, Folder, write_folder
@@ -99,7 +99,7 @@ def _bytes(stored: Stored) -> int:
     return torch.Size(stored.shape).numel() * stored.dtype.itemsize
 
 
-def _arrange(args: LlamaArgs, name: str, block: Tensor) -> Tensor:
+def _arrange(args: ModelArgs, name: str, block: Tensor) -> Tensor:
     if not reorders_rows(name):
         return block
     return block.index_select(0, torch.tensor(hf_row_order(range(len(block)), args.head_dim)))

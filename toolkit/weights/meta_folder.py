@@ -19,8 +19,8 @@ from torch import Tensor
 
 from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import BUFFER_BYTES, SavedFile, TensorPlace, new_output, read_region, whole
+from toolkit.models.common.args import ModelArgs
 from toolkit.models.llama import meta_params
-from toolkit.models.llama.args import LlamaArgs
 from toolkit.weights.source import Region, Stored, without_tied_head
 
 _EMBEDDING = "tok_embeddings.weight"
@@ -115,7 +115,7 @@ def _read_piece(piece: TensorPlace, region: Region, out: Tensor) -> None:
         out[start : start + len(block)].copy_(block)
 
 
-def _join(name: str, pieces: list[TensorPlace], args: LlamaArgs) -> _Joined:
+def _join(name: str, pieces: list[TensorPlace], args: ModelArgs) -> _Joined:
     if name.endswith(_BY_COLUMNS):
         return _Joined(pieces, 1)
     if not name.endswith(_BY_ROWS):

@@ -20,7 +20,7 @@ from toolkit.checkpoint.manifest import MANIFEST, committed_steps, step_folder
 from toolkit.checkpoint.read_tensor import open_checkpoint, pieces, read_pieces
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
-from toolkit.models.llama.args import LlamaArgs, RopeScaling
+from toolkit.models.common.args import ModelArgs, RopeScaling
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import Region, Stored, WeightSource
@@ -61,10 +61,10 @@ class CheckpointWeights:
         return read_pieces(self._pieces(name), stored.shape, stored.dtype, region, out)
 
 
-def _args(folder: Path, shape: Any) -> LlamaArgs:
+def _args(folder: Path, shape: Any) -> ModelArgs:
     try:
         scaling = shape["rope_scaling"]
-        return LlamaArgs(**(shape | {"rope_scaling": scaling and RopeScaling(**scaling)}))
+        return ModelArgs(**(shape | {"rope_scaling": scaling and RopeScaling(**scaling)}))
     except (TypeError, KeyError) as error:
         raise CheckpointError(
             f"the manifest of {folder} does not tell the shape of a Llama: {type(error).__name__}: {error}"

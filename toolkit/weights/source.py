@@ -16,7 +16,7 @@ from torch import Tensor
 
 from toolkit.errors import DataError
 from toolkit.io.tensor_file import Region
-from toolkit.models.llama.args import LlamaArgs
+from toolkit.models.common.args import ModelArgs
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class WeightSource(Protocol):
     def place(self) -> Path: ...
 
     @property
-    def args(self) -> LlamaArgs: ...
+    def args(self) -> ModelArgs: ...
 
     @property
     def tensors(self) -> Mapping[str, Stored]: ...

@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit.errors import DataError
 from toolkit.io.json_fields import Fields, check_heads, read_object
-from toolkit.models.llama.args import LlamaArgs, RopeScaling
+from toolkit.models.common.args import ModelArgs, RopeScaling
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -48,7 +48,7 @@ _MUST_BE_ONE = {
 }
 
 
-def args_of(folder: Path) -> LlamaArgs:
+def args_of(folder: Path) -> ModelArgs:
     """The shape of the model whose config.json is in ``folder``.
 
     Raises:
@@ -68,7 +68,7 @@ def args_of(folder: Path) -> LlamaArgs:
     theta, scaling = _rope(fields, max_seq_len)
     if "head_dim" not in fields.values and dim % n_heads:
         fields.refuse("hidden_size", f"must be a multiple of num_attention_heads, which is {n_heads}")
-    args = LlamaArgs(
+    args = ModelArgs(
         dim=dim,
         n_layers=fields.count("num_hidden_layers"),
         n_heads=n_heads,
@@ -96,7 +96,7 @@ def args_of(folder: Path) -> LlamaArgs:
 
 
 def config_json(
-    args: LlamaArgs, *, dtype: str, bos: int | None, eos: int | list[int] | None, pad: int | None
+    args: ModelArgs, *, dtype: str, bos: int | None, eos: int | list[int] | None, pad: int | None
 ) -> dict[str, Any]:
     """The config.json of a model, as transformers 4 and 5 read it; ``dtype`` is that of its weights."""
     scaling = args.rope_scaling

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.io.json_fields import Fields, check_heads, read_object
-from toolkit.models.llama.args import PRESETS, LlamaArgs, RopeScaling, meta_ffn_dim
+from toolkit.models.common.args import ModelArgs, RopeScaling
+from toolkit.models.llama.args import PRESETS, meta_ffn_dim
 
 PARAMS = "params.json"
 
@@ -36,7 +37,7 @@ _TIED_RELEASES = [PRESETS["llama3.2"][flavor] for flavor in ("1B", "3B")]
 _LONG = 131072
 
 
-def args_of(folder: Path, *, vocab_size: int) -> LlamaArgs:
+def args_of(folder: Path, *, vocab_size: int) -> ModelArgs:
     """The shape of the model whose params.json is in ``folder``.
 
     ``vocab_size`` is that of the embedding, for a file that leaves it to the tokenizer (−1, or absent).
@@ -54,7 +55,7 @@ def args_of(folder: Path, *, vocab_size: int) -> LlamaArgs:
     n_kv_heads = fields.count("n_kv_heads", n_heads)
     if "head_dim" not in fields.values and dim % n_heads:
         fields.refuse("dim", f"must be a multiple of n_heads, which is {n_heads}")
-    args = LlamaArgs(
+    args = ModelArgs(
         dim=dim,
         n_layers=fields.count("n_layers"),
         n_heads=n_heads,
@@ -80,7 +81,7 @@ def args_of(folder: Path, *, vocab_size: int) -> LlamaArgs:
     return args
 
 
-def params_json(args: LlamaArgs) -> dict[str, Any]:
+def params_json(args: ModelArgs) -> dict[str, Any]:
     """The params.json of a model. Meta's programs read it, save where only a field of ours can say what the
     model is."""
     released = _as_released(args, scaled=args.rope_scaling is not None)
@@ -116,7 +117,7 @@ def params_json(args: LlamaArgs) -> dict[str, Any]:
     return params
 
 
-def _as_released(args: LlamaArgs, *, scaled: bool) -> LlamaArgs:
+def _as_released(args: ModelArgs, *, scaled: bool) -> ModelArgs:
     """The model with what the file does not say as Meta's releases of this shape have it."""
     small = scaled and any(
         all(getattr(args, size) == getattr(release, size) for size in _SIZES) for release in _TIED_RELEASES

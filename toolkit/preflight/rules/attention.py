@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.errors import Problem
-from toolkit.models.llama.args import attention_choice, flavor_attention
+from toolkit.models.common.attention_choice import attention_choice, flavor_attention
 from toolkit.preflight.planned_run import PlannedRun, rule
 
 _FLASH_KERNEL = ("flash", "varlen")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from toolkit.config.precedence import is_set
 from toolkit.config.schema import fields_by_key
 from toolkit.errors import Problem, did_you_mean
-from toolkit.models.llama.args import INNER_CLASSES, WRAP_CLASSES, LlamaArgs, block_parameters
+from toolkit.models.common.args import INNER_CLASSES, WRAP_CLASSES, ModelArgs, block_parameters
 from toolkit.parallel.dims import reshard_after_forward, strategy
 from toolkit.preflight.planned_run import PlannedRun, divisors, rule
 
@@ -218,7 +218,7 @@ def units_in_blocks(run: PlannedRun) -> bool:
     return False
 
 
-def _smallest_whole_block(model: LlamaArgs) -> int:
+def _smallest_whole_block(model: ModelArgs) -> int:
     """The lowest ``fsdp_min_num_params`` at which nothing inside a block is a unit by itself."""
     attention, feed_forward, _ = block_parameters(model)
     return max(attention, feed_forward) + 1

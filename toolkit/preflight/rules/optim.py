@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from toolkit.config.precedence import is_set, replaced
 from toolkit.errors import Problem, closest, first_few
-from toolkit.models.llama.args import parameter_names
+from toolkit.models.common.args import parameter_names
 from toolkit.optim.lr_scheduler import cut_to_fit
 from toolkit.preflight.planned_run import PlannedRun, rule
 

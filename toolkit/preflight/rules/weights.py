@@ -9,8 +9,9 @@ from pathlib import Path
 
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import DataError, Problem, first_few
+from toolkit.models.common.args import ModelArgs, parameter_shapes
 from toolkit.models.llama import hf_config
-from toolkit.models.llama.args import PRESETS, LlamaArgs, parameter_shapes
+from toolkit.models.llama.args import PRESETS
 from toolkit.models.llama.state_dict_adapter import from_hf, to_hf
 from toolkit.preflight.planned_run import PlannedRun, rule
 from toolkit.preflight.weight_folders import instead_of_hugging_face
@@ -72,7 +73,7 @@ def weights_are_of_this_model(run: PlannedRun) -> list[Problem]:
     changed = [name for name, key in CHANGEABLE.items() if run.config.value(f"model.{key}") is not None]
     differing = [
         field.name
-        for field in fields(LlamaArgs)
+        for field in fields(ModelArgs)
         if field.name not in {"max_seq_len", *changed}
         and getattr(theirs, field.name) != getattr(run.model, field.name)
     ]
@@ -149,7 +150,7 @@ def _tokenizer_key(run: PlannedRun) -> str:
     return "model.tokenizer_path" if run.config.model.tokenizer_path else "model.hf_assets_path"
 
 
-def _presets_like(args: LlamaArgs) -> Iterator[str]:
+def _presets_like(args: ModelArgs) -> Iterator[str]:
     """By Meta's names, of which torchtitan's llama3 is none."""
     for name, flavors in PRESETS.items():
         if name == "llama3":

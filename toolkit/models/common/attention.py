@@ -37,11 +37,11 @@ class AttentionBackend(Protocol):
 def attention_backend(name: str) -> AttentionBackend:
     """The back end called "sdpa", "flash", "flex" or "varlen"."""
     if name == "flex":  # these two import torch's compiler
-        from toolkit.models.llama.attention_flex import FlexAttention
+        from toolkit.models.common.attention_flex import FlexAttention
 
         return FlexAttention()
     if name == "varlen":
-        from toolkit.models.llama.attention_varlen import VarlenAttention
+        from toolkit.models.common.attention_varlen import VarlenAttention
 
         return VarlenAttention()
     backends: dict[str, type[AttentionBackend]] = {"sdpa": SDPA, "flash": Flash}

@@ -1,11 +1,11 @@
-"""How a Llama may be cut over devices, as data: the units that FSDP gathers and frees together, and what
+"""How a decoder may be cut over devices, as data: the units that FSDP gathers and frees together, and what
 tensor parallelism does to each module."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from toolkit.models.llama.model import Llama
+from toolkit.models.common.decoder import Decoder
 
 
 def tensor_plan(*, loss_parallel: bool = True) -> dict[str, str]:
@@ -25,13 +25,13 @@ def tensor_plan(*, loss_parallel: bool = True) -> dict[str, str]:
     }
 
 
-def root_modules(model: Llama) -> set[nn.Module]:
+def root_modules(model: Decoder) -> set[nn.Module]:
     """Modules that no unit may hold: a tied embedding is needed at both ends of the forward."""
     embedding = model.tok_embeddings
     return {embedding} if embedding is not None and model.args.tie_embeddings else set()
 
 
-def fsdp_units(model: Llama) -> list[list[nn.Module]]:
+def fsdp_units(model: Decoder) -> list[list[nn.Module]]:
     """Groups of modules, each one FSDP unit, in forward order; what is in none belongs to the root.
 
     The embedding; each block; the last norm with the head. A tied embedding stays, with the last norm,

@@ -1,0 +1,1 @@
+"""Parts of models that families share: attention and its back ends, rotary positions, the output head."""

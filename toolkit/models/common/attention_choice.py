@@ -1,0 +1,26 @@
+"""The choice of an attention back end. Imports no torch."""
+
+from __future__ import annotations
+
+_NAMED_BY_FLAVOR = {"_flex_attn": "flex", "_flex": "flex", "_varlen_attn": "varlen", "_varlen": "varlen"}
+
+
+def flavor_attention(flavor: str) -> str | None:
+    """The attention back end that torchtitan's spelling of a flavor names, as 8B_flex does."""
+    return next((name for end, name in _NAMED_BY_FLAVOR.items() if flavor.endswith(end)), None)
+
+
+def attention_choice(asked: str, flavor: str, *, device: str, documents: bool) -> str:
+    """The attention back end for ``model.attention`` on a ``device`` ("cpu" or "cuda").
+
+    ``documents`` is whether samples hold several documents, each attending within itself. "auto" is
+    SDPA on CPU, where the others cannot train. On CUDA it is what the flavor names, else SDPA for plain
+    causal attention, for which it has fused kernels, and flex within documents, for which SDPA needs a
+    dense mask (S² bytes a sample, and a slower kernel). That is others' published experience, not
+    measured here; ``benchmarks/attention.py`` measures it on the device at hand.
+    """
+    if asked != "auto":
+        return asked
+    if device == "cpu":
+        return "sdpa"
+    return flavor_attention(flavor) or ("flex" if documents else "sdpa")

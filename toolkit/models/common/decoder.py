@@ -1,0 +1,117 @@
+"""The dense decoder of Llama and its relatives in plain modules, with Meta's parameter names and RoPE layout.
+
+Shapes: B batch, S sequence, T = B·S tokens, D model dim, H heads, K key/value heads, E head dim,
+P = E/2 rotated pairs, F feed-forward, V vocabulary. Hidden states have the parameters' dtype, and
+norms, rotations and the loss compute in at least fp32 (fp64 stays fp64).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.attention import AttentionBackend, AttentionMask, attention_backend
+from toolkit.models.common.lm_head import OutputHead
+from toolkit.models.common.rope import rope_rotations, rotate
+
+
+class Decoder(nn.Module):
+    """Tokens in; logits, or with labels their summed loss, out.
+
+    A pipeline stage sets ``tok_embeddings``, or ``norm`` and ``output``, to None and drops blocks: then
+    hidden states come in or go out. A tied head has no weight of its own and is given the embedding's,
+    so that the pair cannot come apart when parameters are moved or replaced.
+    """
+
+    def __init__(self, args: ModelArgs, *, attention: str = "sdpa", loss_chunk_tokens: int = 2048):
+        super().__init__()
+        self.args = args
+        self.attention = attention_backend(attention)
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
+        # Keyed by index, so that names stay when a pipeline takes blocks away.
+        self.layers = nn.ModuleDict(
+            {str(index): TransformerBlock(args, self.attention) for index in range(args.n_layers)}
+        )
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.output: OutputHead | None = OutputHead(args, loss_chunk_tokens)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, S, V), or with ``labels`` the summed loss: a scalar of at least fp32.
+
+        ``tokens`` (B, S) int64, or hidden states (B, S, D) where there is no embedding. ``positions``
+        (B, S) of the tokens, 0 … S−1 if None. ``documents`` (B, S): attention stays within runs of equal
+        ids and is causal; None is one document a row. ``labels`` (B, S) int64, already shifted, −100 to
+        leave a token out; unused where there is no head, which returns hidden states (B, S, D).
+        """
+        h_BSD = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=h_BSD.device)
+        if self.layers:  # a stage of embedding or head alone has none, and needs no large mask
+            rotations = rope_rotations(self.args, positions, h_BSD.dtype)
+            mask = self.attention.mask(documents, len(h_BSD), positions.shape[-1], h_BSD.device)
+            for block in self.layers.values():
+                h_BSD = block(h_BSD, rotations, mask)
+        if self.norm is None or self.output is None:
+            return h_BSD
+        tied_VD = None
+        if self.args.tie_embeddings and self.tok_embeddings is not None:
+            tied_VD = self.tok_embeddings.weight
+        return self.output(self.norm(h_BSD), labels, tied_VD)
+
+
+class TransformerBlock(nn.Module):
+    """One transformer layer; residual additions around attention and feed-forward."""
+
+    def __init__(self, args: ModelArgs, attention: AttentionBackend):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention = Attention(args, attention)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.feed_forward = FeedForward(args.dim, args.ffn_dim)
+
+    def forward(self, h_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor:
+        h_BSD = h_BSD + self.attention(self.attention_norm(h_BSD), rotations, mask)
+        return h_BSD + self.feed_forward(self.ffn_norm(h_BSD))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, args: ModelArgs, backend: AttentionBackend):
+        super().__init__()
+        self.backend = backend
+        self.head_dim = args.head_dim
+        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
+        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+
+    def forward(self, x_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor:
+        # Heads are counted from the projection: under tensor parallelism a rank has its part of them.
+        q_BSHE = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))
+        k_BSKE = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))
+        v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
+        out_BSHE = self.backend(rotate(q_BSHE, rotations), rotate(k_BSKE, rotations), v_BSKE, mask)
+        return self.wo(out_BSHE.flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) · w3 x) (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, dim: int, ffn_dim: int):
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))

@@ -1,0 +1,36 @@
+"""How parameters start. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from toolkit.models.common.args import ModelArgs
+
+
+@dataclass(frozen=True)
+class Init:
+    """A normal distribution, redrawn beyond ``cut`` standard deviations; ``std`` 0 is a constant."""
+
+    mean: float = 0.0
+    std: float = 0.0
+    cut: float = math.inf
+
+
+def init_rule(name: str, args: ModelArgs) -> Init:
+    """How the parameter ``name`` starts: as torchtitan's Llama 3, save for a tied embedding.
+
+    Projections into the residual stream shrink with depth. The head gives logits of variance about
+    one, so that training starts near ln(V). A tied embedding cannot have torchtitan's variance of one,
+    under which each token would predict itself with logit √D·√D; 0.02 is what tied models use.
+    """
+    if name.endswith("norm.weight"):
+        return Init(mean=1.0)
+    if name == "tok_embeddings.weight":
+        return Init(std=0.02 if args.tie_embeddings else 1.0)
+    if name == "output.weight":
+        return Init(std=args.dim**-0.5, cut=3.0)
+    _, layer, _, projection, _ = name.split(".")
+    if projection in ("wo", "w2", "w3"):
+        return Init(std=0.02 / math.sqrt(2 * (int(layer) + 1)))
+    return Init(std=0.02)

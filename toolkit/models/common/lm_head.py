@@ -1,0 +1,37 @@
+"""The output head, with the loss inside of it.
+
+Shapes: B batch, S sequence, T = B·S tokens, D model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from toolkit.loss import chunked_loss, cross_entropy_sum
+from toolkit.models.common.args import ModelArgs
+
+
+class OutputHead(nn.Module):
+    """Hidden states to logits, or straight to the summed loss, so that a sharded head is gathered once."""
+
+    def __init__(self, args: ModelArgs, loss_chunk_tokens: int):
+        super().__init__()
+        self.weight = None if args.tie_embeddings else nn.Parameter(torch.empty(args.vocab_size, args.dim))
+        self.loss_chunk_tokens = loss_chunk_tokens
+        self.loss = _head_loss  # replaced by its compiled form under torch.compile
+
+    def forward(self, h_BSD: Tensor, labels: Tensor | None = None, tied_VD: Tensor | None = None) -> Tensor:
+        """Logits (B, S, V), or the summed loss of ``labels`` (B, S). ``tied_VD`` is a tied embedding."""
+        weight_VD = self.weight if tied_VD is None else tied_VD
+        assert weight_VD is not None, "a tied head needs the embedding"
+        if labels is None:
+            return F.linear(h_BSD, weight_VD)
+        return chunked_loss(
+            self.loss, h_BSD.flatten(0, 1), weight_VD, labels.flatten(), chunk_tokens=self.loss_chunk_tokens
+        )
+
+
+def _head_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
+    return cross_entropy_sum(F.linear(h_TD, weight_VD), labels_T)
