@@ -38,8 +38,8 @@ from tests.preflight.bad_runs import (
 )
 from toolkit.errors import CheckpointError, ConfigError, DataError
 from toolkit.hardware import Hardware
-from toolkit.preflight import RULES, check, notes, raise_problems
-from toolkit.preflight.planned_run import PlannedRun
+from toolkit.preflight import check, notes, raise_problems, rules, rules_of
+from toolkit.preflight.planned_run import RULES, PlannedRun
 
 
 @pytest.fixture
@@ -291,7 +291,8 @@ def test_rule(case: Bad, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toolkit.preflight.planned_run.torch_version", lambda: case.torch)
     config = configure(case.flags)
     facts = PlannedRun(config, case.world, case.hardware)
-    found = {name: problems for name, rule in RULES.items() if (problems := rule.check(facts))}
+    checks = [rule.check for rule in rules_of(config)]
+    found = {check.__name__: problems for check in checks if (problems := check(facts))}
     assert set(found) == {case.rule} | case.also
     said = "\n".join(map(str, found[case.rule]))
     for part in case.says:
@@ -304,6 +305,7 @@ def test_rule(case: Bad, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_rule_has_a_bad_input() -> None:
+    rules.load_all()
     assert {case.rule for case in BAD} == set(RULES)
 
 

@@ -1,6 +1,6 @@
 """Every check of a run that needs no process group and no torch: ``python -m toolkit.preflight CONFIG.toml``.
 
-Each rule is a function registered by ``@rule`` in one of the files of ``rules``; ``RULES`` has them all.
+Each rule is a function registered by ``@rule`` in one of the files of ``rules``.
 A mistake in the config ends in exit code 2. A tokenizer, corpus or checkpoint that cannot be used ends
 in 3 when nothing in the config itself is wrong.
 """
@@ -12,11 +12,11 @@ from collections.abc import Collection
 from toolkit.config import Config
 from toolkit.errors import ConfigError, Problem
 from toolkit.hardware import Hardware, detect
+from toolkit.preflight import rules
 from toolkit.preflight.planned_run import RULES, PlannedRun, Rule
-from toolkit.preflight.rules import ORDER
 from toolkit.preflight.summary import describe, notes, summary
 
-__all__ = ["RULES", "check", "describe", "notes", "raise_problems", "summary"]
+__all__ = ["check", "describe", "notes", "raise_problems", "rules_of", "summary"]
 
 
 def check(config: Config, *, world_size: int, hardware: Hardware) -> list[Problem]:
@@ -57,6 +57,11 @@ def check_and_tell(config: Config, *, world_size: int, hardware: Hardware, tell:
 
 
 def _broken(run: PlannedRun, only: Collection[str] = ()) -> list[tuple[Rule, Problem]]:
-    rules = [rule for file in ORDER for rule in RULES.values() if rule.check.__module__ == file.__name__]
-    chosen = [rule for rule in rules if not only or rule.check.__name__ in only]
+    chosen = [rule for rule in rules_of(run.config) if not only or rule.check.__name__ in only]
     return [(rule, problem) for rule in chosen for problem in rule.check(run)]
+
+
+def rules_of(config: Config) -> list[Rule]:
+    """The rules about ``config``, in the order of their files."""
+    files = [file.__name__ for file in rules.load(config)]
+    return [rule for file in files for rule in RULES.values() if rule.check.__module__ == file]

@@ -219,6 +219,16 @@ def rule(
     return register
 
 
+Note = Callable[[PlannedRun], "list[str]"]
+NOTES: list[Note] = []
+
+
+def note(tell: Note) -> Note:
+    """Register a function of a :class:`PlannedRun` that says what is allowed but may surprise."""
+    NOTES.append(tell)
+    return tell
+
+
 def torch_version() -> tuple[int, int] | None:
     """Major and minor, without importing it."""
     try:

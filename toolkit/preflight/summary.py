@@ -9,37 +9,17 @@ from toolkit.errors import one_line
 from toolkit.hardware import Hardware
 from toolkit.models.common.args import parameter_count
 from toolkit.parallel.dims import ParallelDims, strategy_in_effect
-from toolkit.preflight.planned_run import PlannedRun
-from toolkit.preflight.rules.attention import attention_notes, attention_of
-from toolkit.preflight.rules.checkpoint import checkpoint_notes
-from toolkit.preflight.rules.data import corpora_notes
-from toolkit.preflight.rules.fsdp import sharding_notes
-from toolkit.preflight.rules.metrics import observing_notes
-from toolkit.preflight.rules.mixture import mixture_notes
-from toolkit.preflight.rules.optim import optim_notes
-from toolkit.preflight.rules.options import options_notes
-from toolkit.preflight.rules.pipeline import pipeline_notes
-from toolkit.preflight.rules.tensor_context_parallel import tensor_notes
-from toolkit.preflight.rules.weights import weights_notes
+from toolkit.preflight import rules
+from toolkit.preflight.planned_run import NOTES, PlannedRun
+from toolkit.preflight.rules.attention import attention_of
 
 
 def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
     """Say what is allowed but may surprise."""
     run = PlannedRun(config, world_size, hardware)
     training = config.training
-    said = [
-        *options_notes(run),
-        *optim_notes(run),
-        *attention_notes(run),
-        *tensor_notes(run),
-        *pipeline_notes(run),
-        *sharding_notes(run),
-        *corpora_notes(run),
-        *mixture_notes(run),
-        *observing_notes(run),
-        *checkpoint_notes(run),
-        *weights_notes(run),
-    ]
+    files = [file.__name__ for file in rules.load(config)]
+    said = [message for file in files for tell in NOTES if tell.__module__ == file for message in tell(run)]
     if run.mesh and run.batch:
         total, local, per_rank = run.batch.total, run.batch.local, run.batch.total // run.mesh.dp
         if training.global_batch_size == -1:

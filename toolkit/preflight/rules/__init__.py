@@ -1,43 +1,71 @@
 """Rules of the preflight, a file for what they check; each is a function that ``@rule`` registers.
 
-``ORDER`` is that in which a reader wants problems: what was asked for, what it is, where it runs, what it
-reads.
+A file is loaded for a run that sets one of its keys: at their defaults they break none of its rules.
 """
 
-from toolkit.preflight.rules import (
-    attention,
-    checkpoint,
-    data,
-    files,
-    fsdp,
-    memory,
-    mesh,
-    metrics,
-    mixture,
-    model,
-    optim,
-    options,
-    pipeline,
-    pipeline_stages,
-    tensor_context_parallel,
-    weights,
-)
+from __future__ import annotations
 
-ORDER = (
-    options,
-    optim,
-    memory,
-    metrics,
-    model,
-    attention,
-    mesh,
-    tensor_context_parallel,
-    pipeline_stages,
-    pipeline,
-    fsdp,
-    files,
-    data,
-    mixture,
-    checkpoint,
-    weights,
-)
+import importlib
+from types import ModuleType
+
+from toolkit.config import Config
+from toolkit.config.schema import NAME, Field, fields, named_tables
+
+_PIPELINE = ("parallelism.pipeline_parallel", "parallelism.module_fqns_per_model_part")
+FILES: dict[str, tuple[str, ...]] = {
+    "options": (),
+    "optim": (),
+    "memory": ("activation_checkpoint", "compile"),
+    "metrics": ("metrics", "profiling"),
+    "model": (),
+    "attention": (),
+    "mesh": (),
+    "tensor_context_parallel": (
+        "parallelism.tensor_parallel",
+        "parallelism.context_parallel",
+        "parallelism.enable_async_tensor_parallel",
+        "parallelism.disable_loss_parallel",
+    ),
+    "pipeline_stages": _PIPELINE,
+    "pipeline": _PIPELINE,
+    "fsdp": (
+        "parallelism.fsdp",
+        "parallelism.sharding_strategy",
+        "parallelism.data_parallel",
+        "training.enable_cpu_offload",
+    ),
+    "files": (),
+    "data": (),
+    "mixture": ("data.mixture",),
+    "checkpoint": ("checkpoint", "job.time_limit"),
+    "weights": (
+        "checkpoint.initial_load",
+        "checkpoint.last_save_in_hf",
+        "checkpoint.hf_export_interval",
+        "checkpoint.export_dtype",
+    ),
+}
+"""File → the beginnings of its keys, none if it is about every run. In the order in which a reader wants
+problems: what was asked for, what it is, where it runs, what it reads."""
+
+
+def load(config: Config) -> list[ModuleType]:
+    """Import the files of rules that are about ``config``."""
+    groups = [table.removesuffix(f".{NAME}") for table in named_tables()]
+    changed = [group for group in groups if config.value(group)]
+    changed += [field.key for field in fields() if NAME not in field.key and _differs(config, field)]
+    return [
+        importlib.import_module(f"{__name__}.{file}")
+        for file, keys in FILES.items()
+        if not keys or any(key.startswith(keys) for key in changed)
+    ]
+
+
+def load_all() -> None:
+    """Import every file of rules."""
+    for file in FILES:
+        importlib.import_module(f"{__name__}.{file}")
+
+
+def _differs(config: Config, field: Field) -> bool:
+    return bool(config.value(field.key) != field.default)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toolkit.errors import Problem
 from toolkit.models.common.attention_choice import attention_choice, flavor_attention
-from toolkit.preflight.planned_run import PlannedRun, rule
+from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _FLASH_KERNEL = ("flash", "varlen")
 _NOT_ON_CPU = {
@@ -90,6 +90,7 @@ def attention_takes_head_dim(run: PlannedRun) -> list[Problem]:
     return [run.problem(_chooser(run), rule, 'set model.attention = "sdpa", or change model.head_dim')]
 
 
+@note
 def attention_notes(run: PlannedRun) -> list[str]:
     """What becomes of a choice that was made otherwise than here, and of one that is dear."""
     model, named = run.config.model, flavor_attention(run.config.model.flavor or "")

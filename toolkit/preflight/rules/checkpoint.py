@@ -8,7 +8,7 @@ from dataclasses import asdict
 from toolkit.checkpoint.manifest import check_files, read_manifest, step_folder
 from toolkit.config.values import dotted
 from toolkit.errors import CheckpointError, DataError, Problem, first_few
-from toolkit.preflight.planned_run import PlannedRun, rule
+from toolkit.preflight.planned_run import PlannedRun, note, rule
 from toolkit.preflight.rules.weights import CHANGEABLE
 from toolkit.preflight.weight_folders import instead_of_checkpoint
 
@@ -134,6 +134,42 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
     ]
 
 
+@rule(DataError)
+def mixture_resumable(run: PlannedRun) -> list[Problem]:
+    """The position in the data counts samples of certain parts and shares (the text is compared later)."""
+    config = run.config
+    if run.manifest is None or not run.resumes or "dataloader" in config.checkpoint.exclude_from_loading:
+        return []
+    saved, now = run.manifest["run"].get("loader", {}), _position_counts(run)
+    counted = f"the data position of the checkpoint {run.loaded} was counted with"
+    fix = 'go back to that, or start the data anew with checkpoint.exclude_from_loading = ["dataloader"]'
+    before, here = saved.get("corpus", ""), now.get("corpus", "one corpus")
+    if before != here and "mixture of " in before + here:
+        key = next((f"data.mixture.{name}.weight" for name in config.data.mixture), "training.dataset")
+        before = before if before.startswith("mixture of ") else "one corpus"
+        return [run.problem(key, f"{counted} {before}, and this run has {here}", fix)] if saved else []
+    return [
+        run.problem(
+            f"data.mixture.{name}.weight", f"{counted} a share of {saved[share]}, now it is {now[share]}", fix
+        )
+        for name in config.data.mixture
+        if saved.get(share := f"{name}.share", now.get(share)) != now.get(share)
+    ]
+
+
+def _position_counts(run: PlannedRun) -> dict[str, str]:
+    """What of a mixture the position in the data depends on; nothing where a weight is too small."""
+    if not run.config.data.mixture:
+        return {}
+    from toolkit.data.mixture import identity, quotas
+    from toolkit.preflight.rules.mixture import mixture_weights_fit
+
+    if mixture_weights_fit(run):
+        return {}
+
+    return identity(quotas({name: part.weight for name, part in run.config.data.mixture.items()}))
+
+
 @rule()
 def batch_resumable(run: PlannedRun) -> list[Problem]:
     """A batch that follows the mesh would change in the middle of a run that goes on elsewhere, and with it
@@ -156,6 +192,7 @@ def batch_resumable(run: PlannedRun) -> list[Problem]:
     ]
 
 
+@note
 def checkpoint_notes(run: PlannedRun) -> list[str]:
     """What sets the run apart from the one so far, and checkpoints of other runs beside its own."""
     if run.manifest is None or not run.resumes:

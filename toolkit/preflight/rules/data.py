@@ -23,7 +23,7 @@ from toolkit.data.sources import (
     open_corpus,
 )
 from toolkit.errors import DataError, Problem
-from toolkit.preflight.planned_run import PlannedRun, rule
+from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _DATA_KEYS = ("data.", "training.dataset", "validation.dataset", "validation.enable")
 _ESCAPE = re.compile(r"\\[nt](?![a-zA-Z])")  # but not \nabla
@@ -60,6 +60,7 @@ def idle_datasets_exist(run: PlannedRun) -> list[Problem]:
     return problems
 
 
+@note
 def corpora_notes(run: PlannedRun) -> list[str]:
     """Names that stand for other text than they say, and names that are not looked at."""
     said = []

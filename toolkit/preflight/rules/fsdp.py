@@ -7,7 +7,7 @@ from toolkit.config.schema import fields_by_key
 from toolkit.errors import Problem, did_you_mean
 from toolkit.models.common.args import INNER_CLASSES, WRAP_CLASSES, ModelArgs, block_parameters
 from toolkit.parallel.dims import reshard_after_forward, strategy
-from toolkit.preflight.planned_run import PlannedRun, divisors, rule
+from toolkit.preflight.planned_run import PlannedRun, divisors, note, rule
 
 _REPLICATE = "parallelism.data_parallel_replicate_degree"
 _SHARD = "parallelism.data_parallel_shard_degree"
@@ -181,6 +181,7 @@ def compiled_blocks_are_whole(run: PlannedRun) -> list[Problem]:
     return []
 
 
+@note
 def sharding_notes(run: PlannedRun) -> list[str]:
     """Options that change nothing in this run."""
     options, said = run.config.parallelism, []

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from toolkit.errors import Problem, install
-from toolkit.preflight.planned_run import PlannedRun, rule
+from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 
 @rule()
@@ -27,6 +27,7 @@ def profiler_fits(run: PlannedRun) -> list[Problem]:
     ]
 
 
+@note
 def observing_notes(run: PlannedRun) -> list[str]:
     """What was asked for and will not come."""
     profiling, training = run.config.profiling, run.config.training

@@ -9,8 +9,8 @@ from toolkit.config.schema import Field, fields_by_key
 from toolkit.config.values import format_toml
 from toolkit.data.build import corpora
 from toolkit.data.sources import EMBEDDED
-from toolkit.errors import DataError, Problem
-from toolkit.preflight.planned_run import PlannedRun, rule
+from toolkit.errors import Problem
+from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 
 def _key(name: str, option: str) -> str:
@@ -32,6 +32,7 @@ def mixture_or_dataset(run: PlannedRun) -> list[Problem]:
     return problems
 
 
+@note
 def mixture_notes(run: PlannedRun) -> list[str]:
     """What a mixture replaces of the file that the config extends."""
     config = run.config
@@ -88,33 +89,3 @@ def mixture_parts_differ(run: PlannedRun) -> list[Problem]:
         for first, *others in names.values()
         for name in others
     ]
-
-
-@rule(DataError)
-def mixture_resumable(run: PlannedRun) -> list[Problem]:
-    """The position in the data counts samples of certain parts and shares (the text is compared later)."""
-    config = run.config
-    if run.manifest is None or not run.resumes or "dataloader" in config.checkpoint.exclude_from_loading:
-        return []
-    saved, now = run.manifest["run"].get("loader", {}), _position_counts(run)
-    counted = f"the data position of the checkpoint {run.loaded} was counted with"
-    fix = 'go back to that, or start the data anew with checkpoint.exclude_from_loading = ["dataloader"]'
-    before, here = saved.get("corpus", ""), now.get("corpus", "one corpus")
-    if before != here and "mixture of " in before + here:
-        key = next((_key(name, "weight") for name in config.data.mixture), "training.dataset")
-        before = before if before.startswith("mixture of ") else "one corpus"
-        return [run.problem(key, f"{counted} {before}, and this run has {here}", fix)] if saved else []
-    return [
-        run.problem(_key(name, "weight"), f"{counted} a share of {saved[share]}, now it is {now[share]}", fix)
-        for name in config.data.mixture
-        if saved.get(share := f"{name}.share", now.get(share)) != now.get(share)
-    ]
-
-
-def _position_counts(run: PlannedRun) -> dict[str, str]:
-    """What of a mixture the position in the data depends on; nothing where a weight is too small."""
-    if not run.config.data.mixture or mixture_weights_fit(run):
-        return {}
-    from toolkit.data.mixture import identity, quotas
-
-    return identity(quotas({name: part.weight for name, part in run.config.data.mixture.items()}))

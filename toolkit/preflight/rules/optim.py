@@ -8,7 +8,7 @@ from toolkit.config.precedence import is_set, replaced
 from toolkit.errors import Problem, closest, first_few
 from toolkit.models.common.args import parameter_names
 from toolkit.optim.lr_scheduler import cut_to_fit
-from toolkit.preflight.planned_run import PlannedRun, rule
+from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _ENDLESS = ("constant", "step")
 _EARLY = "optimizer.early_step_in_backward"
@@ -139,6 +139,7 @@ def early_step_alone(run: PlannedRun) -> list[Problem]:
     return problems
 
 
+@note
 def optim_notes(run: PlannedRun) -> list[str]:
     """What is allowed but may surprise."""
     schedule, training, optimizer = run.config.lr_scheduler, run.config.training, run.config.optimizer

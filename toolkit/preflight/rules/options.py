@@ -9,7 +9,7 @@ from toolkit.config.schema import Field
 from toolkit.config.types import ActsWith, DefaultOnly, NotBuilt
 from toolkit.config.values import format_toml
 from toolkit.errors import Problem
-from toolkit.preflight.planned_run import PlannedRun, rule
+from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 Mark = TypeVar("Mark", NotBuilt, DefaultOnly)
 
@@ -43,6 +43,7 @@ def _leave(field: Field) -> str:
     return f"remove it, or set {field.name} = {format_toml(field.default)}, the default"
 
 
+@note
 def options_notes(run: PlannedRun) -> list[str]:
     """The keys that are set and that nothing reads, by what they would act with."""
     idle = defaultdict(list)

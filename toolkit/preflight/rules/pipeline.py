@@ -9,7 +9,7 @@ from toolkit.config.precedence import is_set
 from toolkit.errors import Problem, either
 from toolkit.parallel.dims import reshard_after_forward, strategy
 from toolkit.parallel.pipeline_schedules import BASES, SCHEDULES, bubble, stages_of_ranks
-from toolkit.preflight.planned_run import PlannedRun, divisors, rule, torch_before
+from toolkit.preflight.planned_run import PlannedRun, divisors, note, rule, torch_before
 from toolkit.preflight.rules.fsdp import units_in_blocks
 from toolkit.preflight.schedule_file import Malformed, ScheduleFile, fault, read_schedule
 
@@ -272,6 +272,7 @@ def _misplaced(run: PlannedRun, schedule: ScheduleFile) -> Problem | None:
     return run.problem(_FILE, rule, fix)
 
 
+@note
 def pipeline_notes(run: PlannedRun) -> list[str]:
     """Waiting, and options that change nothing."""
     options, said = run.config.parallelism, []

@@ -7,7 +7,7 @@ import os
 
 from toolkit.errors import Problem, either, nearest_multiple
 from toolkit.parallel.dims import takes_ring
-from toolkit.preflight.planned_run import PlannedRun, divisors, rule
+from toolkit.preflight.planned_run import PlannedRun, divisors, note, rule
 from toolkit.preflight.rules.attention import attention_of, precision_of
 
 _TP = "parallelism.tensor_parallel_degree"
@@ -119,6 +119,7 @@ def _takes_ring(run: PlannedRun) -> bool:
     return takes_ring(options, device=run.hardware.device, documents=documents)
 
 
+@note
 def tensor_notes(run: PlannedRun) -> list[str]:
     """Layouts that work and are slow, and what is computed otherwise than asked."""
     options, said = run.config.parallelism, []

@@ -13,7 +13,7 @@ from toolkit.models.common.args import ModelArgs, parameter_shapes
 from toolkit.models.llama import hf_config
 from toolkit.models.llama.args import PRESETS
 from toolkit.models.llama.state_dict_adapter import from_hf, to_hf
-from toolkit.preflight.planned_run import PlannedRun, rule
+from toolkit.preflight.planned_run import PlannedRun, note, rule
 from toolkit.preflight.weight_folders import instead_of_hugging_face
 from toolkit.weights.safetensors_header import folder_entries
 
@@ -50,6 +50,7 @@ def weights_options_act(run: PlannedRun) -> list[Problem]:
     return problems
 
 
+@note
 def weights_notes(run: PlannedRun) -> list[str]:
     """Another folder is read than the one that is named."""
     path = run.config.checkpoint.initial_load_path
