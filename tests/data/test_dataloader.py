@@ -149,7 +149,7 @@ def _fails_of(error: type[Exception]) -> Iterator[Any]:
 
 _KILLS_A_WORKER = """
 import multiprocessing, os, signal
-from tests.data.test_loader import _loader
+from tests.data.test_dataloader import _loader
 from toolkit.data.dataloader import lost_worker
 from toolkit.errors import DataError
 try:

@@ -97,6 +97,9 @@ def test_characters_that_the_encoding_lacks_are_escaped() -> None:
 
 
 def test_what_an_unbuffered_program_has_printed_outlives_it() -> None:
-    program = "import os; from toolkit import output; standard_streams.protect(); print('told'); os._exit(1)"
+    program = (
+        "import os; from toolkit.io import standard_streams; standard_streams.protect(); "
+        "print('told'); os._exit(1)"
+    )
     ended = subprocess.run([sys.executable, "-u", "-c", program], cwd=ROOT, capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (1, b"told\n")

@@ -124,7 +124,7 @@ class Config(Table):
 
 @dataclass(frozen=True)
 class Field:
-    """One key of the schema. ``marks`` are number ranges and the marks of ``fields.py``."""
+    """One key of the schema. ``marks`` are number ranges and the marks of ``types.py``."""
 
     key: str
     annotation: Any

@@ -30,7 +30,7 @@ PATIENCE_SECONDS = 10.0
 _LOST = re.compile("gloo/transport|Connection (closed|reset) by peer|[Tt]imed out waiting")
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting (\d+)ms")
 _SAID_BY = re.compile(r"^\[[^]]*\] |[.] This is typically.*")  # gloo's file and line, and its advice
-_WAIT = (str(Path(__file__).with_name("process_group.py")), "wait")
+_WAIT = (str(PACKAGE / "distributed" / "process_group.py"), "wait")
 _TRANSFERS = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 _Frames = list[traceback.FrameSummary]  # outermost first
 
