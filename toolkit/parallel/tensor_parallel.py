@@ -1,7 +1,7 @@
 """Tensor parallelism: each matrix split over ranks, hidden states between the blocks split by sequence.
 
 A parameter becomes a DTensor over the tp mesh, so that sharding, checkpoints and initial weights know
-which part of it a rank has. The forward computes with that part as a plain tensor and says where ranks
+which part of it a rank has. A module's own forward reads that part as a plain tensor, and hooks around it
 communicate (Megatron's column, row and sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198):
 hidden states are gathered along the sequence before attention, feed-forward and head, and what rows of a
 matrix contribute is summed and scattered along the sequence again. DTensor's own dispatch of each
@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -80,43 +79,69 @@ def local(weight: Tensor, gradient: Placement | None = None) -> Tensor:
     return weight.to_local(grad_placements=[gradient] if gradient else None)
 
 
-def _split(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+@dataclass(frozen=True)
+class Placed:
+    """Where a parameter lies: the ``placement`` of its DTensor, and of its gradient where that is another."""
+
+    placement: Placement
+    gradient: Placement | None = None
+
+
+COLUMN = Placed(Shard(0))
+ROW = Placed(Shard(1))
+WHOLE = Placed(Replicate(), Partial())
+"""Each rank has it all, and a share of its gradient."""
+
+
+def _place(module: nn.Module, mesh: DeviceMesh, **places: Placed) -> None:
+    """Make the parameters of ``module`` DTensors, by name; its forward reads them as this rank's parts.
+
+    The class of the module gets a property for each, as torch's parametrizations do, so that its own forward
+    stays, whatever it is. Outside of the forward they are the parameters that FSDP and checkpoints know.
+    """
+    parts: dict[str, Any] = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
-        if isinstance(placement, Shard) and parameter.shape[placement.dim] % mesh.size():
-            size = parameter.shape[placement.dim]
-            raise ValueError(f"{name}: dimension {placement.dim} of size {size} on {mesh.size()} ranks")
-        part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(part))
+        placed = places[name]
+        if isinstance(placed.placement, Shard) and parameter.shape[placed.placement.dim] % mesh.size():
+            dim, size = placed.placement.dim, parameter.shape[placed.placement.dim]
+            raise ValueError(f"{name}: dimension {dim} of size {size} on {mesh.size()} ranks")
+        whole = distribute_tensor(parameter.detach(), mesh, [placed.placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(whole))
+        parts[name] = property(partial(_read, name=name, gradient=placed.gradient))
+    if parts:
+        module.__class__ = type(type(module).__name__, (type(module),), parts)
+        module.inside = False  # type: ignore[assignment]
+        module.register_forward_pre_hook(_enter)
+        module.register_forward_hook(_leave, always_call=True)  # recomputation may stop in the middle
+
+
+def _read(module: nn.Module, *, name: str, gradient: Placement | None) -> Any:
+    parameter = module._parameters[name]
+    return local(parameter, gradient) if module.inside and parameter is not None else parameter
+
+
+def _enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+    module.inside = True  # type: ignore[assignment]
+
+
+def _leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    module.inside = False  # type: ignore[assignment]
 
 
 def _column(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
     """Output features split: takes whole hidden states, gives this rank's features."""
-    _split(module, mesh, Shard(0))
-
-    def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        return F.linear(x, local(self.weight))
-
-    module.forward = MethodType(forward, module)
+    _place(module, mesh, weight=COLUMN, bias=COLUMN)
 
 
 def _row(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
     """Input features split: takes this rank's features, gives the sum as it lies between the blocks."""
-    _split(module, mesh, Shard(1))
-
-    def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        return between.summed(F.linear(x, local(self.weight)))
-
-    module.forward = MethodType(forward, module)
+    _place(module, mesh, weight=ROW)
+    module.register_forward_hook(lambda module, args, output: between.summed(output))
 
 
 def _norm(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
-    """A norm of this rank's piece of the sequence: its weight is whole, its gradient a share."""
-    _split(module, mesh, Replicate())
-
-    def forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, local(self.weight, Partial()), self.eps)
-
-    module.forward = MethodType(forward, module)
+    """A norm of this rank's piece of the sequence, or of its heads: its weight whole."""
+    _place(module, mesh, weight=WHOLE)
 
 
 def _gather_input(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
@@ -128,37 +153,46 @@ def _gather_input(module: nn.Module, mesh: DeviceMesh, between: Between) -> None
     module.register_forward_pre_hook(whole)
 
 
-def _embedding(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
+def _embedding(module: Any, mesh: DeviceMesh, between: Between) -> None:
     """Entries split: each rank looks up those that it has, and gets its piece of the sequence."""
-    _split(module, mesh, Shard(0))
+    _place(module, mesh, weight=COLUMN)
+    first = mesh.get_local_rank() * (module.num_embeddings // mesh.size())
+    last = first + module.num_embeddings // mesh.size()
 
-    def forward(self: nn.Embedding, tokens: Tensor) -> Tensor:
-        weight = local(self.weight)
-        index = tokens - mesh.get_local_rank() * len(weight)
-        mine = (index >= 0) & (index < len(weight))
-        found = F.embedding(index * mine, weight) * mine[..., None]
-        return between.summed(found)
+    masks: list[Tensor] = []
 
-    module.forward = MethodType(forward, module)
+    def own(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        [tokens] = args
+        mine = (tokens >= first) & (tokens < last)
+        masks.append(mine)
+        return ((tokens - first) * mine,)
+
+    def add_up(module: nn.Module, args: tuple[Tensor], found: Tensor) -> Tensor:
+        return between.summed(found * masks.pop()[..., None])
+
+    module.register_forward_pre_hook(own)
+    module.register_forward_hook(add_up)
 
 
 def _head(module: Any, mesh: DeviceMesh, between: Between, *, gathered: bool = False) -> None:
     """Vocabulary split: logits stay split within the loss, unless ``gathered``, and are gathered where there
     are no labels."""
     group = between.group
-    _split(module, mesh, Shard(0))
+    _place(module, mesh, weight=COLUMN)
     if gathered:
         module.loss = partial(_gathered_loss, group=group)
     else:
         module.loss = partial(_split_loss, rank=mesh.get_local_rank(), group=group)
-    inner = type(module).forward
 
-    def forward(self: Any, h: Tensor, labels: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
-        weight = local(self.weight if tied is None else tied)
-        out = inner(self, between.whole(h), labels, weight)
-        return _whole_logits(out, group) if labels is None else out
+    def inputs(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        h, labels, tied = (*args, None, None)[:3]
+        return between.whole(h), labels, None if tied is None else local(tied)
 
-    module.forward = MethodType(forward, module)
+    def outputs(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return _whole_logits(output, group) if args[1] is None else output
+
+    module.register_forward_pre_hook(inputs)
+    module.register_forward_hook(outputs)
 
 
 def _split_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, rank: int, group: Any) -> Tensor:
