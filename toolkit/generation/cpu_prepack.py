@@ -7,9 +7,6 @@ those that torch's compiler uses for frozen weights on a CPU.
 
 from __future__ import annotations
 
-from types import MethodType
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -55,22 +52,33 @@ def _product(x: Tensor, packed: Tensor) -> Tensor:
     return _ops._linear_pointwise(x, packed, None, "none", [], "")
 
 
+class _PackedLinear(nn.Linear):
+    """A linear layer that has its matrix in oneDNN's order alone."""
+
+    packed: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _product(input, self.packed)
+
+
+class _PackedHead(OutputHead):
+    """A head with its matrix in oneDNN's order for logits, beside the plain one for losses."""
+
+    packed: Tensor
+
+    def forward(self, h_BSD: Tensor, labels: Tensor | None = None, tied_VD: Tensor | None = None) -> Tensor:
+        return _product(h_BSD, self.packed) if labels is None else super().forward(h_BSD, labels, tied_VD)
+
+
 def _pack_linear(module: nn.Linear) -> None:
     packed = _reordered(module.weight)
     module.register_parameter("weight", None)
-
-    def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        return _product(x, packed)
-
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    module.__class__ = _PackedLinear
+    module.packed = packed
 
 
 def _pack_head(head: OutputHead, model: Decoder) -> None:
     tied = model.tok_embeddings.weight if model.args.tie_embeddings and model.tok_embeddings else head.weight
     assert tied is not None
-    packed = _reordered(tied)
-
-    def forward(self: Any, h: Tensor, labels: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
-        return _product(h, packed) if labels is None else OutputHead.forward(self, h, labels, tied)
-
-    head.forward = MethodType(forward, head)  # type: ignore[method-assign]
+    head.__class__ = _PackedHead
+    head.packed = _reordered(tied)
