@@ -26,7 +26,7 @@ from toolkit.generation.generator import Generator
 from toolkit.hardware import cores
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.llama.args import resolve
+from toolkit.models.registry import resolve
 
 SHAPES = {
     "125M": resolve(

@@ -71,6 +71,13 @@ WORDS: dict[str, Settings] = {
     "tied": {"model.tie_embeddings": True},
     "unmasked": {"data.document_mask": False},
     "layers8": {"model.n_layers": 8},
+    # Heads of another size than dim / n_heads, their queries and keys normalised.
+    "qwen3": {
+        "model.name": "qwen3",
+        "model.flavor": "debugmodel",
+        "model.head_dim": 6,
+        "model.tie_embeddings": False,
+    },
     "AC-full": {"activation_checkpoint.mode": "full"},
     "AC-2": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"},
     "AC-op": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
@@ -104,7 +111,7 @@ WORDS: dict[str, Settings] = {
     "bfloat16": _precision("float32", "bfloat16", "float32"),
 }
 
-CURVES = ("tied", "unmasked", "layers8", "float32", "bfloat16")
+CURVES = ("qwen3", "tied", "unmasked", "layers8", "float32", "bfloat16")
 """Words that are part of what is trained: a layout is compared with one process of the same ones."""
 
 SAMPLES = 24
@@ -196,6 +203,14 @@ FAST = [
     "pp2 shard2 tp2 Interleaved1F1B accumulate3",
     "pp2 shard2 cp2 1F1B",
     "pp2 replicate2 shard2 Interleaved1F1B HYBRID_SHARD accumulate3",
+    # Another family.
+    "shard4 qwen3 AC-op",
+    "replicate2 shard2 qwen3",
+    "tp2 qwen3 accumulate3",
+    "cp2 qwen3 tied",
+    "pp2 1F1B qwen3 tied",
+    "shard2 cp2 tp2 qwen3 AC-full",
+    "pp2 shard2 tp2 Interleaved1F1B qwen3 tied",
 ]
 """What CI runs."""
 
@@ -405,6 +420,8 @@ MORE = [
     "pp2 1F1B bfloat16",
     "pp2 shard2 tp2 Interleaved1F1B bfloat16 accumulate3",
     "pp2 cp2 tp2 ZBVZeroBubble never bfloat16 tied",
+    # Another family.
+    "shard2 cp2 tp2 qwen3 compiled AC-full",
 ]
 """What only the full list runs."""
 

@@ -9,7 +9,7 @@ import torch
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.init import Init, init_rule
-from toolkit.models.llama.args import resolve
+from toolkit.models.registry import resolve
 from toolkit.parallel.init_weights import initialize
 
 VOCAB = 307

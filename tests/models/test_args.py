@@ -5,7 +5,8 @@ import pytest
 
 from toolkit.errors import ConfigError
 from toolkit.models.common.args import RopeScaling, parameter_count
-from toolkit.models.llama.args import PRESETS, resolve
+from toolkit.models.llama.args import PRESETS
+from toolkit.models.registry import resolve
 
 # As published: layers, dim, heads, kv heads, ffn, vocabulary, head dim, theta, context, tied, parameters.
 PUBLISHED = {

@@ -17,9 +17,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from toolkit.errors import DataError
 from toolkit.models.common.args import ModelArgs, RopeScaling, parameter_count
+from toolkit.models.common.hf_config import generation_config_json
 from toolkit.models.common.rope import rope_frequencies
+from toolkit.models.llama import SPEC
 from toolkit.models.llama.args import PRESETS
-from toolkit.models.llama.hf_config import args_of, config_json, generation_config_json
+from toolkit.models.registry import read_hf_config as args_of
 
 SMALL = ModelArgs(
     dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=100, vocab_size=300, head_dim=32, norm_eps=1e-6,
@@ -36,7 +38,7 @@ def written(folder: Path, fields: dict[str, Any]) -> Path:
 
 
 def as_json(args: ModelArgs = SMALL, **changes: Any) -> dict[str, Any]:
-    return config_json(args, dtype="bfloat16", bos=1, eos=[2, 3], pad=None) | changes
+    return SPEC.hf_config.write(args, dtype="bfloat16", bos=1, eos=[2, 3], pad=None) | changes
 
 
 def without(key: str, args: ModelArgs = SMALL) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from toolkit.models.common.attention import attention_mask, sdpa
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.init import init_rule
 from toolkit.models.common.rope import rope_rotations
-from toolkit.models.llama.args import PRESETS, resolve
+from toolkit.models.llama.args import PRESETS
+from toolkit.models.registry import resolve
 from toolkit.parallel.init_weights import initialize
 
 

@@ -2,7 +2,7 @@ import torch
 
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.sharding import fsdp_units
-from toolkit.models.llama.args import resolve
+from toolkit.models.registry import resolve
 
 
 def build(name: str) -> Decoder:

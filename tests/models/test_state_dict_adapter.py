@@ -8,8 +8,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.models.common.args import parameter_names, parameter_shapes
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.llama.args import PRESETS, resolve
-from toolkit.models.llama.state_dict_adapter import from_hf, hf_row_order, reorders_rows, to_hf
+from toolkit.models.common.state_dict_adapter import hf_row_order
+from toolkit.models.llama.args import PRESETS
+from toolkit.models.llama.state_dict_adapter import ADAPTER
+from toolkit.models.registry import resolve
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "llama3.2"])
@@ -30,13 +32,13 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
         ours = {name: tuple(parameter.shape) for name, parameter in Decoder(args).named_parameters()}
     assert parameter_shapes(args) == ours
     expected = {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
-    assert {to_hf(name): shape for name, shape in ours.items()} == expected
-    assert [from_hf(to_hf(name)) for name in ours] == list(ours)
+    assert {ADAPTER.to_hf(name): shape for name, shape in ours.items()} == expected
+    assert [ADAPTER.from_hf(ADAPTER.to_hf(name)) for name in ours] == list(ours)
 
 
 def test_rotary_frequencies_are_no_weights() -> None:
-    assert from_hf("model.layers.3.self_attn.rotary_emb.inv_freq") is None
-    assert from_hf("model.rotary_emb.inv_freq") is None
+    assert ADAPTER.from_hf("model.layers.3.self_attn.rotary_emb.inv_freq") is None
+    assert ADAPTER.from_hf("model.rotary_emb.inv_freq") is None
 
 
 @pytest.mark.parametrize(
@@ -54,14 +56,14 @@ def test_rotary_frequencies_are_no_weights() -> None:
     ],
 )
 def test_a_name_that_no_llama_has_there_is_none_of_ours(name: str) -> None:
-    found = from_hf(name)
+    found = ADAPTER.from_hf(name)
     assert found is not None and found.startswith(name)
     assert found not in parameter_names(PRESETS["llama2"]["debugmodel"])
 
 
 def test_no_parameter_of_a_llama_has_no_name_there() -> None:
     with pytest.raises(KeyError):
-        to_hf("layers.0.attention.wx.weight")
+        ADAPTER.to_hf("layers.0.attention.wx.weight")
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (3, 8), (4, 48), (2, 128)])
@@ -76,5 +78,5 @@ def test_rows_are_in_the_order_of_transformers_own_conversion(heads: int, head_d
 
 def test_only_queries_and_keys_are_reordered() -> None:
     names = parameter_names(PRESETS["llama2"]["debugmodel"])
-    chosen = {name.split(".")[3] for name in names if reorders_rows(name)}
+    chosen = {name.split(".")[3] for name in names if ADAPTER.reorders_rows(name)}
     assert chosen == {"wq", "wk"}

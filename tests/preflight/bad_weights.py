@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 from tests.preflight.bad_runs import TOKENIZER, Bad, bad, save
 from toolkit.models.common.args import ModelArgs, parameter_shapes
-from toolkit.models.llama.hf_config import config_json
-from toolkit.models.llama.state_dict_adapter import to_hf
+from toolkit.models.llama import SPEC
+from toolkit.models.llama.state_dict_adapter import ADAPTER
 
 SHAPE = ModelArgs(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=4352, head_dim=8, rope_theta=5e5
@@ -28,7 +28,7 @@ NAMED = (
 def write_config(at: Path, args: ModelArgs, **fields: Any) -> Path:
     """A folder with config.json alone, ``fields`` of it changed."""
     at.mkdir()
-    config = config_json(args, dtype="float32", bos=1, eos=2, pad=None)
+    config = SPEC.hf_config.write(args, dtype="float32", bos=1, eos=2, pad=None)
     (at / "config.json").write_text(json.dumps(config | fields))
     return at
 
@@ -36,7 +36,9 @@ def write_config(at: Path, args: ModelArgs, **fields: Any) -> Path:
 def write_model(folder: Path, name: str = "m", **fields: Any) -> Path:
     """A Hugging Face folder of zeros in two files, with ``fields`` of config.json changed."""
     at = write_config(folder / name, SHAPE, **fields)
-    tensors = {to_hf(name): np.zeros(shape, np.float32) for name, shape in parameter_shapes(SHAPE).items()}
+    tensors = {
+        ADAPTER.to_hf(name): np.zeros(shape, np.float32) for name, shape in parameter_shapes(SHAPE).items()
+    }
     files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     weight_map = {name: files["layers.1" in name] for name in tensors}
     for file in files:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape
 from toolkit.distributed.process_group import DTYPES
+from toolkit.models.common.args import block_parameters
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.dims import reshard_after_forward
 from toolkit.parallel.mesh import Mesh
@@ -226,8 +227,9 @@ def _tensor(
         if each_batch and not work.pipeline
         else DTYPES[config.training.mixed_precision_reduce].itemsize
     )
-    norms = 2 * len(model.layers) + (model.norm is not None)
-    yield Exchange("tp", "all_reduce", ranks, reductions * norms * model.args.dim * size)
+    of_block = block_parameters(model.args)[2]
+    norms = of_block * len(model.layers) + model.args.dim * (model.norm is not None)
+    yield Exchange("tp", "all_reduce", ranks, reductions * norms * size)
     if model.output is not None:
         chunks = 0 < config.training.loss_chunk_tokens < work.tokens  # checkpointed as well
         tokens = (batches + (_again(model, passes, weights=1) if chunks else 0)) * work.tokens

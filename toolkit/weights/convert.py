@@ -23,8 +23,8 @@ from toolkit.errors import DataError, either, first_few
 from toolkit.io.json_fields import read_object
 from toolkit.io.row_blocks import block_threads, row_blocks, rows_of
 from toolkit.io.work_folder import refuse_existing, state_of
-from toolkit.models.llama.hf_config import CONFIG, GENERATION_CONFIG
-from toolkit.models.llama.state_dict_adapter import reorders_rows, to_hf
+from toolkit.models.common.hf_config import CONFIG, GENERATION_CONFIG
+from toolkit.models.registry import spec
 from toolkit.weights.fill import BLOCK_BYTES
 from toolkit.weights.hf_assets import Companions, asked_bos, tokenizer_companions, tokenizer_of
 from toolkit.weights.hf_write import (
@@ -117,6 +117,10 @@ def prepare(
         [really] = [name for name, kind in FORMATS.items() if isinstance(there, kind)]
         ways = either(f"{really}-to-{other}" for other in FORMATS if other != really)
         raise DataError(f"{path} is not what {what} reads: use {ways}")
+    if to == "meta" and not spec(there.args.family).has_meta_files:
+        raise DataError(
+            f"{path} is of {spec(there.args.family).hf_config.called}, which Meta's files cannot hold"
+        )
     check_complete(there)
     source = there
     if vocab_size is not None and vocab_size != source.args.vocab_size:
@@ -160,7 +164,7 @@ def convert(
 def mapping(conversion: Conversion) -> Iterator[str]:
     """A line a tensor: what it is, and what and where it will be."""
     source = conversion.source
-    tensors = in_order(source)
+    tensors, adapter = in_order(source), spec(source.args.family).adapter
     shards = plan_shards(tensors, conversion.max_bytes)
     files = {
         name: file for file, shard in zip(shard_names(len(shards)), shards, strict=True) for name in shard
@@ -169,10 +173,10 @@ def mapping(conversion: Conversion) -> Iterator[str]:
         before = conversion.there.tensors[name]
         then, where = name, PART
         if conversion.to == "hf":
-            then, where = to_hf(name), files[name]
+            then, where = adapter.to_hf(name), files[name]
         elif conversion.to == "dcp":
             then, where = MODEL_PREFIX + name, conversion.out.name
-        moved = reorders_rows(name) and (
+        moved = adapter.reorders_rows(name) and (
             conversion.to == "hf" or isinstance(conversion.there, SafetensorsFolder)
         )
         yield (

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from toolkit.distributed.agreement import Ranks
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.llama.hf_config import CONFIG, GENERATION_CONFIG, config_json, generation_config_json
-from toolkit.models.llama.state_dict_adapter import hf_row_order, reorders_rows, to_hf
+from toolkit.models.common.hf_config import CONFIG, GENERATION_CONFIG, generation_config_json
+from toolkit.models.common.state_dict_adapter import StateDictAdapter, hf_row_order
+from toolkit.models.registry import spec
 from toolkit.weights.fill import File, Folder, write_folder
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.safetensors_header import INDEX, SINGLE
@@ -58,13 +59,15 @@ def write_hf(
     """
     shards = plan_shards(in_order(source), max_bytes)
     names = shard_names(len(shards))
-    head_dim = source.args.head_dim
+    head_dim, adapter = source.args.head_dim, spec(source.args.family).adapter
     folder = Folder(
-        files=[_file(name, shard) for name, shard in zip(names, shards, strict=True)],
-        others=_configs(source, tokens) | (_index(names, shards) if len(shards) > 1 else {}) | dict(others),
+        files=[_file(adapter, name, shard) for name, shard in zip(names, shards, strict=True)],
+        others=_configs(source, tokens)
+        | (_index(adapter, names, shards) if len(shards) > 1 else {})
+        | dict(others),
         opened=SafetensorsFolder,
         arrange=partial(_arrange, source.args),
-        head_rows=lambda name: head_dim if reorders_rows(name) else 1,
+        head_rows=lambda name: head_dim if adapter.reorders_rows(name) else 1,
     )
     write_folder(source, out, folder, ranks=ranks, progress=progress, check=check, replace=replace)
 
@@ -100,19 +103,20 @@ def _bytes(stored: Stored) -> int:
 
 
 def _arrange(args: ModelArgs, name: str, block: Tensor) -> Tensor:
-    if not reorders_rows(name):
+    if not spec(args.family).adapter.reorders_rows(name):
         return block
     return block.index_select(0, torch.tensor(hf_row_order(range(len(block)), args.head_dim)))
 
 
-def _file(name: str, shard: Mapping[str, Stored]) -> File:
+def _file(adapter: StateDictAdapter, name: str, shard: Mapping[str, Stored]) -> File:
     """Wider types first, so that each value lies where its size divides its place."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0
     for ours, stored in sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize):
         begins[ours], begin, end = end, end, end + _bytes(stored)
         shape = list(stored.shape)
-        header[to_hf(ours)] = {"dtype": _DTYPES[stored.dtype], "shape": shape, "data_offsets": [begin, end]}
+        about = {"dtype": _DTYPES[stored.dtype], "shape": shape, "data_offsets": [begin, end]}
+        header[adapter.to_hf(ours)] = about
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
@@ -127,8 +131,10 @@ def _file(name: str, shard: Mapping[str, Stored]) -> File:
     )
 
 
-def _index(names: list[str], shards: list[dict[str, Stored]]) -> dict[str, bytes]:
-    weight_map = {to_hf(ours): name for name, shard in zip(names, shards, strict=True) for ours in shard}
+def _index(adapter: StateDictAdapter, names: list[str], shards: list[dict[str, Stored]]) -> dict[str, bytes]:
+    weight_map = {
+        adapter.to_hf(ours): name for name, shard in zip(names, shards, strict=True) for ours in shard
+    }
     total = sum(_bytes(stored) for shard in shards for stored in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return {INDEX: _json(index)}
@@ -138,7 +144,7 @@ def _configs(source: WeightSource, tokens: SpecialTokens) -> dict[str, bytes]:
     [(dtype, _)] = Counter(stored.dtype for stored in source.tensors.values()).most_common(1)
     name = str(dtype).removeprefix("torch.")
     return {
-        CONFIG: _json(config_json(source.args, dtype=name, **asdict(tokens))),
+        CONFIG: _json(spec(source.args.family).hf_config.write(source.args, dtype=name, **asdict(tokens))),
         **generation_config(tokens),
     }
 

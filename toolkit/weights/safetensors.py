@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit.io.tensor_file import TensorPlace, new_output, read_region, whole
-from toolkit.models.llama import hf_config
-from toolkit.models.llama.state_dict_adapter import from_hf, reorders_rows
+from toolkit.models.registry import read_hf_config, spec
 from toolkit.weights.safetensors_header import folder_entries
 from toolkit.weights.source import Region, Stored, without_tied_head
 
@@ -21,15 +20,16 @@ class SafetensorsFolder:
     """See :class:`toolkit.weights.source.WeightSource`.
 
     Raises:
-        DataError: the folder is not there, is not of a Llama, or is damaged.
+        DataError: the folder is not there, is of no model that is known, or is damaged.
     """
 
     def __init__(self, place: Path):
         self.place = place
-        self.args = hf_config.args_of(place)
+        self.args = read_hf_config(place)
+        self._adapter = spec(self.args.family).adapter
         self._places: dict[str, TensorPlace] = {}
         for theirs, entry in folder_entries(place).items():
-            name = from_hf(theirs)
+            name = self._adapter.from_hf(theirs)
             if name is not None:
                 self._places[name] = TensorPlace(entry.file, entry.begin, entry.shape, _DTYPES[entry.dtype])
         self.tensors: Mapping[str, Stored] = without_tied_head(
@@ -40,5 +40,6 @@ class SafetensorsFolder:
         place = self._places[name]
         region = whole(place.shape) if region is None else region
         out = new_output(place.shape, place.dtype, region, out)
-        read_region(place, region, out, paired_rows=self.args.head_dim if reorders_rows(name) else 0)
+        paired = self.args.head_dim if self._adapter.reorders_rows(name) else 0
+        read_region(place, region, out, paired_rows=paired)
         return out

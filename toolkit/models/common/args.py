@@ -21,7 +21,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """Everything that fixes the architecture. ``head_dim`` usually is ``dim / n_heads``."""
+    """Everything that fixes the architecture.
+
+    ``head_dim`` usually is ``dim / n_heads``. With ``qk_norm`` each head of queries and keys is normalised
+    before it is rotated. ``family`` names the :class:`~toolkit.models.common.spec.ModelSpec`.
+    """
 
     dim: int
     n_layers: int
@@ -35,13 +39,21 @@ class ModelArgs:
     rope_scaling: RopeScaling | None = None
     max_seq_len: int = 4096
     tie_embeddings: bool = False
+    qk_norm: bool = False
+    family: str = "llama"
+
+
+def takes_vocabulary(flavor: str) -> bool:
+    """Say if the tokenizer sets the size of the vocabulary where ``vocab_size`` does not: of a debugmodel."""
+    return flavor.startswith("debugmodel")
 
 
 INNER_CLASSES = ("Attention", "FeedForward", "Linear", "RMSNorm")
 """Classes of the modules inside a block."""
 WRAP_CLASSES = ("TransformerBlock", "Embedding", "OutputHead", *INNER_CLASSES)
 """Classes of the modules of a decoder: what FSDP may take as its units."""
-_OVERRIDES = {field.name for field in fields(ModelArgs)} - {"rope_scaling"} | {"rope_scaling_factor"}
+_FIXED = {"rope_scaling", "qk_norm", "family"}
+_OVERRIDES = {field.name for field in fields(ModelArgs)} - _FIXED | {"rope_scaling_factor"}
 
 
 def changed(base: ModelArgs, *, ffn_rule: Callable[[int], int] | None = None, **overrides: Any) -> ModelArgs:
@@ -84,7 +96,8 @@ def parameter_count(args: ModelArgs) -> int:
 def block_parameters(args: ModelArgs) -> tuple[int, int, int]:
     """Parameters of one block's attention, feed-forward and norms."""
     attention = 2 * args.dim * args.head_dim * (args.n_heads + args.n_kv_heads)
-    return attention, 3 * args.dim * args.ffn_dim, 2 * args.dim
+    norms = 2 * args.dim + (2 * args.head_dim if args.qk_norm else 0)
+    return attention, 3 * args.dim * args.ffn_dim, norms
 
 
 def parameter_names(args: ModelArgs) -> list[str]:
@@ -101,6 +114,11 @@ def parameter_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
         "attention.wk": (keys, dim),
         "attention.wv": (keys, dim),
         "attention.wo": (dim, queries),
+        **(
+            {"attention.q_norm": (args.head_dim,), "attention.k_norm": (args.head_dim,)}
+            if args.qk_norm
+            else {}
+        ),
         "ffn_norm": (dim,),
         "feed_forward.w1": (args.ffn_dim, dim),
         "feed_forward.w2": (dim, args.ffn_dim),

@@ -16,6 +16,7 @@ def tensor_plan(*, loss_parallel: bool = True) -> dict[str, str]:
         "layers.*.attention": "gather",
         "layers.*.attention.w[qkv]": "column",
         "layers.*.attention.wo": "row",
+        "layers.*.attention.[qk]_norm": "norm",
         "layers.*.ffn_norm": "norm",
         "layers.*.feed_forward": "gather",
         "layers.*.feed_forward.w[13]": "column",

@@ -6,17 +6,10 @@ Meta's releases. Each has a ``debugmodel``, a few million parameters that train 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from toolkit.errors import ConfigError, Problem, did_you_mean
-from toolkit.models.common.args import ModelArgs, RopeScaling, changed
-from toolkit.models.common.attention_choice import flavor_attention
-
-
-def takes_vocabulary(flavor: str) -> bool:
-    """Say if the tokenizer sets the size of the vocabulary where ``vocab_size`` does not: of a debugmodel."""
-    return flavor.startswith("debugmodel")
+from toolkit.models.common.args import ModelArgs, RopeScaling, takes_vocabulary
 
 
 def meta_ffn_dim(dim: int, multiplier: float, multiple_of: int) -> int:
@@ -122,33 +115,6 @@ PRESETS: dict[str, dict[str, ModelArgs]] = {
 }
 
 
-def resolve(name: str, flavor: str, *, tokenizer_vocab: int | None = None, **overrides: Any) -> ModelArgs:
-    """The shape of ``name``/``flavor`` with fields replaced as by :func:`changed`.
-
-    ``ffn_dim`` follows ``dim`` by the preset's own rule. A debugmodel without ``vocab_size`` has
-    ``tokenizer_vocab`` entries.
-
-    Raises:
-        ConfigError: no such name or flavor, or values that do not fit together; all of them at once.
-    """
-    preset = _find(name, flavor)
-    if takes_vocabulary(flavor) and tokenizer_vocab is not None and overrides.get("vocab_size") is None:
-        overrides["vocab_size"] = tokenizer_vocab
-    return changed(preset, ffn_rule=_FAMILIES[name].sizes[flavor].ffn_dim, **overrides)
-
-
-def _find(name: str, flavor: str) -> ModelArgs:
-    if name not in PRESETS:
-        fix = did_you_mean(name, PRESETS, "set model.name to one of them")
-        raise ConfigError(Problem(f"the models are {', '.join(PRESETS)}", fix, "model.name", name))
-    if flavor not in PRESETS[name]:
-        elsewhere = [other for other, flavors in PRESETS.items() if flavor in flavors]
-        fix = did_you_mean(flavor, PRESETS[name], "set model.flavor to one of them")
-        size, named = flavor.partition("_")[0], flavor_attention(flavor)
-        if named and size in PRESETS[name]:
-            fix = f'set model.flavor = "{size}" and model.attention = "{named}"'
-        if elsewhere:
-            fix = f"{flavor} is a flavor of {', '.join(elsewhere)}: set model.name to one of them, or {fix}"
-        rule = f"the flavors of {name} are {', '.join(PRESETS[name])}"
-        raise ConfigError(Problem(rule, fix, "model.flavor", flavor))
-    return PRESETS[name][flavor]
+def ffn_rule(name: str, flavor: str) -> Callable[[int], int]:
+    """The feed-forward width that follows from ``dim`` by the preset's own multiplier and multiple."""
+    return _FAMILIES[name].sizes[flavor].ffn_dim

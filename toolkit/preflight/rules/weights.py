@@ -10,9 +10,8 @@ from pathlib import Path
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import DataError, Problem, first_few
 from toolkit.models.common.args import ModelArgs, parameter_shapes
-from toolkit.models.llama import hf_config
-from toolkit.models.llama.args import PRESETS
-from toolkit.models.llama.state_dict_adapter import from_hf, to_hf
+from toolkit.models.common.hf_config import CONFIG
+from toolkit.models.registry import presets, read_hf_config, spec
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 from toolkit.preflight.weight_folders import instead_of_hugging_face
 from toolkit.weights.safetensors_header import folder_entries
@@ -68,7 +67,7 @@ def weights_are_of_this_model(run: PlannedRun) -> list[Problem]:
     if run.weights is None or run.model is None:
         return []
     try:
-        theirs = hf_config.args_of(run.weights)
+        theirs = read_hf_config(run.weights)
     except DataError:
         return []  # of which weights_readable tells
     changed = [name for name, key in CHANGEABLE.items() if run.config.value(f"model.{key}") is not None]
@@ -98,7 +97,7 @@ def weights_are_of_this_model(run: PlannedRun) -> list[Problem]:
             f"set model.vocab_size = {theirs.vocab_size}, or resize the embedding first: "
             f"python -m tools.convert_weights hf-to-dcp {run.weights} OUT --vocab-size {run.model.vocab_size}"
         )
-    rule = f"the model of the weights, {run.weights / hf_config.CONFIG}, has {said}"
+    rule = f"the model of the weights, {run.weights / CONFIG}, has {said}"
     return [run.problem(_weights_key(run), rule, fix)]
 
 
@@ -114,16 +113,18 @@ def weights_readable(run: PlannedRun) -> list[Problem]:
     if wrong:
         return [run.problem(key, *wrong)]
     try:
-        theirs = hf_config.args_of(run.weights)
+        theirs = read_hf_config(run.weights)
         entries = folder_entries(run.weights)
     except DataError as error:
         said, _, fix = str(error).partition("\n  fix:  ")
-        return [run.problem(key, said, fix or "take a folder of a Llama's safetensors that is whole")]
-    found = {name: entry.shape for name, entry in entries.items() if from_hf(name) is not None}
+        return [run.problem(key, said, fix or "take a folder of safetensors that is whole")]
+    adapter = spec(theirs.family).adapter
+    found = {name: entry.shape for name, entry in entries.items() if adapter.from_hf(name) is not None}
     if theirs.tie_embeddings:
-        found.pop(to_hf("output.weight"), None)
-    said = "; ".join(_differences(found, {to_hf(n): shape for n, shape in parameter_shapes(theirs).items()}))
-    rule = f"the files in {run.weights} are not of the model of its {hf_config.CONFIG}: {said}"
+        found.pop(adapter.to_hf("output.weight"), None)
+    meant = {adapter.to_hf(name): shape for name, shape in parameter_shapes(theirs).items()}
+    said = "; ".join(_differences(found, meant))
+    rule = f"the files in {run.weights} are not of the model of its {CONFIG}: {said}"
     return [run.problem(key, rule, "take files and config.json of the same model")] if said else []
 
 
@@ -153,7 +154,7 @@ def _tokenizer_key(run: PlannedRun) -> str:
 
 def _presets_like(args: ModelArgs) -> Iterator[str]:
     """By Meta's names, of which torchtitan's llama3 is none."""
-    for name, flavors in PRESETS.items():
+    for name, flavors in presets().items():
         if name == "llama3":
             continue
         yield from (
