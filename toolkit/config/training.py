@@ -28,12 +28,12 @@ from toolkit.config.types import (
 
 
 class Model(Table):
-    """Which Llama. Where neither name nor flavor is set, config.json of hf_assets_path says it, if there is
+    """Which model. Where neither name nor flavor is set, config.json of hf_assets_path says it, if there is
     one. A key that is None takes the value of that file or of the preset."""
 
     name: str | None = None
-    """Family: llama2, llama3.0, llama3.1, llama3.2, llama3.3, or llama3, which is torchtitan's (RoPE scaled
-    by 8 at every size). None: llama3."""
+    """Family: llama2, llama3.0, llama3.1, llama3.2, llama3.3, llama3, which is torchtitan's (RoPE scaled by 8
+    at every size), or qwen3. None: llama3."""
     flavor: str | None = None
     """Size within the family, such as 8B. debugmodel takes its vocabulary from the tokenizer. None:
     debugmodel."""
