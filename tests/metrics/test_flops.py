@@ -1,29 +1,21 @@
 import pytest
 
 from toolkit.metrics.flops import flops_per_token, peak_flops
+from toolkit.models.registry import resolve
 
-LLAMA3_8B = dict(
-    dim=4096,
-    n_layers=32,
-    n_heads=32,
-    n_kv_heads=8,
-    head_dim=128,
-    ffn_dim=14336,
-    vocab_size=128256,
-    seq_len=8192,
-)
+LLAMA3_8B = resolve("llama3.1", "8B")
 
 
 def test_llama3_8b_at_8192():
     """The published 57.9 and 51.5 GFLOPs, to their last digit."""
-    assert round(flops_per_token(**LLAMA3_8B) / 1e9, 1) == 57.9
-    assert round(flops_per_token(**LLAMA3_8B, causal=True) / 1e9, 1) == 51.5
+    assert round(flops_per_token(LLAMA3_8B, seq_len=8192) / 1e9, 1) == 57.9
+    assert round(flops_per_token(LLAMA3_8B, seq_len=8192, causal=True) / 1e9, 1) == 51.5
 
 
 def test_counts_six_per_parameter_outside_the_embedding():
     parameters, embedding = 8_030_261_248, 128256 * 4096
     attention = 12 * 32 * 32 * 128 * 8192
-    assert flops_per_token(**LLAMA3_8B) == 6 * (parameters - embedding) + attention
+    assert flops_per_token(LLAMA3_8B, seq_len=8192) == 6 * (parameters - embedding) + attention
 
 
 @pytest.mark.parametrize(

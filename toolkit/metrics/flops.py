@@ -9,28 +9,17 @@ from __future__ import annotations
 
 import re
 
+from toolkit.models.common.args import ModelArgs, block_parameters
 
-def flops_per_token(
-    *,
-    dim: int,
-    n_layers: int,
-    n_heads: int,
-    n_kv_heads: int,
-    head_dim: int,
-    ffn_dim: int,
-    vocab_size: int,
-    seq_len: int,
-    causal: bool = False,
-) -> float:
-    """FLOPs of forward and backward for one token of a Llama.
+
+def flops_per_token(args: ModelArgs, *, seq_len: int, causal: bool = False) -> float:
+    """FLOPs of forward and backward for one token.
 
     ``causal`` counts only the lower triangle of attention, half of it: some systems publish that. A
     tied head counts as an untied one, for its matmul is the same.
     """
-    attention = 2 * dim * head_dim * (n_heads + n_kv_heads)
-    block = attention + 3 * dim * ffn_dim + 2 * dim
-    parameters = n_layers * block + dim + vocab_size * dim
-    square = 12 * n_layers * n_heads * head_dim * seq_len
+    parameters = args.n_layers * sum(block_parameters(args)) + args.dim + args.vocab_size * args.dim
+    square = 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
     return float(6 * parameters + (square // 2 if causal else square))
 
 

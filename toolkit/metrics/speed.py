@@ -98,18 +98,8 @@ def build_speed_meter(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     peak = options.peak_tflops
     per_device = peak * 1e12 if peak else peak_flops(name, str(dtype).removeprefix("torch."))
-    flops = flops_per_token(
-        dim=args.dim,
-        n_layers=args.n_layers,
-        n_heads=args.n_heads,
-        n_kv_heads=args.n_kv_heads,
-        head_dim=args.head_dim,
-        ffn_dim=args.ffn_dim,
-        vocab_size=args.vocab_size,
-        seq_len=seq_len,
-    )
     return SpeedMeter(
-        flops_per_token=flops,
+        flops_per_token=flops_per_token(args, seq_len=seq_len),
         peak_flops=per_device * dist.get_world_size() if per_device else None,
         mark=torch.profiler.record_function,
     )
