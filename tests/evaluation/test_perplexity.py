@@ -92,20 +92,19 @@ def test_few_tokens_have_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert model.output is not None
     rows = rows_of(model.args.vocab_size, 11)
     expected = Evaluator(model).scores(rows)
-    assert "forward" not in vars(model.output)
-    tokens, inner = [], model.output.forward
+    tokens, inner = [], model.output.logits
 
-    def forward(h: Tensor, *others: Any) -> Tensor:
+    def logits(h: Tensor, weight: Tensor) -> Tensor:
         tokens.append(h.shape[:-1].numel())
-        return inner(h, *others)
+        return inner(h, weight)
 
-    monkeypatch.setattr(model.output, "forward", forward)
+    monkeypatch.setattr(model.output, "logits", logits)
     monkeypatch.setattr(perplexity, "_SCORED_AT_ONCE", 5)
     for found, score in zip(Evaluator(model).scores(rows), expected, strict=True):
         assert found.greedy == score.greedy
         assert found.log_likelihood == pytest.approx(score.log_likelihood, rel=1e-5)
     assert max(tokens) == 5 and sum(tokens) == sum(len(row.continuation) for row in rows)
-    assert model.output.forward is forward
+    assert model.output.logits is logits
 
 
 def test_rows_are_read_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ def test_a_looping_rank_says_where(tmp_path: Path) -> None:
     said = (
         r"launch: rank 1 \(pp 0, tp 1\) did not take part in \w+ number \d+ of the group tp \(ranks 0, 1\), "
     )
-    said += r"for which rank 0 waited \d+ s, in step 2; it was in step 2, at toolkit/step\.py:\d+"
+    said += r"for which rank 0 waited \d+ s, in step 2; it was in step 2, at toolkit/train_step\.py:\d+"
     assert re.search(said, ended.err), ended.err
     assert "SIGKILL" not in ended.err and "Traceback" not in ended.err
 

@@ -177,20 +177,18 @@ def _scoring(model: Decoder, place_N: Tensor, labels_N: Tensor) -> Iterator[None
     in pieces, within one call of it, for which FSDP gathers it once."""
     head = model.output
     assert head is not None
-    logits, replaced = head.forward, vars(head).get("forward")  # tensor parallelism has one of its own
+    logits = head.logits
 
-    def forward(h_BSD: Tensor, labels: None = None, tied_VD: Tensor | None = None) -> Tensor:
+    def scores(h_BSD: Tensor, weight_VD: Tensor) -> Tensor:
         h_1ND = h_BSD.flatten(0, 1)[place_N][None]
         pieces = zip(h_1ND.split(_SCORED_AT_ONCE, dim=1), labels_N.split(_SCORED_AT_ONCE), strict=True)
-        return torch.cat([_scored(logits(h, labels, tied_VD)[0], found) for h, found in pieces])
+        return torch.cat([_scored(logits(h, weight_VD)[0], found) for h, found in pieces])
 
-    vars(head)["forward"] = forward
+    head.logits = scores
     try:
         yield
     finally:
-        del vars(head)["forward"]
-        if replaced is not None:
-            vars(head)["forward"] = replaced
+        head.logits = logits
 
 
 def rolling_windows(

@@ -61,15 +61,6 @@ class _PackedLinear(nn.Linear):
         return _product(input, self.packed)
 
 
-class _PackedHead(OutputHead):
-    """A head with its matrix in oneDNN's order for logits, beside the plain one for losses."""
-
-    packed: Tensor
-
-    def forward(self, h_BSD: Tensor, labels: Tensor | None = None, tied_VD: Tensor | None = None) -> Tensor:
-        return _product(h_BSD, self.packed) if labels is None else super().forward(h_BSD, labels, tied_VD)
-
-
 def _pack_linear(module: nn.Linear) -> None:
     packed = _reordered(module.weight)
     module.register_parameter("weight", None)
@@ -80,5 +71,5 @@ def _pack_linear(module: nn.Linear) -> None:
 def _pack_head(head: OutputHead, model: Decoder) -> None:
     tied = model.tok_embeddings.weight if model.args.tie_embeddings and model.tok_embeddings else head.weight
     assert tied is not None
-    head.__class__ = _PackedHead
-    head.packed = _reordered(tied)
+    packed = _reordered(tied)
+    head.logits = lambda h, weight: _product(h, packed)

@@ -179,6 +179,7 @@ def _head(module: Any, mesh: DeviceMesh, between: Between, *, gathered: bool = F
     are no labels."""
     group = between.group
     _place(module, mesh, weight=COLUMN)
+    module.logits = partial(_all_logits, group=group)
     if gathered:
         module.loss = partial(_gathered_loss, group=group)
     else:
@@ -188,11 +189,7 @@ def _head(module: Any, mesh: DeviceMesh, between: Between, *, gathered: bool = F
         h, labels, tied = (*args, None, None)[:3]
         return between.whole(h), labels, None if tied is None else local(tied)
 
-    def outputs(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return _whole_logits(output, group) if args[1] is None else output
-
     module.register_forward_pre_hook(inputs)
-    module.register_forward_hook(outputs)
 
 
 def _split_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, rank: int, group: Any) -> Tensor:
@@ -201,12 +198,12 @@ def _split_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, rank: int,
 
 
 def _gathered_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, group: Any) -> Tensor:
-    return cross_entropy_sum(_whole_logits(F.linear(h_TD, weight_VD), group), labels_T)
+    return cross_entropy_sum(_all_logits(h_TD, weight_VD, group=group), labels_T)
 
 
-def _whole_logits(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_logits(h: Tensor, weight_VD: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """All logits, of which each rank computes the same: its own part's gradient is not summed over ranks."""
-    return _Whole.apply(logits, group)
+    return _Whole.apply(F.linear(h, weight_VD), group)
 
 
 class _Whole(torch.autograd.Function):

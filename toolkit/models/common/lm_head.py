@@ -5,6 +5,8 @@ Shapes: B batch, S sequence, T = B·S tokens, D model dim, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,14 +22,16 @@ class OutputHead(nn.Module):
         super().__init__()
         self.weight = None if args.tie_embeddings else nn.Parameter(torch.empty(args.vocab_size, args.dim))
         self.loss_chunk_tokens = loss_chunk_tokens
-        self.loss = _head_loss  # replaced by its compiled form under torch.compile
+        # Of hidden states and a weight. Others take their place: compiled ones, those of tensor parallelism.
+        self.logits: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.loss = _head_loss
 
     def forward(self, h_BSD: Tensor, labels: Tensor | None = None, tied_VD: Tensor | None = None) -> Tensor:
         """Logits (B, S, V), or the summed loss of ``labels`` (B, S). ``tied_VD`` is a tied embedding."""
         weight_VD = self.weight if tied_VD is None else tied_VD
         assert weight_VD is not None, "a tied head needs the embedding"
         if labels is None:
-            return F.linear(h_BSD, weight_VD)
+            return self.logits(h_BSD, weight_VD)
         return chunked_loss(
             self.loss, h_BSD.flatten(0, 1), weight_VD, labels.flatten(), chunk_tokens=self.loss_chunk_tokens
         )
