@@ -14,7 +14,7 @@ from toolkit.errors import DataError
 from toolkit.generation.generator import Generator
 from toolkit.models.common.args import parameter_count
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.registry import presets, read_hf_config
+from toolkit.models.registry import presets, read_hf_config, resolve, spec
 from toolkit.weights.convert import convert, prepare
 from toolkit.weights.safetensors import SafetensorsFolder
 
@@ -131,3 +131,13 @@ def test_metas_files_cannot_hold_it(tmp_path: Path) -> None:
     save_transformers(tmp_path / "hf", tied=False)
     with pytest.raises(DataError, match="is of a Qwen3, which Meta's files cannot hold"):
         prepare("hf-to-meta", tmp_path / "hf", tmp_path / "meta")
+    convert(prepare("hf-to-dcp", tmp_path / "hf", tmp_path / "dcp", vocab_size=320))
+    with pytest.raises(DataError, match="Meta's files cannot hold"):
+        prepare("dcp-to-meta", tmp_path / "dcp", tmp_path / "meta")
+
+
+def test_heads_keep_their_size_with_another_dim() -> None:
+    args = resolve("qwen3", "0.6B", dim=512, n_heads=8)
+    assert (args.dim, args.n_heads, args.head_dim) == (512, 8, 128)
+    with pytest.raises(KeyError, match="no family of models gpt"):
+        spec("gpt")

@@ -1,6 +1,6 @@
 """Batches for one rank: a pure function of how many samples the run has consumed.
 
-Global batch g after a start at sample s is samples [s + g·G, s + (g+1)·G) of the run. RunData-parallel rank r
+Global batch g after a start at sample s is samples [s + g·G, s + (g+1)·G) of the run. Data-parallel rank r
 of R takes the r-th R-th of them, ``local_batch_size`` at a time. No worker, prefetch depth or number of
 ranks changes which samples those are, so the loader's state is one counter (and what it counts, to
 refuse another corpus or mixture).

@@ -16,9 +16,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from toolkit.config.job import Comm, Job
 from toolkit.errors import first_few
+
+if TYPE_CHECKING:
+    from toolkit.config.job import Comm, Job
 
 QUESTION = signal.SIGUSR2  # a rank that gets it reports and ends
 SUPERVISED = "TOOLKIT_SUPERVISED"  # in the environment of ranks whose launcher asks, and tells the user

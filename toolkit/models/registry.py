@@ -33,7 +33,9 @@ _NAME, _FLAVOR = "llama3", "debugmodel"
 
 
 def spec(family: str) -> ModelSpec:
-    """The family called so in :class:`~toolkit.models.common.args.ModelArgs`."""
+    """The family called so in :class:`~toolkit.models.common.args.ModelArgs`. Raises KeyError for none."""
+    if family not in FAMILIES:
+        raise KeyError(f"there is no family of models {family}")
     return import_module(f"toolkit.models.{family}").SPEC
 
 

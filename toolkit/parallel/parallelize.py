@@ -54,8 +54,8 @@ def parallelize(
     if compiling.enable:
         from toolkit.parallel.compile import apply_compile
 
-        asynchronous = mesh.tp and parallelism.enable_async_tensor_parallel
-        apply_compile(model, compiling, mesh.tp.get_group() if mesh.tp and asynchronous else None)
+        group = mesh.tp.get_group() if mesh.tp and parallelism.enable_async_tensor_parallel else None
+        apply_compile(model, compiling, group)
     if outside:
         apply_activation_checkpoint(model.layers, checkpointing, pareto_folder=pareto_folder)
     if parallelism.fsdp_wrap_policy == "block":

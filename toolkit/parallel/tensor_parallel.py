@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -94,12 +94,8 @@ WHOLE = Placed(Replicate(), Partial())
 
 
 def _place(module: nn.Module, mesh: DeviceMesh, **places: Placed) -> None:
-    """Make the parameters of ``module`` DTensors, by name; its forward reads them as this rank's parts.
-
-    The class of the module gets a property for each, as torch's parametrizations do, so that its own forward
-    stays, whatever it is. Outside of the forward they are the parameters that FSDP and checkpoints know.
-    """
-    parts: dict[str, Any] = {}
+    """Make the parameters of ``module`` DTensors, by name; its forward reads them as this rank's parts."""
+    gradients: dict[str, Placement | None] = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
         placed = places[name]
         if isinstance(placed.placement, Shard) and parameter.shape[placed.placement.dim] % mesh.size():
@@ -107,25 +103,32 @@ def _place(module: nn.Module, mesh: DeviceMesh, **places: Placed) -> None:
             raise ValueError(f"{name}: dimension {dim} of size {size} on {mesh.size()} ranks")
         whole = distribute_tensor(parameter.detach(), mesh, [placed.placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(whole))
-        parts[name] = property(partial(_read, name=name, gradient=placed.gradient))
-    if parts:
-        module.__class__ = type(type(module).__name__, (type(module),), parts)
+        gradients[name] = placed.gradient
+    if gradients:
+        kind: Any = type(module)
+        module.__class__ = _reading_parts(kind, tuple(gradients.items()))
         module.inside = False  # type: ignore[assignment]
-        module.register_forward_pre_hook(_enter)
-        module.register_forward_hook(_leave, always_call=True)  # recomputation may stop in the middle
+
+
+@cache  # one class for all layers, to which torch.compile then gives one graph
+def _reading_parts(kind: Any, gradients: tuple[tuple[str, Any], ...]) -> type:
+    """A subclass of a module's class that keeps its forward, whatever it is, and there reads a parameter as
+    this rank's part. Outside they are the DTensors that FSDP and checkpoints know."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.inside = True
+        try:
+            return kind.forward(self, *args, **kwargs)
+        finally:  # a recomputation may stop in the middle
+            self.inside = False
+
+    reads = {name: property(partial(_read, name=name, gradient=gradient)) for name, gradient in gradients}
+    return type(kind.__name__, (kind,), {"forward": forward, **reads})
 
 
 def _read(module: nn.Module, *, name: str, gradient: Placement | None) -> Any:
     parameter = module._parameters[name]
     return local(parameter, gradient) if module.inside and parameter is not None else parameter
-
-
-def _enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-    module.inside = True  # type: ignore[assignment]
-
-
-def _leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    module.inside = False  # type: ignore[assignment]
 
 
 def _column(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:

@@ -21,6 +21,7 @@ from toolkit.checkpoint.read_tensor import open_checkpoint, pieces, read_pieces
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.common.args import ModelArgs, RopeScaling
+from toolkit.models.registry import spec
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import Region, Stored, WeightSource
@@ -64,10 +65,12 @@ class CheckpointWeights:
 def _args(folder: Path, shape: Any) -> ModelArgs:
     try:
         scaling = shape["rope_scaling"]
-        return ModelArgs(**(shape | {"rope_scaling": scaling and RopeScaling(**scaling)}))
+        args = ModelArgs(**(shape | {"rope_scaling": scaling and RopeScaling(**scaling)}))
+        spec(args.family)
+        return args
     except (TypeError, KeyError) as error:
         raise CheckpointError(
-            f"the manifest of {folder} does not tell the shape of a Llama: {type(error).__name__}: {error}"
+            f"the manifest of {folder} does not tell the shape of a model: {type(error).__name__}: {error}"
         ) from None
 
 

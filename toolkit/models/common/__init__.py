@@ -1,1 +1,1 @@
-"""Parts of models that families share: attention and its back ends, rotary positions, the output head."""
+"""Parts that families share: the decoder, its shapes and initial values, its form at Hugging Face."""

@@ -62,7 +62,7 @@ def changed(base: ModelArgs, *, ffn_rule: Callable[[int], int] | None = None, **
     ``overrides`` are the ``model.*`` keys: every field of :class:`ModelArgs`, and
     ``rope_scaling_factor`` for ``rope_scaling`` (1 turns scaling off; where the base has none, its
     ``max_seq_len`` is taken as the original context). What depends on an overridden field follows it
-    unless it is given too: ``head_dim`` is ``dim / n_heads``, ``ffn_dim`` comes from ``dim`` by
+    unless it is given too: ``head_dim`` is ``dim / n_heads`` where it was, ``ffn_dim`` comes from ``dim`` by
     ``ffn_rule`` where there is one, and ``n_kv_heads`` follows ``n_heads`` where they were equal.
 
     Raises:
@@ -79,7 +79,8 @@ def changed(base: ModelArgs, *, ffn_rule: Callable[[int], int] | None = None, **
         given.setdefault("ffn_dim", ffn_rule(given["dim"]))
     if "n_heads" in given and base.n_kv_heads == base.n_heads:
         given.setdefault("n_kv_heads", given["n_heads"])
-    derived = "head_dim" not in given and not given.keys().isdisjoint(("dim", "n_heads"))
+    follows = base.head_dim * base.n_heads == base.dim
+    derived = follows and "head_dim" not in given and not given.keys().isdisjoint(("dim", "n_heads"))
     if derived:
         given["head_dim"] = given.get("dim", base.dim) // given.get("n_heads", base.n_heads)
     args = replace(base, **given)

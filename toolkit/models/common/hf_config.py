@@ -163,10 +163,14 @@ class HFConfig:
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             fields.refuse("layer_types", 'every layer must be "full_attention"')
         for key, why in _MUST_BE_FALSE.items():
+            if self.qk_norm and key in ("use_qk_norm", "qk_layernorm"):
+                continue
             if values.get(key, False) is not False:
                 fields.refuse(key, f"must be false: {why.format(it=self.called)}")
         for key, why in _MUST_BE_ABSENT.items():
-            if key in values:
+            # Written beside use_sliding_window = false it says nothing.
+            idle = key == "sliding_window" and values.get("use_sliding_window") is False
+            if key in values and not idle:
                 fields.refuse(key, f"must be absent or null: {why.format(it=self.called)}")
         for key, why in _MUST_BE_ONE.items():
             if values.get(key, 1) != 1:

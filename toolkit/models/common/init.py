@@ -30,7 +30,7 @@ def init_rule(name: str, args: ModelArgs) -> Init:
         return Init(std=0.02 if args.tie_embeddings else 1.0)
     if name == "output.weight":
         return Init(std=args.dim**-0.5, cut=3.0)
-    _, layer, _, projection, _ = name.split(".")
-    if projection in ("wo", "w2", "w3"):
-        return Init(std=0.02 / math.sqrt(2 * (int(layer) + 1)))
+    parts = name.split(".")
+    if parts[-2] in ("wo", "w2", "w3"):
+        return Init(std=0.02 / math.sqrt(2 * (int(parts[1]) + 1)))
     return Init(std=0.02)

@@ -6,7 +6,7 @@ from toolkit.models.common.args import ModelArgs
 
 
 def _size(
-    dim: int, n_layers: int, n_heads: int, ffn_dim: int, *, tied: bool, head_dim: int = 128, kv_heads: int = 8
+    dim: int, n_layers: int, n_heads: int, ffn_dim: int, *, tied: bool, kv_heads: int = 8, vocab: int = 151936
 ) -> ModelArgs:
     return ModelArgs(
         dim=dim,
@@ -14,8 +14,8 @@ def _size(
         n_heads=n_heads,
         n_kv_heads=kv_heads,
         ffn_dim=ffn_dim,
-        vocab_size=151936,
-        head_dim=head_dim,
+        vocab_size=vocab,
+        head_dim=128,
         norm_eps=1e-6,
         rope_theta=1e6,
         max_seq_len=40960,
@@ -27,7 +27,7 @@ def _size(
 
 PRESETS = {
     "qwen3": {
-        "debugmodel": _size(256, 6, 4, 768, tied=True, head_dim=96, kv_heads=2),
+        "debugmodel": _size(256, 6, 4, 768, tied=True, kv_heads=2, vocab=2048),
         "0.6B": _size(1024, 28, 16, 3072, tied=True),
         "1.7B": _size(2048, 28, 16, 6144, tied=True),
         "4B": _size(2560, 36, 32, 9728, tied=True),

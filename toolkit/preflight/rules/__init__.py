@@ -42,7 +42,6 @@ FILES: dict[str, tuple[str, ...]] = {
         "checkpoint.initial_load",
         "checkpoint.last_save_in_hf",
         "checkpoint.hf_export_interval",
-        "checkpoint.export_dtype",
     ),
 }
 """File → the beginnings of its keys, none if it is about every run. In the order in which a reader wants
@@ -59,12 +58,6 @@ def load(config: Config) -> list[ModuleType]:
         for file, keys in FILES.items()
         if not keys or any(key.startswith(keys) for key in changed)
     ]
-
-
-def load_all() -> None:
-    """Import every file of rules."""
-    for file in FILES:
-        importlib.import_module(f"{__name__}.{file}")
 
 
 def _differs(config: Config, field: Field) -> bool:

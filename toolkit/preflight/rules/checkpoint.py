@@ -15,6 +15,7 @@ from toolkit.preflight.weight_folders import instead_of_checkpoint
 _CURVE = ("model", "data", "training", "validation", "optimizer", "lr_scheduler", "debug")
 """Tables that a run which goes on is expected to share with the run so far."""
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "head_dim", "tie_embeddings")
+_SINCE_0_2 = {"family": "llama", "qk_norm": False}  # with what was meant before
 
 
 @rule()
@@ -85,8 +86,9 @@ def checkpoint_fits_model(run: PlannedRun) -> list[Problem]:
     if run.manifest is None or run.model is None:
         return []
     saved, here = run.manifest["run"].get("model", {}), asdict(run.model)
+    saved = saved and _SINCE_0_2 | saved
     changed = [name for name, key in CHANGEABLE.items() if run.config.value(f"model.{key}") is not None]
-    names = [*_SHAPE, *(name for name in CHANGEABLE if name not in changed)]
+    names = [*_SHAPE, *_SINCE_0_2, *(name for name in CHANGEABLE if name not in changed)]
     differing = [name for name in names if name in saved and saved[name] != here[name]]
     if not differing:
         return []

@@ -16,7 +16,7 @@ _STRATEGY = "parallelism.sharding_strategy"
 _CLASSES = "parallelism.fsdp_wrap_classes"
 _MIN_PARAMS = "parallelism.fsdp_min_num_params"
 
-# What other libraries call the modules of a Llama, by parts of the names, the telling ones first.
+# What other libraries call the modules of a decoder, by parts of the names, the telling ones first.
 _ELSEWHERE = {
     "attention": "Attention",
     "mlp": "FeedForward",
@@ -146,7 +146,7 @@ def wrap_classes_exist(run: PlannedRun) -> list[Problem]:
     problems = []
     for name in options.fsdp_wrap_classes:
         if name not in WRAP_CLASSES:
-            rule = f"a Llama has no {name}; its classes are {', '.join(WRAP_CLASSES)}"
+            rule = f"the model has no {name}; its classes are {', '.join(WRAP_CLASSES)}"
             problems.append(run.problem(_CLASSES, rule, _right_class(name)))
         elif name in ("Embedding", "OutputHead") and run.model and run.model.tie_embeddings:
             rule = f"{name} cannot be a unit: the embedding is tied to the head and stays in the root"
@@ -222,4 +222,5 @@ def units_in_blocks(run: PlannedRun) -> bool:
 def _smallest_whole_block(model: ModelArgs) -> int:
     """The lowest ``fsdp_min_num_params`` at which nothing inside a block is a unit by itself."""
     attention, feed_forward, _ = block_parameters(model)
+    attention += 2 * model.head_dim if model.qk_norm else 0
     return max(attention, feed_forward) + 1

@@ -33,7 +33,8 @@ def architecture_readable(run: PlannedRun) -> list[Problem]:
     if not run.architecture_error or run.weights == config_folder(run.config):
         return []  # of the folder of the weights another rule says more
     fix = (
-        "name a folder of a Llama; where only its tokenizer is wanted, set model.name and model.flavor, "
+        "name the folder of a model that can be read (Llama, Qwen3); where only its tokenizer is wanted, "
+        "set model.name and model.flavor, "
         "which go before config.json"
     )
     return [run.problem(architecture_key(run.config), run.architecture_error, fix)]
