@@ -43,7 +43,7 @@ from toolkit.preflight import check
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all runs
 
-CPU = Hardware("cpu", "CPU", 2, native_bf16=True, float8=False)
+CPU = Hardware("cpu", "CPU", 2, native_bf16=True)
 FAST, MORE = (list(filter(meshes.runs_here, layouts)) for layouts in (meshes.FAST, meshes.MORE))
 AT_ONCE = 20
 """Layouts that a world runs, at most: what they leave behind grows."""

@@ -31,7 +31,7 @@ HALF_ROWS = [
     )
 ]
 CROSSED = ("strategy", "ranks", "accumulation", "checkpointing", "compile", "wrap", "prefetch")
-CPU = Hardware("cpu", "CPU", 2, native_bf16=True, float8=False)
+CPU = Hardware("cpu", "CPU", 2, native_bf16=True)
 
 Runs = dict[tuple[str, str], Run]
 

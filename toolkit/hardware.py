@@ -21,7 +21,6 @@ class Hardware:
     name: str
     count: int
     native_bf16: bool
-    float8: bool
     capability: float = 0.0
 
 
@@ -73,7 +72,6 @@ def detect(wish: str = "auto") -> Hardware:
             gpus[0][0],
             len(gpus),
             native_bf16=capability >= 8.0,
-            float8=capability >= 8.9,
             capability=capability,
         )
-    return Hardware("cpu", "CPU", 2, native_bf16=cpu_multiplies_bf16(), float8=False)
+    return Hardware("cpu", "CPU", 2, native_bf16=cpu_multiplies_bf16())

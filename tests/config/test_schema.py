@@ -76,5 +76,5 @@ def test_the_order_of_parts_of_a_mixture_is_no_value() -> None:
 
 def test_editors_know_the_keys_of_a_part() -> None:
     mixture = json_schema()["$defs"]["Data"]["properties"]["mixture"]
-    assert mixture["patternProperties"] == {"^[A-Za-z0-9_-]+$": {"$ref": "#/$defs/Corpus"}}
+    assert mixture["patternProperties"] == {"^[A-Za-z0-9_-]+$": {"$ref": "#/$defs/MixtureCorpus"}}
     assert mixture["additionalProperties"] is False

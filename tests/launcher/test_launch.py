@@ -19,14 +19,14 @@ from toolkit.launch import launch_from
 from toolkit.launcher.environment import RankEnvironment, rank_environment
 
 ROOT = Path(__file__).parents[2]
-CPU = Hardware("cpu", "CPU", 2, native_bf16=False, float8=False)
+CPU = Hardware("cpu", "CPU", 2, native_bf16=False)
 SMALL = [
     "--job.config_file=train_configs/debug_model.toml", "--model.dim=64", "--model.n_layers=1",
     "--model.n_heads=4", "--training.seq_len=64", "--training.global_batch_size=4",
     "--training.local_batch_size=2", "--training.dataset=embedded_validation", "--training.steps=3",
     "--validation.enable=false", "--metrics.log_freq=1",
 ]  # fmt: skip
-GPUS = Hardware("cuda", "H100", 4, native_bf16=True, float8=True)
+GPUS = Hardware("cuda", "H100", 4, native_bf16=True)
 
 
 def test_defaults_are_the_devices_here_and_rank_0_shown():

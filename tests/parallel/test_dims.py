@@ -12,7 +12,7 @@ from toolkit.hardware import Hardware
 from toolkit.parallel.dims import STRATEGIES, degrees, reshard_after_forward, strategy
 from toolkit.preflight import check
 
-CPU = Hardware("cpu", "CPU", 2, native_bf16=True, float8=False)
+CPU = Hardware("cpu", "CPU", 2, native_bf16=True)
 TOKENIZER = Path(__file__).parents[1] / "assets" / "tokenizer"
 
 # (strategy, replicas asked for) to (dp_replicate, dp_shard, resharding) on four ranks

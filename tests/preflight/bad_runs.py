@@ -14,10 +14,10 @@ from toolkit.hardware import Hardware
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "tests" / "assets" / "tokenizer"
-CPU = Hardware("cpu", "CPU", 2, native_bf16=True, float8=False)
-OLD_CPU = Hardware("cpu", "CPU", 2, native_bf16=False, float8=False)
-V100 = Hardware("cuda", "Tesla V100", 8, native_bf16=False, float8=False, capability=7.0)
-H100 = Hardware("cuda", "NVIDIA H100", 8, native_bf16=True, float8=True, capability=9.0)
+CPU = Hardware("cpu", "CPU", 2, native_bf16=True)
+OLD_CPU = Hardware("cpu", "CPU", 2, native_bf16=False)
+V100 = Hardware("cuda", "Tesla V100", 8, native_bf16=False, capability=7.0)
+H100 = Hardware("cuda", "NVIDIA H100", 8, native_bf16=True, capability=9.0)
 SMALL = ["--model.vocab_size=4352", "--training.seq_len=256", "--training.global_batch_size=16"]
 
 

@@ -138,7 +138,7 @@ def test_async_tensor_parallelism_has_its_place() -> None:
     compiled = ["--compile.enable", "--compile.cache_folder=cache"]
     config = configure([f"--{TP}=2", "--parallelism.enable_async_tensor_parallel", *compiled])
     assert check(config, world_size=2, hardware=H100) == []
-    a100 = Hardware("cuda", "NVIDIA A100", 8, native_bf16=True, float8=False, capability=8.0)
+    a100 = Hardware("cuda", "NVIDIA A100", 8, native_bf16=True, capability=8.0)
     assert [problem.key for problem in check(config, world_size=2, hardware=a100)] == [
         "parallelism.enable_async_tensor_parallel"
     ]

@@ -291,9 +291,9 @@ def test_rule(case: Bad, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: bool(os.stat(path).st_mode & 0o200))
     monkeypatch.setattr("toolkit.preflight.planned_run.torch_version", lambda: case.torch)
     config = configure(case.flags)
-    facts = PlannedRun(config, case.world, case.hardware)
+    run = PlannedRun(config, case.world, case.hardware)
     checks = [rule.check for rule in rules_of(config)]
-    found = {check.__name__: problems for check in checks if (problems := check(facts))}
+    found = {check.__name__: problems for check in checks if (problems := check(run))}
     assert set(found) == {case.rule} | case.also
     said = "\n".join(map(str, found[case.rule]))
     for part in case.says:

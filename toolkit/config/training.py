@@ -216,7 +216,7 @@ class Training(Table):
     dataloader: DataLoader = DataLoader()
 
 
-class Corpus(Table):
+class MixtureCorpus(Table):
     """One corpus of a weighted mixture, under a name of your choice. What is drawn depends on the names, and
     not on the order of the tables."""
 
@@ -249,7 +249,7 @@ class Data(Table):
     """Folder in which tokenised corpora are kept."""
     max_inline_gb: PositiveFloat = 10.0
     """Gigabytes of text that a run tokenises itself; for more it asks for tools/prepare_data.py."""
-    mixture: dict[Name, Corpus] = {}
+    mixture: dict[Name, MixtureCorpus] = {}
     """Corpora to draw from by weight, in place of training.dataset: a table [data.mixture.NAME] for each."""
 
 

@@ -99,7 +99,7 @@ def target(environ: Mapping[str, str], device: str) -> Hardware:
     if device == "cpu" or here.device == "cuda" or "CUDA_VISIBLE_DEVICES" in environ:
         return here
     name = "GPUs, of which none is here"
-    return replace(here, device="cuda", name=name, native_bf16=True, float8=True, capability=9.0)
+    return replace(here, device="cuda", name=name, native_bf16=True, capability=9.0)
 
 
 # The mesh

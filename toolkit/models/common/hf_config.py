@@ -56,6 +56,7 @@ class HFConfig:
     Attributes:
         called: the family in messages, such as "a Llama".
         head_dim: where the file does not say it; None is ``hidden_size / num_attention_heads``.
+        n_kv_heads: where the file does not say it; None is ``num_attention_heads``.
         extra: fields beside those that all families have, when it is written.
     """
 
@@ -64,6 +65,7 @@ class HFConfig:
     called: str
     max_seq_len: int
     head_dim: int | None = None
+    n_kv_heads: int | None = None
     qk_norm: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -77,7 +79,7 @@ class HFConfig:
         fields = Fields(read_object(path))
         self._refuse_other_models(fields)
         dim, n_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-        n_kv_heads = fields.count("num_key_value_heads", n_heads)
+        n_kv_heads = fields.count("num_key_value_heads", self.n_kv_heads or n_heads)
         max_seq_len = fields.count("max_position_embeddings", self.max_seq_len)
         theta, scaling = self._rope(fields, max_seq_len)
         if "head_dim" not in fields.values and not self.head_dim and dim % n_heads:

@@ -12,7 +12,7 @@ _NORMS = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn
 SPEC = ModelSpec(
     sizes=PRESETS,
     hf_config=HFConfig(
-        "qwen3", "Qwen3ForCausalLM", "a Qwen3", 32768, head_dim=128, qk_norm=True,
+        "qwen3", "Qwen3ForCausalLM", "a Qwen3", 32768, head_dim=128, n_kv_heads=32, qk_norm=True,
         extra={"use_sliding_window": False},
     ),
     adapter=StateDictAdapter(IN_BLOCK | _NORMS, reordered=("attention.wq", "attention.wk", *_NORMS)),

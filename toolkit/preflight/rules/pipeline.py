@@ -7,6 +7,7 @@ from pathlib import Path
 
 from toolkit.config.precedence import is_set
 from toolkit.errors import Problem, either
+from toolkit.models.common.args import parameter_names
 from toolkit.parallel.dims import reshard_after_forward, strategy
 from toolkit.parallel.pipeline_schedules import BASES, SCHEDULES, bubble, stages_of_ranks
 from toolkit.preflight.planned_run import PlannedRun, divisors, note, rule, torch_before
@@ -299,10 +300,15 @@ def pipeline_notes(run: PlannedRun) -> list[str]:
         said.append(
             f'activation_checkpoint.mode = "{mode}": where {file or options.pipeline_parallel_schedule} '
             "computes the gradients of weights apart, torch computes a checkpointed block again for each of "
-            "its weights, in all but the first stage up to ten times a micro-batch; to compute less, set it "
-            f"to none, or {_whole(file)}"
+            f"its weights, in all but the first stage up to {_weights_of_block(run) + 1} times a "
+            f"micro-batch; to compute less, set it to none, or {_whole(file)}"
         )
     return said + _waiting(run)
+
+
+def _weights_of_block(run: PlannedRun) -> int:
+    assert run.model is not None
+    return sum(name.startswith("layers.0.") for name in parameter_names(run.model))
 
 
 def _waiting(run: PlannedRun) -> list[str]:
