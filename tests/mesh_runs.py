@@ -29,8 +29,8 @@ from tests.curves import differences, write_tokenizer
 from tests.helpers import in_layout
 from tests.traffic import Sent, Traffic, label
 from tests.training import small_config, small_trainer
-from toolkit.build import DTYPES
 from toolkit.config import Config
+from toolkit.distributed.process_group import DTYPES
 from toolkit.hardware import detect
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.pipeline_schedules import pipeline_stages

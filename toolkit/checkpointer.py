@@ -19,7 +19,7 @@ from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, step_folder
 from toolkit.config import Config
 from toolkit.errors import CheckpointError, DataError, printable
-from toolkit.models.registry import EXPORTS, weights_folder
+from toolkit.models.from_config import EXPORTS, weights_folder
 from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.parallel.model_parts import ModelParts
 

@@ -14,11 +14,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit import __version__
-from toolkit.build import (
-    build_model,
-    compiles,
-    compute_dtype,
-)
+from toolkit.build import build_model, compiles, compute_dtype
 from toolkit.checkpointer import Checkpointer, TrainState, pretrained_folder
 from toolkit.config import Config
 from toolkit.data.batch_size import batch_shape
@@ -45,7 +41,7 @@ from toolkit.metrics.profiling import profiling
 from toolkit.metrics.speed import SpeedMeter, build_speed_meter
 from toolkit.metrics.startup_timer import Phases
 from toolkit.metrics.summary import summary
-from toolkit.models.registry import model_args
+from toolkit.models.from_config import model_args
 from toolkit.optim.lr_scheduler import cut_to_fit, learning_rate
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.dims import degrees
@@ -243,9 +239,8 @@ class Trainer:
             try:
                 result = self.train_step(micro_batches, learning_rate=self._rate(), stop=request.asked)
             except TrainingError as error:
-                checkpointer.end_save(
-                    wait=True
-                )  # what all ranks fail of together must not cost a save as well
+                # What all ranks fail of together must not cost a save as well.
+                checkpointer.end_save(wait=True)
                 raise TrainingError(f"step {step}: {error}") from None
             if after_step:
                 with speed.apart("profiler"):

@@ -30,7 +30,7 @@ from toolkit.io import standard_streams
 from toolkit.io.tensor_file import whole
 from toolkit.models.common.args import ModelArgs, parameter_count, parameter_shapes
 from toolkit.models.common.init import init_rule
-from toolkit.models.registry import model_args, model_named
+from toolkit.models.from_config import model_args, model_named
 from toolkit.parallel.init_weights import initial_rows
 from toolkit.weights.hf_assets import Companions, tokenizer_companions
 from toolkit.weights.hf_write import MAX_BYTES, write_hf

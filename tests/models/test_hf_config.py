@@ -21,7 +21,7 @@ from toolkit.models.common.hf_config import generation_config_json
 from toolkit.models.common.rope import rope_frequencies
 from toolkit.models.llama import SPEC
 from toolkit.models.llama.args import PRESETS
-from toolkit.models.registry import read_hf_config as args_of
+from toolkit.models.registry import read_hf_config
 
 SMALL = ModelArgs(
     dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=100, vocab_size=300, head_dim=32, norm_eps=1e-6,
@@ -63,7 +63,7 @@ def test_transformers_reads_what_we_write_and_we_what_it_writes(args: ModelArgs,
     saved = tmp_path / "saved"
     theirs.save_pretrained(saved)
     assert "rope_parameters" in json.loads((saved / "config.json").read_text()), "the form of transformers 5"
-    assert args_of(saved) == args == args_of(tmp_path)
+    assert read_hf_config(saved) == args == read_hf_config(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_transformers_reads_what_we_write_and_we_what_it_writes(args: ModelArgs,
 )
 def test_an_absent_field_is_what_it_is_for_transformers(key: str, tmp_path: Path) -> None:
     plain = replace(SMALL, rope_scaling=None)  # for which rope_theta is read without rope_scaling
-    args = args_of(written(tmp_path, without(key, plain)))
+    args = read_hf_config(written(tmp_path, without(key, plain)))
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert args == ModelArgs(
         dim=theirs.hidden_size,
@@ -113,7 +113,7 @@ def test_an_absent_field_is_what_it_is_for_transformers(key: str, tmp_path: Path
 )
 def test_forms_of_rope(rope: dict[str, Any], tmp_path: Path) -> None:
     fields = {key: value for key, value in as_json().items() if not key.startswith("rope")} | rope
-    args = args_of(written(tmp_path, fields))
+    args = read_hf_config(written(tmp_path, fields))
     found = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
     torch.testing.assert_close(found, rope_frequencies(args).float(), rtol=2e-6, atol=0)
 
@@ -139,7 +139,7 @@ PUBLISHED = {
 @pytest.mark.parametrize(("parameters", "fields"), PUBLISHED.values(), ids=PUBLISHED)
 def test_others_models_of_this_shape(parameters: int, fields: dict[str, Any], tmp_path: Path) -> None:
     fields |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}
-    args = args_of(written(tmp_path, fields))
+    args = read_hf_config(written(tmp_path, fields))
     assert parameter_count(args) == parameters
     assert args.rope_theta == fields.get("rope_theta", 10000)
 
@@ -183,7 +183,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 )
 def test_what_is_no_llama_is_refused_by_field(fields: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        args_of(written(tmp_path, fields))
+        read_hf_config(written(tmp_path, fields))
     assert says in str(caught.value) and str(tmp_path / "config.json") in str(caught.value)
 
 
@@ -198,7 +198,7 @@ ANYTHING = st.recursive(
 @given(key=st.sampled_from([*as_json(), "layer_types", "auto_map", "rope_parameters"]), value=ANYTHING)
 def test_whatever_a_field_holds_there_is_a_shape_or_a_message(key: str, value: Any, tmp_path: Path) -> None:
     try:
-        args = args_of(written(tmp_path, as_json() | {key: value}))
+        args = read_hf_config(written(tmp_path, as_json() | {key: value}))
     except DataError as error:
         assert "config.json" in str(error)
     else:
@@ -208,7 +208,7 @@ def test_whatever_a_field_holds_there_is_a_shape_or_a_message(key: str, value: A
 def test_all_fields_at_fault_are_named_at_once(tmp_path: Path) -> None:
     fields = as_json(attention_bias=True, hidden_act="relu", num_hidden_layers=0)
     with pytest.raises(DataError) as caught:
-        args_of(written(tmp_path, fields))
+        read_hf_config(written(tmp_path, fields))
     assert all(name in str(caught.value) for name in ("attention_bias", "hidden_act", "num_hidden_layers"))
 
 
@@ -219,7 +219,7 @@ def test_a_file_that_is_no_config(content: str | None, says: str, tmp_path: Path
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(DataError, match=says):
-        args_of(tmp_path)
+        read_hf_config(tmp_path)
 
 
 def test_generation_config(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.mesh_runs import error
 from tests.training import small_config
 from toolkit.build import build_model
 from toolkit.config import Config
-from toolkit.models.registry import model_args
+from toolkit.models.from_config import model_args
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
 

@@ -1,4 +1,4 @@
-"""What is said of observing that will show nothing."""
+"""Notes about metrics and profiles that will show nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.preflight.bad_runs import CPU, configure
 from toolkit.preflight.planned_run import PlannedRun
-from toolkit.preflight.rules.metrics import observing_notes
+from toolkit.preflight.rules.metrics import metrics_notes
 
 
 @pytest.mark.parametrize(
@@ -15,4 +15,4 @@ from toolkit.preflight.rules.metrics import observing_notes
 )
 def test_a_run_that_ends_before_its_first_trace_is_noted(length: str, noted: bool) -> None:
     flags = ["--profiling.enable_profiling", "--profiling.profile_freq=10", length]
-    assert bool(observing_notes(PlannedRun(configure(flags), 1, CPU))) is noted
+    assert bool(metrics_notes(PlannedRun(configure(flags), 1, CPU))) is noted

@@ -18,7 +18,7 @@ from toolkit.build import build_model
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError
-from toolkit.models.registry import model_args
+from toolkit.models.from_config import model_args
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import ModelParts

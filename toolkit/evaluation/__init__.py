@@ -1,1 +1,1 @@
-"""How good a model is: the perplexity of text, and the tasks of lm-evaluation-harness."""
+"""Evaluation of a model: the perplexity of text, and the tasks of lm-evaluation-harness."""

@@ -1,1 +1,1 @@
-"""What a run tells its user: console, metrics.jsonl, TensorBoard, speed, memory and phases."""
+"""Reports of a run: console, metrics.jsonl, TensorBoard, W&B, speed, memory, profiles, time of the start."""

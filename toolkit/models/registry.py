@@ -1,35 +1,21 @@
-"""The families, and which model a configuration means: a preset by name, or what a config.json says.
-
-Imports no torch.
-
-``model.name`` and ``model.flavor`` name a preset. Where neither is set, the architecture is that of the
-Hugging Face folder that the run starts from (``checkpoint.initial_load_in_hf``), else of the config.json in
-``model.hf_assets_path`` if there is one, else llama3 debugmodel. The keys ``model.*`` change either.
-"""
+"""Families of models, their sizes by name, and the shape that a config.json describes. No torch."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.manifest import read_manifest
-from toolkit.config import Config
-from toolkit.config.values import dotted
-from toolkit.errors import CheckpointError, ConfigError, DataError, Problem, did_you_mean
+from toolkit.errors import ConfigError, DataError, Problem, did_you_mean
 from toolkit.io.json_fields import read_object
 from toolkit.models.common.args import ModelArgs, changed, takes_vocabulary
 from toolkit.models.common.attention_choice import flavor_attention
 from toolkit.models.common.hf_config import CONFIG
 from toolkit.models.common.spec import ModelSpec
 
-EXPORTS = "hf"
-"""Folder, inside that of a run, of the Hugging Face folders that it writes, one a step."""
 FAMILIES = ("llama", "qwen3")
 """Folders beside this file; a config.json that does not say what it is is of the first."""
-_NAME, _FLAVOR = "llama3", "debugmodel"
 
 
 def spec(family: str) -> ModelSpec:
@@ -51,11 +37,12 @@ def read_hf_config(folder: Path) -> ModelArgs:
         DataError: there is none, or it is of no model that is known; every field at fault is named.
     """
     path = folder / CONFIG
-    kind = read_object(path).get("model_type") or FAMILIES[0]
-    for family in FAMILIES:
-        if spec(family).hf_config.model_type == kind:
-            return spec(family).hf_config.read(path)
-    known = " or ".join(repr(spec(family).hf_config.model_type) for family in FAMILIES)
+    values = read_object(path)
+    kind = values.get("model_type") or FAMILIES[0]
+    forms = {form.model_type: form for form in (spec(family).hf_config for family in FAMILIES)}
+    if kind in forms:
+        return forms[kind].read(values, path)
+    known = " or ".join(map(repr, forms))
     raise DataError(f"{path} is of no model that can be read: model_type = {kind!r} (it must be {known})")
 
 
@@ -90,84 +77,3 @@ def _find(name: str, flavor: str) -> ModelArgs:
         rule = f"the flavors of {name} are {', '.join(sizes[name])}"
         raise ConfigError(Problem(rule, fix, "model.flavor", flavor))
     return sizes[name][flavor]
-
-
-def model_args(config: Config, *, tokenizer_vocab: int | None) -> ModelArgs:
-    """The shape of the model; a debugmodel has the vocabulary ``tokenizer_vocab``.
-
-    Raises:
-        ConfigError: the preset does not exist, or values of ``model.*`` contradict one another.
-        DataError: the config.json is of no model that is known.
-    """
-    model = config.model
-    folder = config_folder(config)
-    if folder is not None:
-        return changed(read_hf_config(folder), **model.overrides())
-    name, flavor = model.name or _NAME, model.flavor or _FLAVOR
-    return resolve(name, flavor, tokenizer_vocab=tokenizer_vocab, **model.overrides())
-
-
-def needs_tokenizer(config: Config) -> bool:
-    """Say if the shape of the model is known only with its tokenizer."""
-    named = config_folder(config) is None and takes_vocabulary(config.model.flavor or _FLAVOR)
-    return named and config.model.vocab_size is None
-
-
-def model_named(config: Config) -> str:
-    """What to call the model: "llama3.1 8B", or the config.json that describes it."""
-    folder = config_folder(config)
-    if folder is not None:
-        return str(folder / CONFIG)
-    return f"{config.model.name or _NAME} {config.model.flavor or _FLAVOR}"
-
-
-def architecture_key(config: Config) -> str:
-    """The key that says what the model is: that of a folder with a config.json, or model.flavor."""
-    model, options = config.model, config.checkpoint
-    if model.name is not None or model.flavor is not None:
-        return "model.flavor"
-    # What rank 0 alone sees cannot tell the other nodes their model.
-    if options.initial_load_in_hf and options.initial_load_path and not options.initial_load_broadcast:
-        return "checkpoint.initial_load_path"
-    wanted = options.initial_load_in_hf and not options.initial_load_path
-    has_config = (_local(model.hf_assets_path) / CONFIG).is_file()
-    return "model.hf_assets_path" if wanted or has_config else "model.flavor"
-
-
-def config_folder(config: Config) -> Path | None:
-    """The folder whose config.json is the architecture; None where a preset is."""
-    key = architecture_key(config)
-    return None if key == "model.flavor" else hugging_face_folder(config.value(key))
-
-
-def weights_folder(config: Config) -> Path | None:
-    """The Hugging Face folder whose weights a new run takes; None where it takes none."""
-    options = config.checkpoint
-    if not options.enable or not options.initial_load_in_hf:
-        return None
-    return hugging_face_folder(options.initial_load_path or config.model.hf_assets_path)
-
-
-def hugging_face_folder(path: str) -> Path:
-    """The folder that a user means by ``path``: that, or of a checkpoint the folder that its run has written
-    beside it at the same step. torchtitan's ``last_save_in_hf`` writes it in the checkpoint's place."""
-    folder = _local(path)
-    try:
-        saved = dotted(read_manifest(folder)["run"].get("config", ""))
-    except CheckpointError:
-        return folder  # no checkpoint, or one of which another check tells what is wrong
-    exported = _run_folder(folder, saved) / EXPORTS / folder.name
-    return exported if exported.is_dir() else folder
-
-
-def _run_folder(step: Path, saved: Mapping[str, Any]) -> Path:
-    """The folder of the run with the config ``saved``: as many levels above its checkpoint as that says,
-    wherever the folder was moved since."""
-    inside = Path(saved.get("checkpoint.folder", "checkpoint"))
-    if inside.is_absolute():
-        return _local(saved["job.dump_folder"])
-    return Path(os.path.normpath(step.joinpath("..", *[".."] * len(inside.parts))))
-
-
-def _local(path: str) -> Path:
-    return Path(os.path.expanduser(path))

@@ -1,1 +1,2 @@
-"""How a model is spread over devices: mesh, sharding, activation checkpointing, initial weights."""
+"""Ways to spread a model over devices and to make it fit: FSDP, tensor, context and pipeline parallelism,
+activation checkpointing, compiling, and initial weights that are the same on any mesh."""

@@ -44,7 +44,7 @@ def apply_fsdp(
     model: nn.Module,
     units: Sequence[Sequence[nn.Module]],
     mesh: DeviceMesh,
-    options: Parallelism,
+    parallelism: Parallelism,
     *,
     precision: MixedPrecisionPolicy,
     cpu_offload: bool = False,
@@ -58,7 +58,7 @@ def apply_fsdp(
     # Page-locked memory is CUDA's: where there is none, asking for it fails.
     pinned = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
-    when = reshard_after_forward(options)
+    when = reshard_after_forward(parallelism)
     # Backwards, since fully_shard wants the inner of two units first.
     for position in reversed(range(len(units))):
         fully_shard(
@@ -77,10 +77,10 @@ def apply_fsdp(
     )
     _sum_gradients(model)
     _spare_embeddings(units)
-    _prefetch([model, *(unit[0] for unit in units)], options)
+    _prefetch([model, *(unit[0] for unit in units)], parallelism)
 
 
-def begin_micro_batch(model: nn.Module, options: Parallelism, *, last: bool) -> None:
+def begin_micro_batch(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:
     """Say before each forward whether it is the step's last: what is communicated depends on it.
 
     By default a micro-batch is reduce-scattered (so gradients stay sharded) and replicas are
@@ -92,11 +92,11 @@ def begin_micro_batch(model: nn.Module, options: Parallelism, *, last: bool) -> 
     next one would prefetch past its first unit, an all-gather that nothing uses.
     """
     root = _fsdp(model)
-    if options.fsdp_sync_each_batch:
+    if parallelism.fsdp_sync_each_batch:
         root.set_requires_all_reduce(last)
     else:
         root.set_requires_gradient_sync(last)
-    if reshard_after_forward(options) == "never":
+    if reshard_after_forward(parallelism) == "never":
         root.set_reshard_after_backward(last)
 
 
@@ -122,12 +122,12 @@ def _spare_embeddings(units: Sequence[Sequence[nn.Module]]) -> None:
             _fsdp(unit[0]).set_unshard_in_backward(False)
 
 
-def _prefetch(modules: Sequence[nn.Module], options: Parallelism) -> None:
+def _prefetch(modules: Sequence[nn.Module], parallelism: Parallelism) -> None:
     """Have each unit ask for the next ones.
 
     ``modules``: the root and the first module of each unit, in the order in which their forwards begin.
     """
-    if depth := options.fsdp_forward_prefetch:
+    if depth := parallelism.fsdp_forward_prefetch:
         held: set[nn.Module] = set()
         for position, module in enumerate(modules):
             ahead = modules[position + 1 : position + 1 + depth]
@@ -137,7 +137,7 @@ def _prefetch(modules: Sequence[nn.Module], options: Parallelism) -> None:
             elif position:
                 held = set(module.modules())
             _fsdp(module).set_modules_to_forward_prefetch([_fsdp(other) for other in ahead])
-    if (depth := options.fsdp_backward_prefetch) > 1:  # one is what torch does by itself
+    if (depth := parallelism.fsdp_backward_prefetch) > 1:  # one is what torch does by itself
         backward = _by_end(modules)[::-1]
         for position, module in enumerate(backward):
             ahead = backward[position + 1 : position + 1 + depth]

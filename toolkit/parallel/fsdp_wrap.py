@@ -12,7 +12,7 @@ from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.sharding import root_modules
 
 
-def wrapped_units(model: Decoder, options: Parallelism) -> list[list[nn.Module]]:
+def wrapped_units(model: Decoder, parallelism: Parallelism) -> list[list[nn.Module]]:
     """Units of one module each, in forward order; a module inside another comes after it.
 
     By ``fsdp_wrap_policy``: "class" makes one of each module of ``fsdp_wrap_classes``, "size" of each with
@@ -21,10 +21,10 @@ def wrapped_units(model: Decoder, options: Parallelism) -> list[list[nn.Module]]
     A module that activation checkpointing or torch.compile has wrapped is a unit with its wrapper.
     """
     kept = root_modules(model)
-    if options.fsdp_wrap_policy == "class":
-        units = modules_of_class(model, options.fsdp_wrap_classes, kept)
+    if parallelism.fsdp_wrap_policy == "class":
+        units = modules_of_class(model, parallelism.fsdp_wrap_classes, kept)
     else:
-        units = modules_of_size(model, options.fsdp_min_num_params, kept)
+        units = modules_of_size(model, parallelism.fsdp_min_num_params, kept)
     return [[unit] for unit in units]
 
 

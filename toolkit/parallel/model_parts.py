@@ -1,4 +1,4 @@
-"""What of the model this rank has, and how a batch goes through it.
+"""The parts of the model that this rank has, and how a batch goes through them.
 
 One model, or under pipeline parallelism some of its stages (:mod:`toolkit.parallel.pipeline_parallel`).
 Losses are sums over tokens, of which each rank returns a share: over the world they add up to the batch's.
@@ -95,15 +95,15 @@ class ModelParts(ABC):
 class SingleModel(ModelParts):
     """The whole model on this rank; micro-batches one after the other."""
 
-    def __init__(self, model: Decoder, mesh: Mesh, shards: SequenceShards | None, options: Parallelism):
+    def __init__(self, model: Decoder, mesh: Mesh, shards: SequenceShards | None, parallelism: Parallelism):
         super().__init__([model], mesh, shards)
         self.model = model
-        self.options = options
+        self.parallelism = parallelism
 
     def backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=scale.device)
         for index, batch in enumerate(batches):
-            begin_micro_batch(self.model, self.options, last=index == len(batches) - 1)
+            begin_micro_batch(self.model, self.parallelism, last=index == len(batches) - 1)
             loss = self._forward(batch)
             (loss * scale.to(loss.dtype)).backward()
             total += loss.detach()

@@ -81,7 +81,7 @@ def local(weight: Tensor, gradient: Placement | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a parameter lies: the ``placement`` of its DTensor, and of its gradient where that is another."""
+    """The ``placement`` of a parameter's DTensor, and that of its gradient where it is another."""
 
     placement: Placement
     gradient: Placement | None = None
@@ -161,7 +161,6 @@ def _embedding(module: Any, mesh: DeviceMesh, between: Between) -> None:
     _place(module, mesh, weight=COLUMN)
     first = mesh.get_local_rank() * (module.num_embeddings // mesh.size())
     last = first + module.num_embeddings // mesh.size()
-
     masks: list[Tensor] = []
 
     def own(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:

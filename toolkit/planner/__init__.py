@@ -1,1 +1,1 @@
-"""What a run would be, without running it: its memory, what its ranks send, a dry run."""
+"""Descriptions of a run that is not made: its memory, what its ranks send, a dry run."""

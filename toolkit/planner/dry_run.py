@@ -23,7 +23,7 @@ from toolkit.errors import EXIT_FINISHED, ConfigError, one_line
 from toolkit.hardware import Hardware, detect
 from toolkit.launcher.environment import shown_ranks, whole_number
 from toolkit.models.common.args import block_parameters
-from toolkit.models.registry import needs_tokenizer
+from toolkit.models.from_config import needs_tokenizer
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.preflight.planned_run import PlannedRun
 
@@ -58,7 +58,7 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
     print("\n".join(_describe_mesh(run)))
     if run.stages:
         print("\n".join(_describe_stages(run)))
-    from toolkit.build import DTYPES
+    from toolkit.distributed.process_group import DTYPES
     from toolkit.planner.memory import holding
 
     assert run.mesh and run.model, "the preflight found nothing wrong with the config"

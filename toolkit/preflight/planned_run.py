@@ -17,7 +17,7 @@ from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.registry import model_args, model_named, weights_folder
+from toolkit.models.from_config import model_args, model_named, weights_folder
 from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import Schedule, Stages, pipeline_stages, schedule_of
 

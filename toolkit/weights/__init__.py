@@ -1,1 +1,1 @@
-"""Formats of weights on disk: Hugging Face and Meta folders, read by region and written by stream."""
+"""Formats of weights on disk, read by region and written by stream; conversion from one to another."""

@@ -70,7 +70,7 @@ def open_alike(
     on_rank_0_alone: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> WeightSource | None:
-    """What ``open_weights`` opens, on every rank, or None on all but rank 0.
+    """Open the same weights on every rank by ``open_weights``, or on rank 0 alone: None on the others.
 
     Raises:
         DataError: it failed on some rank, or the ranks do not see the same; alike on every rank.

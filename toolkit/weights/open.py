@@ -66,7 +66,7 @@ def _args(folder: Path, shape: Any) -> ModelArgs:
     try:
         scaling = shape["rope_scaling"]
         args = ModelArgs(**(shape | {"rope_scaling": scaling and RopeScaling(**scaling)}))
-        spec(args.family)
+        spec(args.family)  # raises for a family that is not known
         return args
     except (TypeError, KeyError) as error:
         raise CheckpointError(

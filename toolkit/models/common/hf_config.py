@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.io.json_fields import Fields, check_heads, read_object
+from toolkit.io.json_fields import Fields, check_heads
 from toolkit.models.common.args import ModelArgs, RopeScaling
 
 CONFIG = "config.json"
@@ -69,14 +69,14 @@ class HFConfig:
     qk_norm: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def read(self, path: Path) -> ModelArgs:
-        """Read the shape of the model from the config.json at ``path``.
+    def read(self, values: dict[str, Any], path: Path) -> ModelArgs:
+        """Read the shape of the model from the ``values`` of the config.json at ``path``.
 
         Raises:
             DataError: it is not of this family, or of a model of it that is not supported; every field at
                 fault is named.
         """
-        fields = Fields(read_object(path))
+        fields = Fields(values)
         self._refuse_other_models(fields)
         dim, n_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
         n_kv_heads = fields.count("num_key_value_heads", self.n_kv_heads or n_heads)

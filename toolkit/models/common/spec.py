@@ -1,4 +1,4 @@
-"""What the toolkit asks of a family of models. Imports no torch."""
+"""The description of a family of models that the toolkit reads. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Hugging Face calls the tensors of a decoder, and the order in which it keeps the rows of q and k.
+"""Hugging Face's names of the tensors of a decoder, and the order in which it keeps the rows of q and k.
 
 RoPE turns pairs of rows of a head. Meta's (and our) pairs are neighbours, 2p and 2p + 1; Hugging Face's
 are half a head apart, p and p + E/2, E being the head dim. So the rows of each head are in another order in

@@ -1,4 +1,4 @@
-"""What Hugging Face calls the tensors of a Llama. No torch."""
+"""Hugging Face's names of the tensors of a Llama. Imports no torch."""
 
 from __future__ import annotations
 

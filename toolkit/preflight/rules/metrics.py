@@ -1,4 +1,4 @@
-"""Rules about observing: profiler, memory snapshots, Weights & Biases."""
+"""Rules about metrics and profiling: profiler, memory snapshots, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def profiler_fits(run: PlannedRun) -> list[Problem]:
 
 
 @note
-def observing_notes(run: PlannedRun) -> list[str]:
-    """What was asked for and will not come."""
+def metrics_notes(run: PlannedRun) -> list[str]:
+    """Tell of traces that were asked for and will not come."""
     profiling, training = run.config.profiling, run.config.training
     if not profiling.enable_profiling or training.epochs or profiling.profile_freq <= training.steps:
         return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from toolkit.errors import DataError, Problem
-from toolkit.models.registry import architecture_key, config_folder
+from toolkit.models.from_config import architecture_key, config_folder
 from toolkit.preflight.hub import PUBLISHED, download_line, published_name
 from toolkit.preflight.planned_run import PlannedRun, rule
 

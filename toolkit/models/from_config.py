@@ -1,0 +1,106 @@
+"""The model that a configuration means: a preset by name, or what a config.json says. Imports no torch.
+
+``model.name`` and ``model.flavor`` name a preset. Where neither is set, the architecture is that of the
+Hugging Face folder that the run starts from (``checkpoint.initial_load_in_hf``), else of the config.json in
+``model.hf_assets_path`` if there is one, else llama3 debugmodel. The keys ``model.*`` change either.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.manifest import read_manifest
+from toolkit.config import Config
+from toolkit.config.values import dotted
+from toolkit.errors import CheckpointError
+from toolkit.models.common.args import ModelArgs, changed, takes_vocabulary
+from toolkit.models.common.hf_config import CONFIG
+from toolkit.models.registry import read_hf_config, resolve
+
+EXPORTS = "hf"
+"""Folder, inside that of a run, of the Hugging Face folders that it writes, one a step."""
+_NAME, _FLAVOR = "llama3", "debugmodel"
+
+
+def model_args(config: Config, *, tokenizer_vocab: int | None) -> ModelArgs:
+    """The shape of the model; a debugmodel has the vocabulary ``tokenizer_vocab``.
+
+    Raises:
+        ConfigError: the preset does not exist, or values of ``model.*`` contradict one another.
+        DataError: the config.json is of no model that is known.
+    """
+    model = config.model
+    folder = config_folder(config)
+    if folder is not None:
+        return changed(read_hf_config(folder), **model.overrides())
+    name, flavor = model.name or _NAME, model.flavor or _FLAVOR
+    return resolve(name, flavor, tokenizer_vocab=tokenizer_vocab, **model.overrides())
+
+
+def needs_tokenizer(config: Config) -> bool:
+    """Say if the shape of the model is known only with its tokenizer."""
+    named = config_folder(config) is None and takes_vocabulary(config.model.flavor or _FLAVOR)
+    return named and config.model.vocab_size is None
+
+
+def model_named(config: Config) -> str:
+    """What to call the model: "llama3.1 8B", or the config.json that describes it."""
+    folder = config_folder(config)
+    if folder is not None:
+        return str(folder / CONFIG)
+    return f"{config.model.name or _NAME} {config.model.flavor or _FLAVOR}"
+
+
+def architecture_key(config: Config) -> str:
+    """The key that says what the model is: that of a folder with a config.json, or model.flavor."""
+    model, options = config.model, config.checkpoint
+    if model.name is not None or model.flavor is not None:
+        return "model.flavor"
+    # What rank 0 alone sees cannot tell the other nodes their model.
+    if options.initial_load_in_hf and options.initial_load_path and not options.initial_load_broadcast:
+        return "checkpoint.initial_load_path"
+    wanted = options.initial_load_in_hf and not options.initial_load_path
+    has_config = (_local(model.hf_assets_path) / CONFIG).is_file()
+    return "model.hf_assets_path" if wanted or has_config else "model.flavor"
+
+
+def config_folder(config: Config) -> Path | None:
+    """The folder whose config.json is the architecture; None where a preset is."""
+    key = architecture_key(config)
+    return None if key == "model.flavor" else hugging_face_folder(config.value(key))
+
+
+def weights_folder(config: Config) -> Path | None:
+    """The Hugging Face folder whose weights a new run takes; None where it takes none."""
+    options = config.checkpoint
+    if not options.enable or not options.initial_load_in_hf:
+        return None
+    return hugging_face_folder(options.initial_load_path or config.model.hf_assets_path)
+
+
+def hugging_face_folder(path: str) -> Path:
+    """The folder that a user means by ``path``: that, or of a checkpoint the folder that its run has written
+    beside it at the same step. torchtitan's ``last_save_in_hf`` writes it in the checkpoint's place."""
+    folder = _local(path)
+    try:
+        saved = dotted(read_manifest(folder)["run"].get("config", ""))
+    except CheckpointError:
+        return folder  # no checkpoint, or one of which another check tells what is wrong
+    exported = _run_folder(folder, saved) / EXPORTS / folder.name
+    return exported if exported.is_dir() else folder
+
+
+def _run_folder(step: Path, saved: Mapping[str, Any]) -> Path:
+    """The folder of the run with the config ``saved``: as many levels above its checkpoint as that says,
+    wherever the folder was moved since."""
+    inside = Path(saved.get("checkpoint.folder", "checkpoint"))
+    if inside.is_absolute():
+        return _local(saved["job.dump_folder"])
+    return Path(os.path.normpath(step.joinpath("..", *[".."] * len(inside.parts))))
+
+
+def _local(path: str) -> Path:
+    return Path(os.path.expanduser(path))
