@@ -19,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.byte_tokenizer import ByteTokenizer
+from toolkit.config.training import Data, DataLoader, Training, Validation
+from toolkit.data.batch_size import BatchShape
 from toolkit.data.dataloader import FIELDS, Loader, build_loader, lost_worker
 from toolkit.data.mixture import BLOCK, MixtureOrder
 from toolkit.data.sources import Corpus
@@ -46,11 +48,20 @@ def _parts(web: float = 3) -> list[MixturePart]:
 
 
 def _loader(corpus: TokenCache | list[MixturePart] | None = None, **changes: Any) -> Loader:
-    options: dict[str, Any] = {
-        "seq_len": SEQ_LEN, "global_batch_size": 4, "local_batch_size": 2, "dp_rank": 0, "dp_size": 1,
-        "seed": 3, "packing": True, "document_mask": True, "shuffle": True, "pad_id": None,
-    }  # fmt: skip
-    return build_loader(corpus or _corpus(), **(options | changes))
+    """``changes`` of the mesh, the batch and the keys of the configuration's tables."""
+
+    def taken(**defaults: Any) -> dict[str, Any]:
+        return {name: changes.pop(name, default) for name, default in defaults.items()}
+
+    ranks = taken(pad_id=None, dp_rank=0, dp_size=1, seed=3)
+    total, local = taken(global_batch_size=4, local_batch_size=2).values()
+    data = Data(**taken(packing=True, document_mask=True, shuffle=True))
+    table = taken(seq_len=SEQ_LEN) | ({"samples": changes.pop("samples")} if "samples" in changes else {})
+    kind = Validation if "samples" in table else Training
+    batch = BatchShape(total, local, total // (local * ranks["dp_size"]))
+    return build_loader(
+        corpus or _corpus(), kind(**table, dataloader=DataLoader(**changes)), data, batch, **ranks
+    )
 
 
 def _samples(batch: dict[str, torch.Tensor]) -> list[int]:
@@ -273,24 +284,19 @@ def test_what_a_mixture_cannot_be() -> None:
     with pytest.raises(DataError, match=r"^data\.mixture\.web: the corpus has .* tokens"):
         _loader([*_parts()[1:], MixturePart("web", 1, _corpus(0))])
     with pytest.raises(ValueError, match="has no end"):
-        _loader(_parts(), infinite=False)
+        _loader(_parts(), samples=-1)
 
 
-@pytest.mark.parametrize("at_most", [None, 13, 99])
+@pytest.mark.parametrize("samples", [-1, 13, 99])
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_a_finite_loader_gives_each_sample_once_to_ranks_of_equal_length(
-    dp_size: int, at_most: int | None
-) -> None:
-    samples = 13 if at_most == 13 else N_SAMPLES
+def test_a_finite_loader_gives_each_sample_once_to_ranks_of_equal_length(dp_size: int, samples: int) -> None:
     seen, lengths = [], set()
     for rank in range(dp_size):
         loader = _loader(
             global_batch_size=8,
             dp_rank=rank,
             dp_size=dp_size,
-            shuffle=False,
-            infinite=False,
-            at_most=at_most,
+            samples=samples,
             document_mask=False,
         )
         for _ in range(2):  # every iteration starts anew
@@ -298,6 +304,7 @@ def test_a_finite_loader_gives_each_sample_once_to_ranks_of_equal_length(
         lengths.add(len(batches))
         labels = torch.cat([batch["labels"] for batch in batches]).ravel()
         seen += labels[labels != IGNORED_LABEL].tolist()
+    samples = 13 if samples == 13 else N_SAMPLES
     global_batches = -(-samples // 8)  # of eight: three of all 23 samples
     assert lengths == {global_batches * 8 // dp_size // 2}
     assert sorted(seen) == list(range(1, samples * SEQ_LEN + 1))

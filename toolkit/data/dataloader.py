@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from toolkit.config import Config
+from toolkit.config.training import Data, DataLoader, Training, Validation
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import RunData
 from toolkit.data.packing import PADDING, Rows, Sample, corpus_rows
@@ -45,12 +46,11 @@ class _MicroBatches(Sampler[list[int]]):
     """Indices of this rank's micro-batches from ``start`` on; PADDING for rows past a finite end."""
 
     def __init__(
-        self, n: int, order: Order, *, global_batch_size: int, local_batch_size: int, dp_rank: int,
-        dp_size: int, infinite: bool,
-    ):  # fmt: skip
-        self.n, self.global_batch_size, self.local_batch_size = (n, global_batch_size, local_batch_size)
+        self, n: int, order: Order, batch: BatchShape, *, dp_rank: int, dp_size: int, infinite: bool
+    ):
+        self.n, self.global_batch_size, self.local_batch_size = n, batch.total, batch.local
         self.order, self.infinite = order, infinite
-        rows = global_batch_size // dp_size
+        rows = batch.total // dp_size
         self.offsets = dp_rank * rows + np.arange(rows)
         self.start = 0
 
@@ -226,54 +226,66 @@ def _lost(what: str) -> DataError:
 
 
 def build_loader(
-    corpus: TokenCache | Sequence[MixturePart], *, seq_len: int, global_batch_size: int,
-    local_batch_size: int, dp_rank: int, dp_size: int, seed: int, packing: bool, document_mask: bool,
-    shuffle: bool, pad_id: int | None, num_workers: int = 0, persistent_workers: bool = False,
-    pin_memory: bool = False, prefetch_factor: int | None = None, infinite: bool = True,
-    at_most: int | None = None,
-) -> Loader:  # fmt: skip
+    corpus: TokenCache | Sequence[MixturePart],
+    table: Training | Validation,
+    data: Data,
+    batch: BatchShape,
+    *,
+    pad_id: int | None,
+    dp_rank: int,
+    dp_size: int,
+    seed: int = 0,
+) -> Loader:
     """A loader of rank ``dp_rank`` of ``dp_size`` over one corpus or the parts of a mixture.
 
-    ``pad_id`` None pads with 0 (a padding token is neither attended to nor predicted).
-    ``persistent_workers`` and ``prefetch_factor`` mean nothing without workers, as in torchtitan's files.
-    ``at_most`` ends a finite loader after so many samples.
+    With the table of the training it is endless, each epoch in an order of its own; with that of the
+    validation it gives the corpus, or its first ``samples``, once and in its own order. ``pad_id`` None pads
+    with 0 (a padding token is neither attended to nor predicted). ``persistent_workers`` and
+    ``prefetch_factor`` mean nothing without workers, as in torchtitan's files.
 
     Raises:
         DataError: a corpus is shorter than one sample.
-        ValueError: global_batch_size is not a multiple of local_batch_size times dp_size; a finite mixture,
-            which would end with parts of it drawn more than once and others not.
+        ValueError: the global batch is not a multiple of the micro-batches of all ranks; the validation of a
+            mixture, which would end with parts of it drawn more than once and others not.
     """
-    if global_batch_size % (local_batch_size * dp_size):
-        raise ValueError(f"{global_batch_size=} is not a multiple of {local_batch_size=} times {dp_size=}")
+    if batch.total % (batch.local * dp_size):
+        raise ValueError(f"a global batch of {batch.total} is not a multiple of {batch.local} x {dp_size}")
     parts = [MixturePart("", 1.0, corpus)] if isinstance(corpus, TokenCache) else list(corpus)
     parts.sort(key=lambda part: part.name)
     dataset = _MicroBatchDataset(
         {part.name: part.corpus for part in parts},
-        seq_len=seq_len, packing=packing, document_mask=document_mask, pad_id=pad_id or 0,
+        seq_len=table.seq_len, packing=data.packing, document_mask=data.document_mask, pad_id=pad_id or 0,
     )  # fmt: skip
-    lengths = [len(rows) for rows in dataset.rows]
+    once, samples = False, len(dataset)
+    if isinstance(table, Validation):
+        once, samples = True, samples if table.samples == -1 else min(table.samples, samples)
+    lengths, shuffle = [len(rows) for rows in dataset.rows], data.shuffle and not once
     order: Order = functools.partial(corpus_indices, n=lengths[0], seed=seed, shuffle=shuffle)
-    mixture, counted = None, {"corpus": parts[0].corpus.fingerprint}
+    mixture = None
+    counted: dict[str, Any] = {"corpus": parts[0].corpus.fingerprint}
     if parts[0].name:
         order = mixture = _mixture(parts, lengths, seed=seed, shuffle=shuffle)
         counted = _text(parts, mixture)
-        if not infinite:
+        if once:
             raise ValueError("a mixture has no end")
-    samples = len(dataset) if at_most is None else min(at_most, len(dataset))
-    sampler = _MicroBatches(
-        samples, order, global_batch_size=global_batch_size, local_batch_size=local_batch_size,
-        dp_rank=dp_rank, dp_size=dp_size, infinite=infinite,
-    )  # fmt: skip
+    sampler = _MicroBatches(samples, order, batch, dp_rank=dp_rank, dp_size=dp_size, infinite=not once)
+    counted |= {"seq_len": table.seq_len, "packing": data.packing, "shuffle": shuffle, "seed": seed}
+    corpora = [part.corpus for part in parts]
+    return Loader(_torch_loader(dataset, sampler, table.dataloader), sampler, counted, corpora, mixture)
+
+
+def _torch_loader(
+    dataset: _MicroBatchDataset, sampler: _MicroBatches, options: DataLoader
+) -> StatefulDataLoader:
+    workers = options.num_workers
     with warnings.catch_warnings():
         # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates.
         warnings.filterwarnings("ignore", message=".*set_vital", category=UserWarning)
-        data = StatefulDataLoader(
-            dataset, batch_size=None, sampler=sampler, num_workers=num_workers, pin_memory=pin_memory,
-            collate_fn=_as_it_is, persistent_workers=persistent_workers and num_workers > 0,
-            prefetch_factor=prefetch_factor if num_workers > 0 else None,
+        return StatefulDataLoader(
+            dataset, batch_size=None, sampler=sampler, num_workers=workers, pin_memory=options.pin_memory,
+            collate_fn=_as_it_is, persistent_workers=options.persistent_workers and workers > 0,
+            prefetch_factor=options.prefetch_factor if workers > 0 else None,
         )  # fmt: skip
-    options = {"seq_len": seq_len, "packing": packing, "shuffle": shuffle, "seed": seed}
-    return Loader(data, sampler, counted | options, [part.corpus for part in parts], mixture)
 
 
 def _mixture(
@@ -284,7 +296,7 @@ def _mixture(
     return MixtureOrder({part.name: part.weight for part in parts}, lengths, seed=seed, shuffle=shuffle)
 
 
-def _text(parts: Sequence[MixturePart], mixture: MixtureOrder) -> dict[str, str]:
+def _text(parts: Sequence[MixturePart], mixture: MixtureOrder) -> dict[str, Any]:
     """What identifies the text of a mixture."""
     from toolkit.data.mixture import identity
 
@@ -292,49 +304,21 @@ def _text(parts: Sequence[MixturePart], mixture: MixtureOrder) -> dict[str, str]
 
 
 def training_loader(
-    config: Config, data: RunData, shape: BatchShape, *, dp_rank: int, dp_size: int, seed: int
+    config: Config, data: RunData, batch: BatchShape, *, dp_rank: int, dp_size: int, seed: int
 ) -> Loader:
-    """Endless micro-batches of this rank, each epoch in an order of its own."""
+    """The micro-batches of this rank that the model is trained on."""
     return build_loader(
-        data.train,
-        seq_len=config.training.seq_len,
-        global_batch_size=shape.total,
-        local_batch_size=shape.local,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        seed=seed,
-        shuffle=config.data.shuffle,
-        **_options(config, data),
-        **config.training.dataloader.model_dump(),
-    )
+        data.train, config.training, config.data, batch,
+        pad_id=data.tokenizer.pad_id, dp_rank=dp_rank, dp_size=dp_size, seed=seed,
+    )  # fmt: skip
 
 
 def validation_loader(config: Config, data: RunData, *, dp_rank: int, dp_size: int) -> Loader | None:
-    """The held-out corpus once, or its first ``validation.samples``, in its own order; None where there is
-    no validation."""
+    """Those of the held-out corpus; None where there is no validation."""
     if data.validation is None:
         return None
-    size, samples = config.validation.local_batch_size, config.validation.samples
+    size = config.validation.local_batch_size
     return build_loader(
-        data.validation,
-        seq_len=config.validation.seq_len,
-        global_batch_size=size * dp_size,
-        local_batch_size=size,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        seed=0,
-        shuffle=False,
-        infinite=False,
-        at_most=None if samples == -1 else samples,
-        **_options(config, data),
-        **config.validation.dataloader.model_dump(),
-    )
-
-
-def _options(config: Config, data: RunData) -> dict[str, Any]:
-    """How both corpora become rows."""
-    return {
-        "packing": config.data.packing,
-        "document_mask": config.data.document_mask,
-        "pad_id": data.tokenizer.pad_id,
-    }
+        data.validation, config.validation, config.data, BatchShape(size * dp_size, size, 1),
+        pad_id=data.tokenizer.pad_id, dp_rank=dp_rank, dp_size=dp_size,
+    )  # fmt: skip
