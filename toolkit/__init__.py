@@ -1,3 +1,3 @@
-"""Training of Llama and Qwen3 models with PyTorch, from one TOML file."""
+"""Training of language models with PyTorch, from one TOML file."""
 
 __version__ = "0.2.0"

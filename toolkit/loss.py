@@ -1,6 +1,7 @@
 """Cross-entropy in at least fp32, and in chunks so that the logits of all tokens never exist at once.
 
-Logits are the largest tensor of a training step: 8,192 tokens of Llama 3 would be 4 GiB in fp32. Each
+Logits are the largest tensor of a training step: of 8,192 tokens and a vocabulary of 128,256 it
+would be 4 GiB in fp32. Each
 chunk keeps only its hidden states and computes its logits again in backward: one more matmul of the
 head, and memory that does not grow with the sequence.
 """

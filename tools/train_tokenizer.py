@@ -26,11 +26,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from toolkit.config import local_paths
 from toolkit.data.sources import open_corpus, open_text
-from toolkit.data.tokenizers.files import LLAMA3_PATTERN, N_LLAMA3_SPECIAL, llama3_names, of_llama3
 from toolkit.errors import EXIT_ERROR, ConfigError, Problem, ToolkitError, flags_named, printable
 from toolkit.io import standard_streams
+from toolkit.models.registry import tiktoken_forms
 
 FILE_NAMES = {"tiktoken": "tokenizer.model", "sentencepiece": "tokenizer.model", "json": "tokenizer.json"}
+
+
+[FORM] = [form for form in tiktoken_forms() if form.trained]
 
 
 def texts(corpus: str | None, column: str) -> Iterator[str]:
@@ -47,7 +50,7 @@ def train_ranks(corpus: Iterable[str], n_ranks: int) -> dict[bytes, int]:
         ConfigError: fewer ranks than bytes, or too little text for so many.
     """
     if n_ranks < 256:
-        raise _bad_size(n_ranks + N_LLAMA3_SPECIAL, "256 bytes and 256 special tokens need 512 entries")
+        raise _bad_size(n_ranks + FORM.n_special, "256 bytes and 256 special tokens need 512 entries")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = _words()
     # Alphabet first, then one entry a merge: the order of ids is the order in which merges were learnt.
@@ -59,7 +62,7 @@ def train_ranks(corpus: Iterable[str], n_ranks: int) -> dict[bytes, int]:
     learnt = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     ranks = {bytes(byte_of[character] for character in token): rank for token, rank in learnt}
     if len(ranks) != n_ranks:
-        raise _bad_size(n_ranks + N_LLAMA3_SPECIAL, f"the text gives {len(ranks)} ranks, not {n_ranks}")
+        raise _bad_size(n_ranks + FORM.n_special, f"the text gives {len(ranks)} ranks, not {n_ranks}")
     return ranks
 
 
@@ -96,7 +99,7 @@ def json_file(ranks: dict[bytes, int]) -> bytes:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     tokenizer.pre_tokenizer = _words()
     tokenizer.decoder = decoders.ByteLevel()
-    special = llama3_names()
+    special = FORM.special_tokens(None)
     tokenizer.add_special_tokens(special)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{special[0]} $A",
@@ -139,7 +142,7 @@ def sentencepiece_file(corpus: Iterable[str], n_pieces: int) -> bytes:
 
 def _words() -> pre_tokenizers.PreTokenizer:
     """Llama 3's cut of a text into words, in byte characters."""
-    split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(FORM.pattern), behavior="isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
@@ -157,9 +160,9 @@ def run(corpus: Iterable[str], form: str, size: int) -> bytes:
     """The content of a tokenizer file of ``size`` entries, in one of the forms."""
     if form == "sentencepiece":
         return sentencepiece_file(corpus, size)
-    if form == "tiktoken" and not of_llama3(size - N_LLAMA3_SPECIAL):
+    if form == "tiktoken" and not FORM.covers(size - FORM.n_special):
         raise _bad_size(size, "a tiktoken file of so many ranks would be read as another model's")
-    ranks = train_ranks(corpus, size - N_LLAMA3_SPECIAL)
+    ranks = train_ranks(corpus, size - FORM.n_special)
     return tiktoken_file(ranks) if form == "tiktoken" else json_file(ranks)
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from toolkit.data.chat.base import ChatFormat
-from toolkit.data.chat.formats import Llama2Format, Llama3Format, chat_format
+from toolkit.data.chat.formats import chat_format
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import DataError
+from toolkit.models.llama.chat import Llama2Format, Llama3Format
 
 pytestmark = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
 ASSETS = Path(os.environ.get("TOOLKIT_ASSETS", ""))

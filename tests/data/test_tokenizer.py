@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.unicode_strings import unicode_strings
-from toolkit.data.tokenizers import tokenizer as module
-from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
+from toolkit.data.tokenizers import tiktoken_tokenizer as module
+from toolkit.data.tokenizers.files import vocabulary_size
+from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import DataError
 
 IN_TREE = Path(__file__).parents[1] / "assets"

@@ -12,15 +12,11 @@ import pytest
 import tiktoken
 
 from tests.data.unicode_strings import unicode_strings
-from toolkit.data.tokenizers.files import (
-    TokenizerFiles,
-    find,
-    llama3_names,
-    read_ranks,
-    tiktoken_special_tokens,
-)
-from toolkit.data.tokenizers.tokenizer import load_tokenizer, vocabulary_size
+from toolkit.data.tokenizers.files import find, vocabulary_size
+from toolkit.data.tokenizers.tiktoken_ranks import form_of, read_ranks, special_tokens
+from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import DataError
+from toolkit.models.llama.tokenizer import llama3_names
 
 IN_TREE = Path(__file__).parents[1] / "assets"
 TIKTOKEN = IN_TREE / "tokenizer/tokenizer.model"
@@ -118,7 +114,7 @@ def test_the_folder_says_which_release(tmp_path: Path, file: str, content: dict,
     (tmp_path / file).write_text(json.dumps(content))
     shutil.copy(TIKTOKEN, tmp_path)
     files = find(tmp_path)
-    names = tiktoken_special_tokens(files, n_ranks=128_000)
+    names = special_tokens(form_of(128_000, files.path), 128_000, files.folder, {})
     assert names == {name: 128_000 + i for i, name in enumerate(llama3_names(older=older))}
     # A tokenizer that is not Meta's is of no release: the newer names, which have a padding token.
     assert load_tokenizer(tmp_path).pad_id == 3844
@@ -169,8 +165,8 @@ def test_original_is_named_by_the_folder_above(tmp_path: Path) -> None:
 
 
 def test_special_tokens_start_after_the_ranks() -> None:
-    files = TokenizerFiles(Path("tokenizer.model"), Path(), "tiktoken", b"")
-    assert list(tiktoken_special_tokens(files, 300).values()) == list(range(300, 556))
+    form = form_of(300, Path("tokenizer.model"))
+    assert list(special_tokens(form, 300, Path(), {}).values()) == list(range(300, 556))
 
 
 ADDING = json.loads(JSON.read_bytes())["post_processor"]

@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from tests.helpers import run_world
 from toolkit.data.chat.base import Message
-from toolkit.data.chat.formats import Llama2Format, chat_format
+from toolkit.data.chat.formats import chat_format
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED, DataError
 from toolkit.generation.load import Loaded, load_model, needed_tokenizer
 from toolkit.generation.sampling import Sampling
+from toolkit.models.llama.chat import Llama2Format
 from tools.chat import Dialog, Terminal, main, talk
 
 pytestmark = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")

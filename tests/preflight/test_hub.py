@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from toolkit.models.llama.args import PRESETS
-from toolkit.preflight.hub import PUBLISHED, download_line, published_name
+from toolkit.models.llama.hub import HUB
+from toolkit.preflight.hub import download_line
 
 
 @pytest.mark.parametrize(
@@ -27,12 +28,12 @@ from toolkit.preflight.hub import PUBLISHED, download_line, published_name
     ],
 )
 def test_what_a_name_means(text: str, name: str | None) -> None:
-    assert published_name(text) == name
+    assert HUB.published_name(text) == name
 
 
 def test_a_published_name_means_itself_and_is_a_preset() -> None:
-    for name, (family, flavor) in PUBLISHED.items():
-        assert published_name(f"meta-llama/{name}") == name
+    for name, (family, flavor) in HUB.published.items():
+        assert HUB.published_name(f"meta-llama/{name}") == name
         assert flavor in PRESETS[family]
 
 

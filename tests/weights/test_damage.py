@@ -179,7 +179,7 @@ META_DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda part: torch.save(torch.load(part), part, _use_new_zipfile_serialization=False),
         "cannot be read in pieces: save it again with a newer torch",
     ),
-    "no embedding": (lambda part: torch.save({"norm.weight": torch.ones(64)}, part), "is not of a Llama"),
+    "no embedding": (lambda part: torch.save({"norm.weight": torch.ones(64)}, part), "is of no such model"),
     "no parts": (lambda part: part.unlink(), "there is no consolidated.00.pth"),
     "a part missing": (
         lambda part: part.rename(part.with_name("consolidated.01.pth")),

@@ -32,8 +32,8 @@ class Model(Table):
     one. A key that is None takes the value of that file or of the preset."""
 
     name: str | None = None
-    """Family: llama2, llama3.0, llama3.1, llama3.2, llama3.3, llama3, which is torchtitan's (RoPE scaled by 8
-    at every size), or qwen3. None: llama3."""
+    """Release, with its sizes: a name in toolkit/models/*/args.py (docs/weights.md lists them). None:
+    that of torchtitan's files."""
     flavor: str | None = None
     """Size within the family, such as 8B. debugmodel takes its vocabulary from the tokenizer. None:
     debugmodel."""
@@ -84,7 +84,7 @@ class Model(Table):
     rope_theta: PositiveFloat | None = None
     """Base of the rotary frequencies."""
     rope_scaling_factor: Annotated[float, Ge(1)] | None = None
-    """Llama 3 scaling of the rotary frequencies by this factor; 1 is none."""
+    """Stretching of the slow rotary frequencies to a context longer by this factor; 1 is none."""
     tie_embeddings: bool | None = None
     """One matrix for the embedding and the output head."""
     attention: Literal["auto", "sdpa", "flex", "varlen", "flash"] = "auto"

@@ -27,7 +27,7 @@ from toolkit.errors import DataError, Problem, printable
 from toolkit.hardware import cores
 
 SETTLED_SECONDS = 2.0  # a younger file could change again within its time stamp's resolution
-CORE_BYTES_PER_SECOND = 12e6  # benchmarks/results/tokenize_corpus.md, with the tokenizer of Llama 3
+CORE_BYTES_PER_SECOND = 12e6  # benchmarks/results/tokenize_corpus.md, with tiktoken
 
 
 def too_large(n_bytes: float, max_bytes: float, flags: str = "--job.config_file FILE …") -> Problem | None:

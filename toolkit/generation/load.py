@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from toolkit.config.parallelism import Parallelism
 from toolkit.config.values import dotted
-from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
+from toolkit.data.tokenizers.files import vocabulary_size
+from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import ConfigError, DataError, Problem
 from toolkit.generation.cpu_prepack import can_pack, pack

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import ConfigError, DataError, Problem, did_you_mean
+from toolkit.errors import ConfigError, DataError, Problem, did_you_mean, either
 from toolkit.io.json_fields import read_object
 from toolkit.models.common.args import ModelArgs, changed, takes_vocabulary
 from toolkit.models.common.attention_choice import flavor_attention
 from toolkit.models.common.hf_config import CONFIG
 from toolkit.models.common.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from toolkit.data.chat.base import ChatFormat
+    from toolkit.models.common.tiktoken_form import TiktokenForm
 
 FAMILIES = ("llama", "qwen3")
 """Folders beside this file; a config.json that does not say what it is is of the first."""
@@ -30,6 +34,16 @@ def presets() -> dict[str, Mapping[str, ModelArgs]]:
     return {name: sizes for family in FAMILIES for name, sizes in spec(family).sizes.items()}
 
 
+def tiktoken_forms() -> list[TiktokenForm]:
+    """The forms of tiktoken files of all families."""
+    return [form for family in FAMILIES for form in spec(family).tiktoken_forms()]
+
+
+def chat_formats() -> dict[str, type[ChatFormat]]:
+    """The formats of prompts of all families, by name."""
+    return {name: form for family in FAMILIES for name, form in spec(family).chat_formats().items()}
+
+
 def read_hf_config(folder: Path) -> ModelArgs:
     """Read the shape of the model whose config.json is in ``folder``.
 
@@ -39,11 +53,24 @@ def read_hf_config(folder: Path) -> ModelArgs:
     path = folder / CONFIG
     values = read_object(path)
     kind = values.get("model_type") or FAMILIES[0]
-    forms = {form.model_type: form for form in (spec(family).hf_config for family in FAMILIES)}
-    if kind in forms:
-        return forms[kind].read(values, path)
-    known = " or ".join(map(repr, forms))
+    forms = [spec(family).hf_config for family in FAMILIES]
+    for form in forms:
+        if kind == form.model_type:
+            return form.read(values, path)
+    known = either(repr(form.model_type) for form in forms)
     raise DataError(f"{path} is of no model that can be read: model_type = {kind!r} (it must be {known})")
+
+
+def read_meta_params(folder: Path, *, vocab_size: int) -> ModelArgs:
+    """Read the shape of the model whose params.json, which names no family, is in ``folder``.
+
+    ``vocab_size`` is that of the embedding, for a file that leaves it to the tokenizer.
+
+    Raises:
+        DataError: there is none, or it is of another model; every field at fault is named.
+    """
+    [form] = [form for family in FAMILIES if (form := spec(family).meta_params()) is not None]
+    return form.args_of(folder, vocab_size=vocab_size)
 
 
 def resolve(name: str, flavor: str, *, tokenizer_vocab: int | None = None, **overrides: Any) -> ModelArgs:

@@ -4,10 +4,10 @@ Mode "op" chooses by operator, by FLOPs per byte kept. Keeping an element of a m
 2·K FLOPs, K being the inner dimension; keeping one of an attention's spares some 2·S, for a sequence of
 S tokens; an element of a norm, a rotation or SwiGLU costs a handful. So attention is always kept and
 whatever is elementwise never. Of the matmuls, those are kept whose result is no wider than what they
-sum over (q, k, v, o, w2): in total 4.5 D a token in Llama 3 8B. Those that widen (w1, w3) cost 7 D a
-token more, at the lowest FLOPs per byte of all matmuls, and are computed again, which is 54% of a
-block's matmul FLOPs where mode "full" repeats them all, and attention. A reduce-scatter is kept as well:
-it costs time and no FLOPs.
+sum over (q, k, v, o, w2): in total 4.5 D a token where 4 queries share a key. Those that widen (w1, w3)
+cost 7 D a token more at a width of 3.5 D, at the lowest FLOPs per byte of all matmuls, and are computed
+again, which is 54% of a block's matmul FLOPs where mode "full" repeats them all, and attention. A
+reduce-scatter is kept as well: it costs time and no FLOPs.
 
 Under tensor parallelism the rule sees a rank's parts of the matrices: what w1 and w3 give becomes narrow
 enough to keep, and wo and w2, which sum over less, are kept as what is scattered of them. What is gathered

@@ -1,7 +1,7 @@
 """Context parallelism: each sequence split over ranks; only attention needs the others' part of it.
 
-Every rank computes the queries of its tokens and gathers the keys and values of all (the method of the
-Llama 3 paper, arXiv:2407.21783, section 3.3.2): with grouped heads they are small, and a mask of any kind is
+Every rank computes the queries of its tokens and gathers the keys and values of all (the method of
+arXiv:2407.21783, section 3.3.2): with grouped heads they are small, and a mask of any kind is
 a mask of rows. A sequence is cut into 2·cp pieces, of which rank r takes the r-th and the r-th from the end,
 so that the work of causal attention, which grows with the position, is the same on all. Without balancing
 there are cp pieces, and rank r takes the r-th.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from toolkit.checkpoint.manifest import MANIFEST, committed_steps
 from toolkit.models.common.hf_config import CONFIG
-from toolkit.models.llama.meta_params import PARAMS
+from toolkit.models.common.spec import PARAMS
 from toolkit.preflight.hub import download_line
 
 

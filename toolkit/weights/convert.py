@@ -117,7 +117,7 @@ def prepare(
         [really] = [name for name, kind in FORMATS.items() if isinstance(there, kind)]
         ways = either(f"{really}-to-{other}" for other in FORMATS if other != really)
         raise DataError(f"{path} is not what {what} reads: use {ways}")
-    if to == "meta" and not spec(there.args.family).has_meta_files:
+    if to == "meta" and spec(there.args.family).meta_params() is None:
         raise DataError(
             f"{path} is of {spec(there.args.family).hf_config.called}, which Meta's files cannot hold"
         )

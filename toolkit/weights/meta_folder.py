@@ -20,7 +20,7 @@ from torch import Tensor
 from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import BUFFER_BYTES, SavedFile, TensorPlace, new_output, read_region, whole
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.llama import meta_params
+from toolkit.models.registry import read_meta_params
 from toolkit.weights.source import Region, Stored, without_tied_head
 
 _EMBEDDING = "tok_embeddings.weight"
@@ -61,10 +61,12 @@ class MetaFolder:
         _check_alike(place, parts)
         first = parts[0]
         if _EMBEDDING not in first or "norm.weight" not in first:
-            raise DataError(f"{place} is not of a Llama: {_EMBEDDING} or norm.weight is missing")
-        by_rows = first[_EMBEDDING].shape[-1:] == first["norm.weight"].shape  # Llama 3, or a single part
+            raise DataError(f"{place} is of no such model: {_EMBEDDING} or norm.weight is missing")
+        by_rows = (
+            first[_EMBEDDING].shape[-1:] == first["norm.weight"].shape
+        )  # newer releases, or a single part
         embedding = _Joined([part[_EMBEDDING] for part in parts], 0 if by_rows else 1)
-        self.args = meta_params.args_of(place, vocab_size=embedding.stored.shape[0])
+        self.args = read_meta_params(place, vocab_size=embedding.stored.shape[0])
         joined = {name: _join(name, [part[name] for part in parts], self.args) for name in first}
         self._joined = joined | {_EMBEDDING: embedding}
         self._refuse_misfits()

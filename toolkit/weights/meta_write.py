@@ -15,7 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.distributed.agreement import Ranks
-from toolkit.models.llama.meta_params import PARAMS, params_json
+from toolkit.models.common.spec import PARAMS
+from toolkit.models.registry import spec
 from toolkit.weights.fill import File, Folder, write_folder
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.source import EMBEDDING, HEAD, Stored, WeightSource
@@ -39,9 +40,11 @@ def write_meta(
     """
 
     tensors, tied = in_order(source), source.args.tie_embeddings
+    form = spec(source.args.family).meta_params()
+    assert form, f"Meta's files cannot hold {source.args.family}"
     folder = Folder(
         files=[File(PART, list(tensors), lambda path: _lay_out(path, tensors, tied=tied), _begins)],
-        others={PARAMS: (json.dumps(params_json(source.args)) + "\n").encode(), **others},
+        others={PARAMS: (json.dumps(form.params_json(source.args)) + "\n").encode(), **others},
         opened=MetaFolder,
         arrange=lambda name, block: block,
         head_rows=lambda name: 1,

@@ -1,1 +1,1 @@
-"""Conversations as prompts: the formats of Llama 2 and 3, and the templates that models bring."""
+"""Conversations as prompts: the formats of families, and the templates that models bring."""

@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolkit.data.tokenizers.tokenizer import Tokenizer
+from toolkit.errors import DataError
+
 Message = Mapping[str, Any]
 
 
@@ -13,12 +16,20 @@ class ChatFormat(ABC):
     """How a dialog is laid out for a model.
 
     Attributes:
-        name: "llama2", "llama3" or the file of a template.
+        name: what it is called, or the file of a template.
         stop_ids: the tokens at which an answer ends.
     """
 
     name: str
     stop_ids: tuple[int, ...]
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def fits(cls, tokenizer: Tokenizer) -> bool:
+        """Say if dialogs are laid out so for the models of ``tokenizer``, as far as its tokens tell."""
+        return False
 
     @abstractmethod
     def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
@@ -28,3 +39,29 @@ class ChatFormat(ABC):
         Raises:
             DataError: messages that the format has no place for.
         """
+
+
+def special_ids(tokenizer: Tokenizer, names: Sequence[str], wanted_by: str) -> list[int]:
+    """Ids of the special tokens ``names``.
+
+    Raises:
+        DataError: the tokenizer lacks some of them.
+    """
+    if missing := [name for name in names if name not in tokenizer.special_tokens]:
+        raise DataError(f"chat format {wanted_by} needs {', '.join(missing)}, which {tokenizer.path} has not")
+    return [tokenizer.special_tokens[name] for name in names]
+
+
+def texts(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """(role, content) of each message.
+
+    Raises:
+        DataError: no messages, or one whose role or content is no text.
+    """
+    if not messages:
+        raise DataError("a dialog needs at least one message")
+    pairs = [(message.get("role"), message.get("content")) for message in messages]
+    for index, (role, content) in enumerate(pairs):
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise DataError(f"message {index}: role and content must be text, not {role!r} and {content!r}")
+    return pairs  # type: ignore[return-value]  # both have been looked at

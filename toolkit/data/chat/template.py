@@ -32,7 +32,7 @@ _PRIVATE_USE = range(0xE000, 0xF8FF)
 class ChatTemplate(ChatFormat):
     """A jinja template over ``messages``, ``add_generation_prompt`` and the names of special tokens.
 
-    ``variables`` are further names that the template may use, such as ``date_string`` of Llama 3.1's.
+    ``variables`` are further names that the template may use, such as ``date_string``.
     """
 
     def __init__(
@@ -69,9 +69,7 @@ class ChatTemplate(ChatFormat):
         try:
             source = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"chat format {str(path)!r}: {error}\n  fix:  llama2, llama3 or the file of a jinja template"
-            ) from error
+            raise DataError(f"chat template {str(path)!r}: {error}") from error
         return cls(tokenizer, source, name=str(path), variables=variables)
 
     def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:

@@ -1,1 +1,1 @@
-"""Tokenizers of Llama and its relatives, read from the files that they come in."""
+"""Tokenizers, read from the files that they come in."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 
-from toolkit.data.tokenizers.files import read_ranks, tiktoken_pattern
+from toolkit.data.tokenizers.tiktoken_ranks import form_of, read_ranks
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 
 
@@ -34,7 +34,7 @@ def tokenizer_json(tokenizer: Tokenizer, content: bytes) -> dict[str, bytes]:
             "type": "Sequence",
             "pretokenizers": [
                 {
-                    "type": "Split", "pattern": {"Regex": tiktoken_pattern(len(ranks))},
+                    "type": "Split", "pattern": {"Regex": form_of(len(ranks), tokenizer.path).pattern},
                     "behavior": "Isolated", "invert": False,
                 },
                 _byte_level(add_prefix_space=False, use_regex=False),
@@ -83,7 +83,7 @@ def _byte_level(*, add_prefix_space: bool, use_regex: bool) -> dict[str, object]
 
 
 def post_processor(tokenizer: Tokenizer) -> dict[str, object] | None:
-    """Build the part that puts BOS before a text, as in the files of Llama 3.1 and later; None for no BOS."""
+    """Build the part that puts BOS before a text, as Meta's own files do; None for no BOS."""
     if not tokenizer.adds_bos:
         return None
     token = tokenizer.bos_id

@@ -17,45 +17,19 @@ Rules common to all kinds:
 from __future__ import annotations
 
 import hashlib
-import os
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 
-from toolkit.data.tokenizers.files import (
-    N_LLAMA3_RANKS,
-    PAD_LLAMA3,
-    PAD_LLAMA4,
-    Kind,
-    TokenizerFiles,
-    adds_bos,
-    check_ranks,
-    find,
-    json_vocabulary_size,
-    not_llamas,
-    read_ranks,
-    sentencepiece_processor,
-    tiktoken_pattern,
-    tiktoken_special_tokens,
-    vocabulary_size,
-)
+from toolkit.data.tokenizers.files import TokenizerFiles, adds_bos, find
 from toolkit.errors import DataError
-
-__all__ = ["Tokenizer", "load_tokenizer", "vocabulary_size"]
-
-# Meta's Llama 3 code hands tiktoken at most so many characters, and at most so many consecutive
-# characters that are all whitespace or all not: merging is quadratic in the length of a word.
-MAX_CHARACTERS = 400_000
-MAX_RUN = 25_000
 
 # Names by which a role is known when tokenizer_config.json does not say. The end of a document is
 # <|end_of_text|> even where an instruct model's tokenizer_config.json names <|eot_id|>, the end of a turn.
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|endoftext|>")
 _EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
-_PAD_NAMES = (PAD_LLAMA3, PAD_LLAMA4, "<pad>", "[PAD]")
+_PAD_NAMES = ("<|finetune_right_pad_id|>", "<|finetune_right_pad|>", "<pad>", "[PAD]")
 _STOP_NAMES = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|eom|>", "<|eot|>")
 
 
@@ -67,12 +41,17 @@ def load_tokenizer(path: str | Path, *, add_bos: bool | None = None) -> Tokenize
         DataError: none there, or a file that is damaged or of no known kind, or without the BOS asked for.
     """
     files = replace(find(path), add_bos=add_bos)
-    kinds: dict[Kind, Callable[[TokenizerFiles], Tokenizer]] = {
-        "tiktoken": TiktokenTokenizer,
-        "sentencepiece": SentencePieceTokenizer,
-        "json": JsonTokenizer,
-    }
-    return kinds[files.kind](files)
+    if files.kind == "tiktoken":
+        from toolkit.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
+
+        return TiktokenTokenizer(files)
+    if files.kind == "sentencepiece":
+        from toolkit.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+
+        return SentencePieceTokenizer(files)
+    from toolkit.data.tokenizers.json_tokenizer import JsonTokenizer
+
+    return JsonTokenizer(files)
 
 
 class Tokenizer(ABC):
@@ -119,17 +98,17 @@ class Tokenizer(ABC):
         Raises:
             DataError: BOS or EOS asked for, and the tokenizer has none.
         """
-        ids = self._encode(_without_surrogates(text))
+        ids = self._encode(without_surrogates(text))
         return [*self._role_id("BOS", self.bos_id, bos), *ids, *self._role_id("EOS", self.eos_id, eos)]
 
     def encode_after(self, special: int, text: str) -> list[int]:
         """Ids of ``text`` where it follows the token ``special``: Hugging Face tokenizers may put a space
         before the first word of a prompt alone, or drop those after a token."""
-        return self._encode(_without_surrogates(text))
+        return self._encode(without_surrogates(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text without BOS and EOS, on the calling thread: the fast path for a corpus."""
-        return self._encode_batch([_without_surrogates(text) for text in texts])
+        return self._encode_batch([without_surrogates(text) for text in texts])
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """Text of ``ids``; special tokens appear by name, or not at all with ``skip_special``.
@@ -165,146 +144,10 @@ class Tokenizer(ABC):
         """Text of ``ids``, special tokens by name."""
 
 
-class TiktokenTokenizer(Tokenizer):
-    """Llama 3's and Llama 4's: byte-level BPE by ranks, with the word pattern and special tokens that belong
-    to so many."""
-
-    def __init__(self, files: TokenizerFiles):
-        import tiktoken
-
-        ranks = read_ranks(files.content, files.path)
-        check_ranks(len(ranks), files.path)
-        special = tiktoken_special_tokens(files, len(ranks))
-        super().__init__(files, max(special.values()) + 1, special)
-        pattern = tiktoken_pattern(len(ranks))
-        self._encoding = tiktoken.Encoding(
-            name=files.path.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
-        )
-        if len(ranks) < N_LLAMA3_RANKS:
-            self._refuse_other_pattern(ranks)
-
-    def _refuse_other_pattern(self, ranks: dict[bytes, int]) -> None:
-        """Ranks learnt for the word pattern have no token that it cuts in two, as GPT-2's have "2017". White
-        space is cut by what comes after it: "\\n " is part of the word "\\n \\n", and two words alone."""
-        for token, rank in ranks.items():
-            try:
-                text = token.decode()
-            except UnicodeDecodeError:  # part of a character
-                continue
-            if not text.isspace() and self._encoding.encode_ordinary(text) != [rank]:
-                raise not_llamas(f"{self.path} has a token {text!r}, which Llama 3's words do not have")
-
-    def _encode(self, text: str) -> list[int]:
-        if len(text) <= MAX_RUN:
-            return self._encoding.encode_ordinary(text)
-        return [token for piece in _pieces(text) for token in self._encoding.encode_ordinary(piece)]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._encoding.decode(ids)
-
-
-class SentencePieceTokenizer(Tokenizer):
-    """Llama 2's. A text is encoded with a space before it, and decoded without that one.
-
-    So only whole sequences decode faithfully: a continuation that begins with a word loses its space.
-    """
-
-    def __init__(self, files: TokenizerFiles):
-        self._model = sentencepiece_processor(files)
-        pieces = self._model.get_piece_size()
-        special = {
-            self._model.id_to_piece(token): token
-            for token in range(pieces)
-            if self._model.is_control(token) or self._model.is_unknown(token)
-        }
-        special.update({name: token for name, token in files.added.items() if token >= pieces})
-        super().__init__(files, max([pieces - 1, *special.values()]) + 1, special)
-
-    def _encode(self, text: str) -> list[int]:
-        return self._model.encode(text)
-
-    def _decode(self, ids: list[int]) -> str:
-        # The library gives nothing for control tokens and knows none that were added.
-        texts: list[str] = []
-        for special, group in groupby(ids, key=self._special_names.__contains__):
-            run = list(group)
-            if special:
-                texts += [self._special_names[token] for token in run]
-                continue
-            # After a special token the space belongs to the text: Llama 2's "<s> [INST]".
-            spaced = texts and self._model.id_to_piece(run[0]).startswith("\u2581")
-            texts += [" " if spaced else "", self._model.decode(run)]
-        return "".join(texts)
-
-
-class JsonTokenizer(Tokenizer):
-    """A Hugging Face ``tokenizer.json``, run by the tokenizers library.
-
-    Its template, truncation and padding do not apply, and its special tokens are not looked for in text.
-    """
-
-    def __init__(self, files: TokenizerFiles):
-        # Corpora are tokenised by processes, not by this library's threads: those start on a first batch
-        # and a fork after it would hang or warn. Whoever wants them sets the variable.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        import tokenizers
-
-        size = json_vocabulary_size(files)
-        try:
-            self._backend = tokenizers.Tokenizer.from_buffer(files.content)
-        except Exception as error:  # the library raises Exception itself
-            raise DataError(f"{files.path} cannot be read by tokenizers: {error}") from error
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._backend.encode_special_tokens = True
-        declared = self._backend.get_added_tokens_decoder()
-        special = {token.content: index for index, token in sorted(declared.items()) if token.special}
-        super().__init__(files, size, special)
-
-    def _encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
-
-    def encode_after(self, special: int, text: str) -> list[int]:
-        if any(name in text for name in self.special_tokens):  # which would be looked for
-            return super().encode_after(special, text)
-        self._backend.encode_special_tokens = False
-        ids = self._backend.encode(
-            self._special_names[special] + _without_surrogates(text), add_special_tokens=False
-        ).ids
-        self._backend.encode_special_tokens = True
-        return ids[1:]
-
-    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [found.ids for found in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._backend.decode(ids, skip_special_tokens=False)
-
-
-def _without_surrogates(text: str) -> str:
+def without_surrogates(text: str) -> str:
     """``text`` with surrogate pairs joined and lone surrogates replaced by U+FFFD, as tiktoken does."""
     try:
         text.encode()
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Cut ``text`` where Meta's Llama 3 code does."""
-    for start in range(0, len(text), MAX_CHARACTERS):
-        part = text[start : start + MAX_CHARACTERS]
-        cuts = [0, *_cuts_in_runs(part), len(part)]
-        yield from (part[a:b] for a, b in zip(cuts, cuts[1:], strict=False))
-
-
-def _cuts_in_runs(text: str) -> list[int]:
-    """Where the runs of whitespace, or of anything else, that exceed MAX_RUN characters are cut."""
-    # A run longer than MAX_RUN fills at least one of these blocks; ordinary text leaves each of them
-    # at its second word, which spares it the walk over all runs.
-    half = MAX_RUN // 2
-    blocks = (text[start : start + half] for start in range(0, len(text) - half + 1, half))
-    if not any(block.isspace() or re.search(r"\s", block) is None for block in blocks):
-        return []
-    runs = (match.span() for match in re.finditer(r"\s+|\S+", text))
-    return [cut for start, end in runs for cut in range(start + MAX_RUN, end, MAX_RUN)]

@@ -1,30 +1,71 @@
-"""The description of a family of models that the toolkit reads. Imports no torch."""
+"""The description of a family of models that the toolkit reads. Imports no torch.
+
+What every run of a family needs is a value; what some need is a method that imports it when it is called.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.hf_config import HFConfig
 from toolkit.models.common.state_dict_adapter import StateDictAdapter
 
+if TYPE_CHECKING:
+    from toolkit.data.chat.base import ChatFormat
+    from toolkit.models.common.hub import Hub
+    from toolkit.models.common.tiktoken_form import TiktokenForm
+
+PARAMS = "params.json"
+"""The shape of a model beside weights in Meta's form, consolidated.00.pth and so on."""
+
+
+class MetaParams(Protocol):
+    """The params.json of a family."""
+
+    def args_of(self, folder: Path, *, vocab_size: int) -> ModelArgs:
+        """Read the shape of the model whose params.json is in ``folder``; ``vocab_size`` is the embedding's.
+
+        Raises:
+            DataError: there is no such file, or it is of another model.
+        """
+
+    def params_json(self, args: ModelArgs) -> dict[str, Any]:
+        """Build the params.json of a model."""
+
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A family: the sizes of its models, and its form at Hugging Face.
+    """A family: the sizes of its models, its form at Hugging Face, and its tokenizers and prompts.
 
     Attributes:
-        sizes: shapes by ``model.name`` and ``model.flavor``.
+        sizes: shapes by ``model.name`` and ``model.flavor``. Of equal shapes, messages name the first.
         ffn_rule: for a name and a flavor, the feed-forward width that follows from another ``model.dim``;
             None keeps the width.
         hf_config: config.json.
         adapter: names of tensors, and the order of their rows.
-        has_meta_files: Meta publishes the family as params.json and consolidated.*.pth.
     """
 
     sizes: Mapping[str, Mapping[str, ModelArgs]]
     hf_config: HFConfig
     adapter: StateDictAdapter
-    has_meta_files: bool = False
     ffn_rule: Callable[[str, str], Callable[[int], int] | None] = lambda name, flavor: None
+
+    def meta_params(self) -> MetaParams | None:
+        """params.json, where Meta publishes the family as that and consolidated.*.pth."""
+        return None
+
+    def tiktoken_forms(self) -> Sequence[TiktokenForm]:
+        """The tokenizers of the family that come as tiktoken files."""
+        return ()
+
+    def chat_formats(self) -> Mapping[str, type[ChatFormat]]:
+        """Formats of prompts by name, beside the templates that come with tokenizers."""
+        return {}
+
+    def hub(self) -> Hub | None:
+        """The family's models on the Hugging Face Hub."""
+        return None

@@ -79,6 +79,20 @@ _FAMILIES = {
         rope_theta=10000.0,
         max_seq_len=4096,
     ),
+    "llama3.0": _Family({"debugmodel": _DEBUG, "8B": _8B, "70B": _70B}, max_seq_len=8192),
+    "llama3.1": _Family(
+        {"debugmodel": _DEBUG, "8B": _8B, "70B": _70B, "405B": _405B}, rope_scaling=RopeScaling(8.0)
+    ),
+    "llama3.2": _Family(
+        {
+            "debugmodel": _DEBUG,
+            "1B": _Size(2048, 16, 32, 8, 1.5, 256),
+            "3B": _Size(3072, 28, 24, 8, 1.0, 256),
+        },
+        rope_scaling=RopeScaling(32.0),
+        tie_embeddings=True,
+    ),
+    "llama3.3": _Family({"debugmodel": _DEBUG, "70B": _70B}, rope_scaling=RopeScaling(8.0)),
     "llama3": _Family(
         {
             # torchtitan names its attention back ends in the flavor; the shape is the same.
@@ -94,20 +108,6 @@ _FAMILIES = {
         rope_scaling=RopeScaling(8.0),
         debug_max_seq_len=131072,
     ),
-    "llama3.0": _Family({"debugmodel": _DEBUG, "8B": _8B, "70B": _70B}, max_seq_len=8192),
-    "llama3.1": _Family(
-        {"debugmodel": _DEBUG, "8B": _8B, "70B": _70B, "405B": _405B}, rope_scaling=RopeScaling(8.0)
-    ),
-    "llama3.2": _Family(
-        {
-            "debugmodel": _DEBUG,
-            "1B": _Size(2048, 16, 32, 8, 1.5, 256),
-            "3B": _Size(3072, 28, 24, 8, 1.0, 256),
-        },
-        rope_scaling=RopeScaling(32.0),
-        tie_embeddings=True,
-    ),
-    "llama3.3": _Family({"debugmodel": _DEBUG, "70B": _70B}, rope_scaling=RopeScaling(8.0)),
 }
 
 PRESETS: dict[str, dict[str, ModelArgs]] = {

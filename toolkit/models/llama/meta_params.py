@@ -17,9 +17,8 @@ from typing import Any
 
 from toolkit.io.json_fields import Fields, check_heads, read_object
 from toolkit.models.common.args import ModelArgs, RopeScaling
+from toolkit.models.common.spec import PARAMS
 from toolkit.models.llama.args import PRESETS, meta_ffn_dim
-
-PARAMS = "params.json"
 
 _OTHER_MODELS = {
     "moe_args": "mixtures of experts are not supported",

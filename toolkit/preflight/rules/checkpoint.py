@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from toolkit.checkpoint.manifest import check_files, read_manifest, step_folder
 from toolkit.config.values import dotted
 from toolkit.errors import CheckpointError, DataError, Problem, first_few
+from toolkit.models.common.args import ModelArgs
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 from toolkit.preflight.rules.weights import CHANGEABLE
 from toolkit.preflight.weight_folders import instead_of_checkpoint
@@ -15,7 +16,9 @@ from toolkit.preflight.weight_folders import instead_of_checkpoint
 _CURVE = ("model", "data", "training", "validation", "optimizer", "lr_scheduler", "debug")
 """Tables that a run which goes on is expected to share with the run so far."""
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "head_dim", "tie_embeddings")
-_SINCE_0_2 = {"family": "llama", "qk_norm": False}  # with what was meant before
+_SINCE_0_2 = {
+    field.name: field.default for field in fields(ModelArgs) if field.name in ("family", "qk_norm")
+}  # with what was meant before
 
 
 @rule()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
-from toolkit.errors import DataError, Problem
+from toolkit.errors import DataError, Problem, either
 from toolkit.models.from_config import architecture_key, config_folder
-from toolkit.preflight.hub import PUBLISHED, download_line, published_name
+from toolkit.models.registry import FAMILIES, spec
+from toolkit.preflight.hub import download_line, published
 from toolkit.preflight.planned_run import PlannedRun, rule
 
 
@@ -14,15 +15,16 @@ from toolkit.preflight.planned_run import PlannedRun, rule
 def model_exists(run: PlannedRun) -> list[Problem]:
     """The preset exists, and its changed fields go together."""
     name = run.config.model.name
-    published = published_name(name or "")
-    if published is None:
+    found = published(name or "")
+    if found is None:
         return [run.located(problem) for problem in run.model_problems]
-    family, flavor = PUBLISHED[published]
+    hub, meant = found
+    name, flavor = hub.published[meant]
     return [
         run.problem(
             "model.name",
             "is the id of a repository; model.name is a family and model.flavor a size",
-            f'did you mean {published}? Then set model.name = "{family}" and model.flavor = "{flavor}"',
+            f'did you mean {meant}? Then set model.name = "{name}" and model.flavor = "{flavor}"',
         )
     ]
 
@@ -32,10 +34,10 @@ def architecture_readable(run: PlannedRun) -> list[Problem]:
     """config.json says what the model is, where nothing else does."""
     if not run.architecture_error or run.weights == config_folder(run.config):
         return []  # of the folder of the weights another rule says more
+    readable = either(spec(family).hf_config.called for family in FAMILIES)
     fix = (
-        "name the folder of a model that can be read (Llama, Qwen3); where only its tokenizer is wanted, "
-        "set model.name and model.flavor, "
-        "which go before config.json"
+        f"name the folder of {readable}; where only its tokenizer is wanted, "
+        "set model.name and model.flavor, which go before config.json"
     )
     return [run.problem(architecture_key(run.config), run.architecture_error, fix)]
 

@@ -153,10 +153,7 @@ def _tokenizer_key(run: PlannedRun) -> str:
 
 
 def _presets_like(args: ModelArgs) -> Iterator[str]:
-    """By Meta's names, of which torchtitan's llama3 is none."""
     for name, flavors in presets().items():
-        if name == "llama3":
-            continue
         yield from (
             f'model.name = "{name}", model.flavor = "{flavor}"'
             for flavor, preset in flavors.items()

@@ -1,0 +1,42 @@
+"""Tokenizers that come as SentencePiece models."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from toolkit.data.tokenizers.files import TokenizerFiles, sentencepiece_processor
+from toolkit.data.tokenizers.tokenizer import Tokenizer
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """SentencePiece. A text is encoded with a space before it, and decoded without that one.
+
+    So only whole sequences decode faithfully: a continuation that begins with a word loses its space.
+    """
+
+    def __init__(self, files: TokenizerFiles):
+        self._model = sentencepiece_processor(files)
+        pieces = self._model.get_piece_size()
+        special = {
+            self._model.id_to_piece(token): token
+            for token in range(pieces)
+            if self._model.is_control(token) or self._model.is_unknown(token)
+        }
+        special.update({name: token for name, token in files.added.items() if token >= pieces})
+        super().__init__(files, max([pieces - 1, *special.values()]) + 1, special)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._model.encode(text)
+
+    def _decode(self, ids: list[int]) -> str:
+        # The library gives nothing for control tokens and knows none that were added.
+        texts: list[str] = []
+        for special, group in groupby(ids, key=self._special_names.__contains__):
+            run = list(group)
+            if special:
+                texts += [self._special_names[token] for token in run]
+                continue
+            # After a special token the space belongs to the text, as in "<s> [INST]".
+            spaced = texts and self._model.id_to_piece(run[0]).startswith("\u2581")
+            texts += [" " if spaced else "", self._model.decode(run)]
+        return "".join(texts)

@@ -1,0 +1,74 @@
+"""Tokenizers that come as tiktoken files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import tiktoken
+
+from toolkit.data.tokenizers.files import TokenizerFiles
+from toolkit.data.tokenizers.tiktoken_ranks import form_of, other_model, read_ranks, special_tokens
+from toolkit.data.tokenizers.tokenizer import Tokenizer
+from toolkit.models.common.tiktoken_form import TiktokenForm
+
+# Meta's code hands tiktoken at most so many characters, and at most so many consecutive
+# characters that are all whitespace or all not: merging is quadratic in the length of a word.
+MAX_CHARACTERS = 400_000
+MAX_RUN = 25_000
+
+
+class TiktokenTokenizer(Tokenizer):
+    """Byte-level BPE by ranks, with the word pattern and special tokens that belong to so many."""
+
+    def __init__(self, files: TokenizerFiles):
+        ranks = read_ranks(files.content, files.path)
+        form = form_of(len(ranks), files.path)
+        special = special_tokens(form, len(ranks), files.folder, files.added)
+        super().__init__(files, max(special.values()) + 1, special)
+        self._encoding = tiktoken.Encoding(
+            name=files.path.name, pat_str=form.pattern, mergeable_ranks=ranks, special_tokens=special
+        )
+        if len(ranks) < form.n_ranks:
+            self._refuse_other_pattern(ranks, form)
+
+    def _refuse_other_pattern(self, ranks: dict[bytes, int], form: TiktokenForm) -> None:
+        """Ranks learnt for the word pattern have no token that it cuts in two, as GPT-2's have "2017". White
+        space is cut by what comes after it: "\\n " is part of the word "\\n \\n", and two words alone."""
+        for token, rank in ranks.items():
+            try:
+                text = token.decode()
+            except UnicodeDecodeError:  # part of a character
+                continue
+            if not text.isspace() and self._encoding.encode_ordinary(text) != [rank]:
+                raise other_model(
+                    f"{self.path} has a token {text!r}, which {form.called}'s words do not have"
+                )
+
+    def _encode(self, text: str) -> list[int]:
+        if len(text) <= MAX_RUN:
+            return self._encoding.encode_ordinary(text)
+        return [token for piece in _pieces(text) for token in self._encoding.encode_ordinary(piece)]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._encoding.decode(ids)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut ``text`` where Meta's code does."""
+    for start in range(0, len(text), MAX_CHARACTERS):
+        part = text[start : start + MAX_CHARACTERS]
+        cuts = [0, *_cuts_in_runs(part), len(part)]
+        yield from (part[a:b] for a, b in zip(cuts, cuts[1:], strict=False))
+
+
+def _cuts_in_runs(text: str) -> list[int]:
+    """Where the runs of whitespace, or of anything else, that exceed MAX_RUN characters are cut."""
+    # A run longer than MAX_RUN fills at least one of these blocks; ordinary text leaves each of them
+    # at its second word, which spares it the walk over all runs.
+    half = MAX_RUN // 2
+    blocks = (text[start : start + half] for start in range(0, len(text) - half + 1, half))
+    if not any(block.isspace() or re.search(r"\s", block) is None for block in blocks):
+        return []
+    runs = (match.span() for match in re.finditer(r"\s+|\S+", text))
+    return [cut for start, end in runs for cut in range(start + MAX_RUN, end, MAX_RUN)]

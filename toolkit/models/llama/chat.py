@@ -1,0 +1,89 @@
+"""The prompts of Llama 2 and Llama 3. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from toolkit.data.chat.base import ChatFormat, Message, special_ids, texts
+from toolkit.data.tokenizers.tokenizer import Tokenizer
+from toolkit.errors import DataError
+
+_ROLES_LLAMA3 = ("system", "user", "assistant", "ipython")
+
+
+class Llama3Format(ChatFormat):
+    """Llama 3's: each message under a header with its role, ended by <|eot_id|> (Meta's ``ChatFormat``).
+
+    No system message is added. The templates of Llama 3.1 and later add one with the date: that is what a
+    folder with such a template gets.
+    """
+
+    name = "llama3"
+
+    @classmethod
+    def fits(cls, tokenizer: Tokenizer) -> bool:
+        return "<|start_header_id|>" in tokenizer.special_tokens
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        names = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+        self._bos, self._start, self._end, self._eot = special_ids(tokenizer, names, self.name)
+        self.stop_ids = tokenizer.stop_ids
+
+    def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
+        ids = [self._bos]
+        for role, content in texts(messages):
+            role = "ipython" if role == "tool" else role
+            if role not in _ROLES_LLAMA3:
+                raise DataError(f"message role {role!r}: Llama 3 has {', '.join(_ROLES_LLAMA3)}")
+            ids += [*self._header(role), *self._tokenizer.encode(content.strip()), self._eot]
+        return ids + (self._header("assistant") if generation_prompt else [])
+
+    def _header(self, role: str) -> list[int]:
+        encode = self._tokenizer.encode
+        return [self._start, *encode(role), self._end, *encode("\n\n")]
+
+
+class Llama2Format(ChatFormat):
+    """Llama 2's: ``[INST] question [/INST] answer`` between BOS and EOS (Meta's ``chat_completion``).
+
+    A system message goes into the first question, between <<SYS>> marks. Those marks and [INST] are text to
+    the tokenizer, so that this format cannot tell them from a message that holds them. An answer is opened by
+    the question's end: there is no generation prompt.
+    """
+
+    name = "llama2"
+
+    @classmethod
+    def fits(cls, tokenizer: Tokenizer) -> bool:
+        return tokenizer.kind == "sentencepiece"
+
+    def __init__(self, tokenizer: Tokenizer):
+        if tokenizer.bos_id is None or tokenizer.eos_id is None:
+            raise DataError(f"Llama 2's chat format needs BOS and EOS, which {tokenizer.path} has not")
+        self._tokenizer = tokenizer
+        self.stop_ids = tokenizer.stop_ids
+
+    def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
+        system = ""
+        (role, content), *rest = texts(messages)
+        if role == "system":
+            system = f"<<SYS>>\n{content}\n<</SYS>>\n\n"
+        else:
+            rest = [(role, content), *rest]
+        roles = [role for role, _ in rest]
+        if not rest or roles != [("user", "assistant")[index % 2] for index in range(len(rest))]:
+            raise DataError(
+                f"message roles {', '.join(roles) or 'system alone'}: Llama 2 takes user and assistant in "
+                f"turns, after at most one system message"
+            )
+        questions = [f"[INST] {(system + rest[0][1]).strip()} [/INST]"]
+        questions += [f"[INST] {content.strip()} [/INST]" for _, content in rest[2::2]]
+        answers = [content.strip() for _, content in rest[1::2]]
+        encode, ids = self._tokenizer.encode, []
+        for question, answer in zip(questions, answers, strict=False):
+            ids += encode(f"{question} {answer} ", bos=True, eos=True)
+        return ids + (encode(questions[-1], bos=True) if len(questions) > len(answers) else [])
+
+
+FORMATS = {chat_format.name: chat_format for chat_format in (Llama2Format, Llama3Format)}
