@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -25,6 +25,7 @@ EXIT_ERROR = 1
 EXIT_CONFIG = 2
 EXIT_DATA = 3
 EXIT_REQUEUE = 75
+_SHOWN = 500
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Problem:
     origin: str = ""
 
     def __str__(self) -> str:
-        what = f"{self.key} = {self.value!r}" if self.key else ""
+        what = f"{self.key} = {shown(self.value)}" if self.key else ""
         where = f"{self.origin}: " if self.origin and what else ""
         head = f"{where}{what}\n  rule: " if what else ""
         return f"{head}{self.rule}\n  fix:  {self.fix}"
@@ -145,6 +146,15 @@ def _leave_for_torchrun(error: BaseException) -> None:
     told = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}}
     with suppress(OSError), open(file, "w", encoding="utf-8") as reply:
         json.dump({"message": told}, reply)
+
+
+def shown(value: object, write: Callable[[object], str] = repr) -> str:
+    """``value`` as ``write`` has it, cut where that is long; it may be what cannot be written at all."""
+    try:
+        text = write(value)
+    except (ValueError, RecursionError):  # an integer of too many digits; nested too deep
+        return f"a value of {type(value).__name__} that is too large to be shown"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text):,} characters)"
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:

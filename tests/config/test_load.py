@@ -110,7 +110,7 @@ def test_unknown_key_beside_every_key(field: Field, tmp_path: Path) -> None:
         ("[training]\nsteps = 0", "must be an integer of at least 1"),
         ("[lr_scheduler]\ndecay_ratio = 1.5", "must be a number from 0 to 1"),
         ("[optimizer]\nbeta2 = 1", "must be a number of at least 0 and below 1"),
-        ("[parallelism]\ndata_parallel_shard_degree = 0", "must be -1 or an integer of at least 1"),
+        ("[parallelism]\ndata_parallel_shard_degree = 0", "must be -1 or an integer from 1 to 1000000"),
         ("[optimizer]\nlr = nan", "must be a number of at least 0"),
         (
             '[training]\ndtype = "float16"',

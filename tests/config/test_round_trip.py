@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.config import Config, load_config
+from toolkit.config.local_paths import path_problem
 from toolkit.config.schema import NAME, Field, fields_by_key, find_field
+from toolkit.config.types import LocalPath
 from toolkit.config.values import format_toml
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: text != "None")
@@ -39,7 +41,7 @@ def values(annotation: Any, marks: tuple[Any, ...] = ()) -> st.SearchStrategy[An
         if (value := getattr(mark, name, None)) is not None
     }
     if annotation is int:
-        return st.integers(bounds.get("ge", -(2**63)), 2**63 - 1)
+        return st.integers(bounds.get("ge", -(2**63)), bounds.get("le", 2**63 - 1))
     if annotation is float:
         return st.floats(
             bounds.get("ge", bounds.get("gt", -1e300)),
@@ -63,7 +65,9 @@ SETTINGS = st.lists(GIVEN, unique=True, max_size=8).flatmap(
 
 def value_of(field: Field | None) -> st.SearchStrategy[Any]:
     assert field is not None
-    return values(field.annotation, field.marks)
+    found = values(field.annotation, field.marks)
+    is_path = any(isinstance(mark, LocalPath) for mark in field.marks)
+    return found.filter(lambda value: not path_problem(str(value))) if is_path else found
 
 
 def config_of(chosen: dict[str, Any]) -> Config:

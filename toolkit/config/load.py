@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from toolkit.config.cli import read_arguments
-from toolkit.config.local_paths import url_problem
+from toolkit.config.local_paths import path_problem
 from toolkit.config.schema import Config, Field, find_field
 from toolkit.config.toml import Setting, read_files
 from toolkit.config.types import LocalPath
@@ -46,7 +46,7 @@ def load_config(argv: Sequence[str]) -> Config:
         settings |= layer.settings
         problems += layer.problems
     settings |= arguments.settings
-    problems += _urls(settings)
+    problems += _no_paths(settings)
     try:
         config = _build(settings)
     except ConfigError as error:
@@ -56,12 +56,12 @@ def load_config(argv: Sequence[str]) -> Config:
     return config
 
 
-def _urls(settings: Mapping[str, Setting]) -> Iterator[Problem]:
-    """URLs where a path is meant; of those that name config files, reading them tells."""
+def _no_paths(settings: Mapping[str, Setting]) -> Iterator[Problem]:
+    """What can be no path where one is meant; of names of config files, reading them tells."""
     for key, setting in settings.items():
         field = find_field(key)
         is_path = field and any(isinstance(mark, LocalPath) for mark in field.marks)
-        if is_path and (found := url_problem(str(setting.value))):
+        if is_path and (found := path_problem(str(setting.value))):
             yield Problem(*found, key, setting.value, setting.origin)
 
 

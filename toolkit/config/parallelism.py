@@ -11,8 +11,10 @@ from toolkit.config.types import (
     NO_MOE,
     NO_MX,
     ActsWith,
-    AutoOrPositive,
+    AutoOrDegree,
+    BatchSize,
     DefaultOnly,
+    Degree,
     Fraction,
     LocalPath,
     NonNegative,
@@ -30,9 +32,9 @@ _CP = ActsWith("parallelism.context_parallel_degree", above=1)
 class Parallelism(Table):
     """The mesh: dp_replicate x dp_shard x cp x tp x pp is the world size."""
 
-    data_parallel_replicate_degree: Positive = 1
+    data_parallel_replicate_degree: Degree = 1
     """Replicas of the sharded model (HSDP when there are more than one)."""
-    data_parallel_shard_degree: AutoOrPositive = -1
+    data_parallel_shard_degree: AutoOrDegree = -1
     """Ranks over which FSDP shards parameters, gradients and optimizer state; -1 is all that are left."""
     sharding_strategy: (
         Literal[
@@ -60,7 +62,7 @@ class Parallelism(Table):
     fsdp_sync_each_batch: bool = True
     """Reduce gradients after each micro-batch. false communicates once a step and keeps whole gradients
     until then, as no_sync does and a pipeline in any case."""
-    tensor_parallel_degree: Positive = 1
+    tensor_parallel_degree: Degree = 1
     """Ranks over which each matrix is split, and the sequence between blocks. Divides heads, key and value
     heads, feed-forward, vocabulary and sequence."""
     disable_loss_parallel: Annotated[bool, _TP] = False
@@ -68,7 +70,7 @@ class Parallelism(Table):
     enable_async_tensor_parallel: Annotated[bool, _TP] = False
     """Overlap the communication of tensor parallelism with its matmuls. Needs compile and GPUs with NVLink of
     compute capability 9.0 or above."""
-    pipeline_parallel_degree: Positive = 1
+    pipeline_parallel_degree: Degree = 1
     """Ranks over which the blocks are spread in order."""
     module_fqns_per_model_part: Annotated[list[list[str]] | None, _PP] = None
     """Names of each stage's modules, to cut by hand: tok_embeddings, layers.0 and on, norm, output, in this
@@ -102,12 +104,12 @@ class Parallelism(Table):
     """File of a schedule of one's own, a line of actions such as 0F0,0F1,0B0,0B1 for each rank, by which
     torch runs in place of the named one. That one still says how stages are placed, as does
     PipelineScheduleMulti: stage 0 on rank 0, 1 on rank 1, and around."""
-    pipeline_parallel_microbatch_size: Annotated[Positive, _PP] = 1
+    pipeline_parallel_microbatch_size: Annotated[BatchSize, _PP] = 1
     """Samples of a pipeline micro-batch. All samples that a rank has of a step go through it, accumulated
     ones too."""
     pipeline_parallel_expert_parallel_overlap: Annotated[bool, _MOE] = True
     """Overlap of pipeline and expert communication."""
-    context_parallel_degree: Positive = 1
+    context_parallel_degree: Degree = 1
     """Ranks over which each sequence is split."""
     context_parallel_load_balancer: Annotated[Literal["headtail"] | None, _CP] = "headtail"
     """Give each rank a piece from the head and one from the tail of a sequence, so that causal attention

@@ -1,8 +1,8 @@
 """TOML files as settings: what a file says itself over what it extends, each value with its line.
 
-tomllib does not tell the line of a key. It reads the file again, statement by statement: a statement is the
-fewest lines that parse alone, for a value that goes on in the next line is no TOML by itself. In a file that
-tomllib refuses, this finds what comes before the fault, which is enough to name a key given twice.
+tomllib does not tell the line of a key, and so reads the file again, statement by statement: a statement ends
+with a line that leaves no string and no bracket open. In a file that tomllib refuses, this finds what comes
+before the fault, which is enough to name a key given twice.
 """
 
 from __future__ import annotations
@@ -15,11 +15,18 @@ from typing import Any
 
 from toolkit.compat import tomllib
 from toolkit.config.did_you_mean import unknown_key
-from toolkit.config.local_paths import url_problem
+from toolkit.config.local_paths import path_problem, read_text
 from toolkit.config.schema import find_field, find_table, is_group
 from toolkit.errors import Problem, did_you_mean
 
 _EXTENDS = "extends"
+_MAX_BYTES = 1_000_000  # of a file; the longest configuration written out has some 20,000
+_MAX_FILES = 100  # that extend one another
+_MAX_PROBLEMS = 100  # nobody reads more, and each looks for what was meant
+_LINE_ENDS = re.compile(
+    r'''"""(?:\\.|[^\\])*?"{3,5}|\'{3}.*?\'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*|[][{}\n]''', re.DOTALL
+)
+"""Brackets and ends of lines, and what may hold some that are none: strings and comments."""
 Path = tuple[str, ...]
 Origin = Callable[[Path], str]
 
@@ -51,31 +58,33 @@ def _read(path: str, named_by: Problem, children: tuple[str, ...]) -> Layer:
     def misnamed(rule: str, fix: str) -> Layer:
         return Layer(problems=[Problem(rule, fix, named_by.key, named_by.value, named_by.origin)])
 
-    if url := url_problem(named_by.value if isinstance(named_by.value, str) else path):
-        return misnamed(*url)
+    if wrong := path_problem(named_by.value if isinstance(named_by.value, str) else path):
+        return misnamed(*wrong)
+    if len(children) == _MAX_FILES:
+        return misnamed(f"{_MAX_FILES} files extend one another", "write their keys into fewer files")
     if any(os.path.realpath(path) == os.path.realpath(child) for child in children):
         return misnamed(
             f"files extend one another in a circle: {' → '.join([*children, path])}",
             "remove one of these extends",
         )
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read()
+        text = read_text(path, at_most=_MAX_BYTES)
     except FileNotFoundError:
         return misnamed(f"there is no file {path}", _similar_file(path))
-    except UnicodeDecodeError as error:
-        return misnamed(f"{path} is not UTF-8 text (byte {error.start})", "save it as UTF-8")
     except OSError as error:
         return misnamed(f"{path} cannot be read: {error.strerror}", "give the name of a readable TOML file")
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         return Layer(problems=[_syntax_problem(path, text, error)])
-    found = key_lines(text)
+    lines: dict[Path, int] = {}
+    for key, line in key_lines(text):
+        for length in range(1, len(key) + 1):
+            lines.setdefault(key[:length], line)
 
     def origin(key: Path) -> str:
         """Where a key is, or the first key inside a table that has no header."""
-        return f"{path}:{next(line for longer, line in found if longer[: len(key)] == key)}"
+        return f"{path}:{lines[key]}"
 
     layer = _extended(path, document, origin, (*children, path))
     _flatten(document, (), origin, layer)
@@ -95,6 +104,8 @@ def _extended(path: str, document: dict[str, Any], origin: Origin, children: tup
 def _flatten(document: dict[str, Any], prefix: Path, origin: Origin, layer: Layer) -> None:
     """Add the keys of ``document``, which lies at ``prefix``, to ``layer``."""
     for name, value in document.items():
+        if len(layer.problems) >= _MAX_PROBLEMS:
+            return
         path = (*prefix, name)
         key, where = ".".join(path), origin(path)
         if find_field(key):
@@ -111,7 +122,7 @@ def _flatten(document: dict[str, Any], prefix: Path, origin: Origin, layer: Laye
             layer.problems.append(Problem(rule, fix, key, value, where))
 
 
-def _syntax_problem(path: str, text: str, error: tomllib.TOMLDecodeError) -> Problem:
+def _syntax_problem(path: str, text: str, error: Exception) -> Problem:
     first_line: dict[Path, int] = {}
     for found, line in key_lines(text):
         if found in first_line:
@@ -123,8 +134,9 @@ def _syntax_problem(path: str, text: str, error: tomllib.TOMLDecodeError) -> Pro
         first_line[found] = line
     message, _, place = str(error).partition(" (at ")
     match = re.search(r"line (\d+)", place)
-    line = int(match.group(1)) if match else max(1, len(text.splitlines()))
-    excerpt = text.splitlines()[line - 1].strip() if text.strip() else ""
+    written = text.split("\n")
+    line = int(match.group(1)) if match else len(text.rstrip().split("\n"))
+    excerpt = written[line - 1].strip()[:200]
     return Problem(
         f"{path}:{line}: not valid TOML: {message}: {excerpt}",
         "strings need quotes, booleans are true and false, lists are [a, b]",
@@ -158,17 +170,20 @@ def key_lines(text: str) -> list[tuple[Path, int]]:
 
 def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """(first line, text, content) of each statement up to the first fault; comments and blanks are none."""
-    lines = text.replace("\r\n", "\n").split("\n")  # TOML knows no other ends of a line
-    start = 0
-    for end in range(1, len(lines) + 1):
-        statement = "\n".join(lines[start:end])
+    text = text.replace("\r\n", "\n") + "\n"  # TOML knows no other ends of a line
+    start = line = depth = 0
+    for found in _LINE_ENDS.finditer(text):
+        depth += (found[0] in "[{") - (found[0] in "]}")
+        if found[0] != "\n" or depth > 0:
+            continue
+        statement = text[start : found.start()]
         try:
             content = tomllib.loads(statement)
-        except tomllib.TOMLDecodeError:
-            continue
+        except (ValueError, RecursionError):
+            return
         if content:
-            yield start + 1, statement, content
-        start = end
+            yield line + 1, statement, content
+        start, line, depth = found.end(), line + statement.count("\n") + 1, 0
 
 
 def _leaves(content: dict[str, Any], prefix: Path) -> Iterator[Path]:

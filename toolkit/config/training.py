@@ -12,9 +12,12 @@ from toolkit.config.types import (
     NO_MOE,
     NO_MX,
     ActsWith,
+    AutoOrBatchSize,
     AutoOrPositive,
+    BatchSize,
     DefaultOnly,
     Fraction,
+    Layers,
     LocalPath,
     Momentum,
     Name,
@@ -23,6 +26,7 @@ from toolkit.config.types import (
     NotBuilt,
     Positive,
     PositiveFloat,
+    Size,
     Table,
 )
 
@@ -63,21 +67,21 @@ class Model(Table):
     """Changes of the model before sharding."""
     print_after_conversion: Annotated[bool, ActsWith("model.converters", FLOAT8)] = False
     """Print the converted model."""
-    dim: Positive | None = None
+    dim: Size | None = None
     """Model dimension."""
-    n_layers: Positive | None = None
+    n_layers: Layers | None = None
     """Transformer blocks."""
-    n_heads: Positive | None = None
+    n_heads: Size | None = None
     """Query heads."""
-    n_kv_heads: Positive | None = None
+    n_kv_heads: Size | None = None
     """Key and value heads; divides n_heads."""
-    ffn_dim: Positive | None = None
+    ffn_dim: Size | None = None
     """Inner dimension of the feed-forward."""
-    head_dim: Positive | None = None
+    head_dim: Size | None = None
     """Dimension of one head; even. None: dim / n_heads where either of those is set, else the preset's."""
-    vocab_size: Positive | None = None
+    vocab_size: Size | None = None
     """Rows of the embedding; at least the tokenizer's vocabulary."""
-    max_seq_len: Positive | None = None
+    max_seq_len: Size | None = None
     """Longest sequence that the model is made for."""
     norm_eps: PositiveFloat | None = None
     """Epsilon of RMSNorm."""
@@ -181,12 +185,12 @@ class Training(Table):
     epochs: Positive | None = None
     """Length as passes over the corpus, in place of steps. A pass over a mixture is as many samples as its
     parts have together."""
-    local_batch_size: Positive = 8
+    local_batch_size: BatchSize = 8
     """Samples that a rank takes through the model at once."""
-    global_batch_size: AutoOrPositive = -1
+    global_batch_size: AutoOrBatchSize = -1
     """Samples of one optimizer step over all ranks; micro-batches are accumulated to reach it. -1 is
     local_batch_size x data-parallel degree, which makes the run depend on the mesh."""
-    seq_len: Positive = 2048
+    seq_len: Size = 2048
     """Tokens of one sample."""
     max_norm: Annotated[float, Constraint(allow_inf_nan=True), Gt(0)] = 1.0
     """Clip the global gradient norm to this; inf does not clip."""
@@ -266,9 +270,9 @@ class Validation(Table):
     """As training.dataset_subset."""
     dataset_split: str = "validation"
     """As training.dataset_split."""
-    local_batch_size: Positive = 8
+    local_batch_size: BatchSize = 8
     """Samples that a rank takes through the model at once."""
-    seq_len: Positive = 2048
+    seq_len: Size = 2048
     """Tokens of one sample."""
     freq: Positive = 10
     """Steps from one validation to the next."""

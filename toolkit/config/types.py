@@ -15,9 +15,23 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval, Lt
 from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
-Positive = Annotated[int, Ge(1)]
-NonNegative = Annotated[int, Ge(0)]
+MAX_LAYERS = 10_000
+"""Beyond it a model is a slip of the pen, of which every layer would be counted."""
+MAX_SIZE = 2**31 - 1
+"""The largest dimension, vocabulary or length."""
+MAX_RANKS = 1_000_000
+MAX_BATCH = 100_000_000
+MAX_INT = 2**53  # beyond it a float, which JSON and TensorBoard have, skips integers
+
+Positive = Annotated[int, Interval(ge=1, le=MAX_INT)]
+NonNegative = Annotated[int, Interval(ge=0, le=MAX_INT)]
 AutoOrPositive = Literal[-1] | Positive
+Layers = Annotated[int, Interval(ge=1, le=MAX_LAYERS)]
+Size = Annotated[int, Interval(ge=1, le=MAX_SIZE)]
+Degree = Annotated[int, Interval(ge=1, le=MAX_RANKS)]
+AutoOrDegree = Literal[-1] | Degree
+BatchSize = Annotated[int, Interval(ge=1, le=MAX_BATCH)]
+AutoOrBatchSize = Literal[-1] | BatchSize
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
 from toolkit.compat import tomllib
-from toolkit.config.types import NONE, allows_none
+from toolkit.config.types import MAX_INT, NONE, allows_none
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 _PLURALS = {str: "strings", int: "integers", float: "numbers"}
@@ -49,6 +49,8 @@ def _bounds(metadata: tuple[Any, ...]) -> str:
     for mark in metadata:
         if isinstance(mark, Ge | Gt | Le | Lt | Interval):
             bounds |= {name: bound for name, bound in asdict(mark).items() if bound is not None}
+    if bounds.get("le") == MAX_INT:
+        del bounds["le"]  # whoever meets it knows why
     if "ge" in bounds and "le" in bounds:
         return f" from {bounds['ge']} to {bounds['le']}"
     phrases = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
@@ -125,7 +127,7 @@ def _read_list(text: str, element: Any) -> list[Any]:
     if text.lstrip().startswith("["):
         try:
             value: list[Any] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(text) from error
         return value
     if typing.get_origin(element) is list:

@@ -1,23 +1,61 @@
-"""Fields of a JSON file that others wrote, and all that is wrong with them in one message. No torch."""
+"""JSON files that others wrote, and all that is wrong with their fields in one message. No torch."""
 
 from __future__ import annotations
 
 import json
-import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import DataError
+from toolkit.config.local_paths import read_bytes
+from toolkit.config.types import MAX_SIZE
+from toolkit.errors import DataError, shown
+
+MAX_BYTES = 200_000_000
+"""Of a JSON file: some ten times those of the largest tokenizers and indexes there are."""
 
 
-def is_count(value: object) -> bool:
-    """Whether a value of JSON is a positive whole number; true and false are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def is_count(value: object, *, at_most: int = 2**63 - 1) -> bool:
+    """Say if a value of JSON is a positive whole number; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= at_most
+
+
+def is_size(value: object) -> bool:
+    """Say if a value of JSON is a whole number from 0 on."""
+    return value == 0 and not isinstance(value, bool | float) or is_count(value)
 
 
 def is_positive(value: object) -> bool:
-    """Whether a value of JSON is a finite number above 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    """Say if a value of JSON is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+def parse_json(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """What a text says as JSON; ``pairs`` makes its objects.
+
+    Raises:
+        ValueError: it is no JSON, or nested too deep, or not UTF-8, or has an integer of too many digits.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def parse_object(content: str | bytes, path: Path) -> dict[str, Any]:
+    """The JSON object that ``content``, read from ``path``, says.
+
+    Raises:
+        DataError: it says something else.
+    """
+    try:
+        found = parse_json(content)
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds no JSON object")
+    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -27,14 +65,10 @@ def read_object(path: Path) -> dict[str, Any]:
         DataError: there is no such file, or it holds something else.
     """
     try:
-        found = json.loads(path.read_text("utf-8"))
+        content = read_bytes(path, at_most=MAX_BYTES)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds no JSON object")
-    return found
+    return parse_object(content, path)
 
 
 class Fields:
@@ -56,11 +90,12 @@ class Fields:
         found = value if isinstance(value, dict) else {}
         return Fields(found, where=f"{self.where}{key}.", wrong=self.wrong) if found else None
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, *, at_most: int = MAX_SIZE) -> int:
         """A positive whole number."""
-        return int(
-            self._take(key, default, is_count(self.values.get(key)), "must be a positive whole number")
-        )
+        value, rule = self.values.get(key), "must be a positive whole number"
+        if is_count(value) and not is_count(value, at_most=at_most):
+            rule = f"must be at most {at_most:,}"
+        return int(self._take(key, default, is_count(value, at_most=at_most), rule))
 
     def positive(self, key: str, default: float | None = None) -> float:
         """A positive number."""
@@ -72,7 +107,7 @@ class Fields:
 
     def refuse(self, key: str, rule: str) -> None:
         """Remember that the value of a field breaks a rule."""
-        said = f" = {json.dumps(self.values[key])}" if key in self.values else ""
+        said = f" = {shown(self.values[key], json.dumps)}" if key in self.values else ""
         self.wrong.append(f"{self.where}{key}{said}: {rule}")
 
     def finish(self, what: str) -> None:

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import ConfigError, DataError, Problem, did_you_mean, either
+from toolkit.errors import ConfigError, DataError, Problem, did_you_mean, either, shown
 from toolkit.io.json_fields import read_object
 from toolkit.models.common.args import ModelArgs, changed, takes_vocabulary
 from toolkit.models.common.attention_choice import flavor_attention
@@ -58,7 +58,9 @@ def read_hf_config(folder: Path) -> ModelArgs:
         if kind == form.model_type:
             return form.read(values, path)
     known = either(repr(form.model_type) for form in forms)
-    raise DataError(f"{path} is of no model that can be read: model_type = {kind!r} (it must be {known})")
+    raise DataError(
+        f"{path} is of no model that can be read: model_type = {shown(kind)} (it must be {known})"
+    )
 
 
 def read_meta_params(folder: Path, *, vocab_size: int) -> ModelArgs:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import DataError, first_few
-from toolkit.io.json_fields import is_count, read_object
+from toolkit.config.local_paths import open_regular
+from toolkit.errors import DataError, first_few, shown
+from toolkit.io.json_fields import is_size, parse_json, read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -23,6 +24,7 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Of each dtype that weights may have, by safetensors' name of it."""
 
 _MAX_HEADER = 100_000_000
+_MAX_DIMENSIONS = 8
 _SHOWN = 5
 
 
@@ -43,13 +45,13 @@ def folder_entries(folder: Path) -> dict[str, Entry]:
     Raises:
         DataError: no weights; a file is missing, damaged or not what the index says.
     """
-    if not (folder / INDEX).is_file():
-        if not (folder / SINGLE).is_file():
+    if not os.path.isfile(folder / INDEX):
+        if not os.path.isfile(folder / SINGLE):
             raise DataError(f"{folder} has no weights: {_instead_of_safetensors(folder)}")
         return file_entries(folder / SINGLE)
     weight_map = _weight_map(folder / INDEX)
     files = sorted(set(weight_map.values()))
-    absent = [name for name in files if not (folder / name).is_file()]
+    absent = [name for name in files if not os.path.isfile(folder / name)]
     if absent:
         raise DataError(
             f"{folder / INDEX} names files that are not there: {first_few(absent, _SHOWN)}\n"
@@ -79,12 +81,12 @@ def file_entries(path: Path) -> dict[str, Entry]:
         DataError: the file cannot be read, is cut short, or its header is not true of it.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > _MAX_HEADER or 8 + length > size:
                 raise DataError(f"{path} is no safetensors file, or cut short: it has {size:,} bytes")
-            header = json.loads(file.read(length), object_pairs_hook=_without_repeats)
+            header = parse_json(file.read(length), _without_repeats)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -115,12 +117,13 @@ def _entry(path: Path, name: str, value: Any, data: int) -> Entry:
     if (
         not isinstance(dtype, str)
         or not isinstance(shape, list)
-        or not all(size == 0 or is_count(size) for size in shape)
+        or len(shape) > _MAX_DIMENSIONS
+        or not all(map(is_size, shape))
         or not isinstance(offsets, list)
         or len(offsets) != 2
-        or not all(offset == 0 or is_count(offset) for offset in offsets)
+        or not all(map(is_size, offsets))
     ):
-        raise DataError(f"{path} has a damaged header: the entry of {name} is {json.dumps(value)[:200]}")
+        raise DataError(f"{path} has a damaged header: the entry of {name} is {shown(value, json.dumps)}")
     begin, end = offsets
     if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
         what = f"{name} of shape {tuple(shape)} in {dtype} has {end - begin:,} bytes"

@@ -19,12 +19,17 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from toolkit.config.local_paths import read_bytes
+from toolkit.config.types import MAX_SIZE
 from toolkit.data.tokenizers.tiktoken_ranks import form_of
 from toolkit.errors import DataError
+from toolkit.io.json_fields import MAX_BYTES, Fields, parse_object, read_object
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -69,7 +74,7 @@ def find(path: str | Path) -> TokenizerFiles:
         DataError: nothing there, or a file that is no tokenizer of a known kind.
     """
     given = Path(os.path.expanduser(path))
-    if not given.exists():
+    if not os.path.exists(given):
         raise DataError(
             f"tokenizer path {str(path)!r} does not exist (from folder {Path.cwd()}); "
             f"it must be a local folder or file, not a model on a hub; {ACCEPTED}"
@@ -85,7 +90,7 @@ def find(path: str | Path) -> TokenizerFiles:
     elif folder.name == "original":
         folder = folder.parent
     try:
-        content = file.read_bytes()
+        content = read_bytes(file, at_most=MAX_BYTES)
     except OSError as error:
         raise DataError(f"cannot read tokenizer file {file}: {error.strerror}") from error
     kind = kind_of(content, file)
@@ -127,16 +132,20 @@ def vocabulary_size(path: str | Path) -> int:
 
 def json_vocabulary_size(files: TokenizerFiles) -> int:
     """Largest id + 1 in the vocabulary and the added tokens of a ``tokenizer.json``."""
-    try:
-        content = json.loads(files.content)
-        vocabulary = content["model"]["vocab"]
-        added = [token["id"] for token in content.get("added_tokens", [])]
-    except (ValueError, KeyError, TypeError) as error:
+    content = parse_object(files.content, files.path)
+    model, added = content.get("model"), content.get("added_tokens") or []
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocabulary, dict | list):
         raise DataError(
-            f"{files.path} is no tokenizer.json of Hugging Face tokenizers: {type(error).__name__} {error}"
-        ) from error
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return max([*ids, *added], default=-1) + 1
+            f"{files.path} is no tokenizer.json of Hugging Face tokenizers: it has no model.vocab"
+        )
+    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+        raise DataError(f"{files.path}: added_tokens must be a list of objects")
+    ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))]
+    ids += [token.get("id") for token in added]
+    if not {*map(type, ids)} <= {int} or not 0 <= min(ids, default=0) <= max(ids, default=0) <= MAX_SIZE:
+        raise DataError(f"{files.path}: ids of tokens must be whole numbers from 0 to {MAX_SIZE}")
+    return max(ids, default=-1) + 1
 
 
 def adds_bos(files: TokenizerFiles, bos_id: int | None) -> bool:
@@ -157,7 +166,9 @@ def adds_bos(files: TokenizerFiles, bos_id: int | None) -> bool:
     if bos_id is None:
         return False
     described = (
-        json.loads(files.content) if files.kind == "json" else read_json(files.folder / "tokenizer.json")
+        parse_object(files.content, files.path)
+        if files.kind == "json"
+        else read_json(files.folder / "tokenizer.json")
     )
     if described:
         return _first_added(described.get("post_processor"), files.folder) == bos_id
@@ -170,16 +181,25 @@ def _first_added(post_processor: Any, folder: Path) -> int | None:
     import tokenizers
 
     unknown = {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}
+    described = json.dumps({"model": unknown, "post_processor": post_processor})
+    with tokenizers_errors(folder / "tokenizer.json"):
+        found = tokenizers.Tokenizer.from_str(described).encode("a")
+    return found.ids[0] if found.ids and found.special_tokens_mask[0] else None
+
+
+@contextmanager
+def tokenizers_errors(path: Path) -> Iterator[None]:
+    """Name the file where the library of tokenizer.json raises Exception itself, or panics.
+
+    Raises:
+        DataError: it did either.
+    """
     try:
-        asked = tokenizers.Tokenizer.from_str(
-            json.dumps({"model": unknown, "post_processor": post_processor})
-        )
-    except Exception as error:  # the library raises Exception itself
-        raise DataError(
-            f"the post_processor of tokenizer.json in {folder} cannot be read: {error}"
-        ) from error
-    found = asked.encode("a")
-    return found.ids[0] if found.special_tokens_mask[0] else None
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        raise DataError(f"{path} cannot be read by tokenizers: {error}") from error
 
 
 def sentencepiece_processor(files: TokenizerFiles) -> SentencePieceProcessor:
@@ -195,24 +215,31 @@ def sentencepiece_processor(files: TokenizerFiles) -> SentencePieceProcessor:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no such file or it holds something else."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
+    """The object in a JSON file; empty where there is no such file.
+
+    Raises:
+        DataError: it is something else.
+    """
+    return read_object(path) if os.path.lexists(path) else {}
 
 
 def _tokenizer_config(path: Path) -> tuple[dict[str, int], dict[str, str]]:
     """(added token name → id, role → token name) that a ``tokenizer_config.json`` declares."""
-    config = read_json(path)
+    config = Fields(read_json(path))
 
-    def name(token: Any) -> str | None:
-        return token.get("content") if isinstance(token, dict) else token
+    def name(fields: Fields, key: str) -> str:
+        token = fields.values.get(key)
+        content = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(content, str) and token is not None:
+            fields.refuse(key, "must be the name of a token")
+        return content if isinstance(content, str) else ""
 
-    listed = config.get("added_tokens_decoder", {})
-    added = {str(name(token)): int(index) for index, token in listed.items()}
-    roles = {role: name(config.get(f"{role}_token")) for role in ("bos", "eos", "pad")}
+    listed = config.inner("added_tokens_decoder") or Fields({})
+    for index in listed.values:
+        if not (index.isascii() and index.isdigit() and int(index[:20]) <= MAX_SIZE):
+            listed.refuse(index, "must be a token under its id")
+    names = {index: name(listed, index) for index in listed.values}
+    roles = {role: name(config, f"{role}_token") for role in ("bos", "eos", "pad")}
+    config.finish(f"{path} is not of a tokenizer that can be read")
+    added = {token: int(index) for index, token in names.items()}
     return added, {role: token for role, token in roles.items() if token}

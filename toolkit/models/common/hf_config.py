@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.types import MAX_LAYERS
 from toolkit.io.json_fields import Fields, check_heads
 from toolkit.models.common.args import ModelArgs, RopeScaling
 
@@ -86,7 +87,7 @@ class HFConfig:
             fields.refuse("hidden_size", f"must be a multiple of num_attention_heads, which is {n_heads}")
         args = ModelArgs(
             dim=dim,
-            n_layers=fields.count("num_hidden_layers"),
+            n_layers=fields.count("num_hidden_layers", at_most=MAX_LAYERS),
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
             ffn_dim=fields.count("intermediate_size"),

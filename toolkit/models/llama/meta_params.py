@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.types import MAX_LAYERS
 from toolkit.io.json_fields import Fields, check_heads, read_object
 from toolkit.models.common.args import ModelArgs, RopeScaling
 from toolkit.models.common.spec import PARAMS
@@ -56,7 +57,7 @@ def args_of(folder: Path, *, vocab_size: int) -> ModelArgs:
         fields.refuse("dim", f"must be a multiple of n_heads, which is {n_heads}")
     args = ModelArgs(
         dim=dim,
-        n_layers=fields.count("n_layers"),
+        n_layers=fields.count("n_layers", at_most=MAX_LAYERS),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         ffn_dim=_ffn_dim(fields, dim),

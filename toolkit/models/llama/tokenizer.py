@@ -57,7 +57,8 @@ def _is_llama3_0(folder: Path) -> bool:
     """Say if the model files of ``folder`` are of Llama 3.0: the later ones have scaled RoPE."""
     hugging_face, meta = read_json(folder / "config.json"), read_json(folder / "params.json")
     if hugging_face.get("model_type") == "llama":
-        return not (hugging_face.get("rope_scaling") or hugging_face.get("rope_parameters", {}).get("factor"))
+        rope = hugging_face.get("rope_parameters")
+        return not (hugging_face.get("rope_scaling") or (isinstance(rope, dict) and rope.get("factor")))
     return bool(meta) and not meta.get("use_scaled_rope", False)
 
 
