@@ -18,7 +18,7 @@ from toolkit.models.common.state_dict_adapter import hf_row_order
 from toolkit.models.llama.state_dict_adapter import ADAPTER
 from toolkit.models.registry import resolve
 from toolkit.parallel.init_weights import initialize
-from toolkit.weights import fill
+from toolkit.weights import hf_write
 from tools.make_random_model import main
 
 # wq has 300 rows more than a block of BLOCK_ELEMENTS, and blocks that part heads.
@@ -54,14 +54,14 @@ def test_weights_are_those_of_a_run_and_transformers_finds_them(name: str, tmp_p
 def test_a_folder_with_something_in_it_is_left_alone(
     appears: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, fill_file = tmp_path / "precious", fill._fill
+    out, save_file = tmp_path / "precious", hf_write.save_file
 
-    def notes_appear(*arguments: Any) -> None:
+    def notes_appear(*arguments: Any, **options: Any) -> None:
         out.mkdir(exist_ok=True)
         (out / "notes").write_text("mine")
-        fill_file(*arguments)
+        save_file(*arguments, **options)
 
-    monkeypatch.setattr(fill, "_fill", notes_appear)
+    monkeypatch.setattr(hf_write, "save_file", notes_appear)
     if appears == "before":
         out.mkdir()
         (out / "notes").write_text("mine")

@@ -1,4 +1,4 @@
-"""Turn weights of one format into another, without ever having the model in memory.
+"""Turn weights of one format into another, a file of at most 5 GB in memory at a time.
 
     python -m tools.convert_weights hf-to-dcp   HF_FOLDER    OUT      start training from downloaded weights
     python -m tools.convert_weights dcp-to-hf   CHECKPOINT   OUT      hand a trained model on
@@ -11,7 +11,8 @@ HF_FOLDER has config.json and safetensors, META_FOLDER params.json and consolida
 step-N, or a run's folder for its newest. As a checkpoint, OUT becomes the folder of a step-0, which
 checkpoint.initial_load_path then names, unless it is itself called step-N.
 
-OUT appears whole or not at all. What was killed goes on where it was when the same is asked for again.
+OUT appears whole or not at all. Hugging Face files that a killed program had finished are not written again
+when the same is asked for again.
 Exit codes: 0 done, 2 the arguments, 3 weights cannot be used or OUT cannot be written.
 """
 

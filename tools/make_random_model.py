@@ -3,8 +3,8 @@
     python -m tools.make_random_model OUT --flavor 7B [--name llama2] [--dtype bfloat16] [--seed 0]
 
 For trying loading, conversion and generation of a size whose weights are not at hand. The weights are those
-of a run with this seed, in any dtype; they are drawn block by block, so that memory stays below 1 GiB at any
-size. --tokenizer puts a tokenizer beside them. Shapes of one's own: --set n_layers=2 --set dim=64.
+of a run with this seed, in any dtype; a file of at most --max-bytes is in memory at a time. --tokenizer puts
+a tokenizer beside them. Shapes of one's own: --set n_layers=2 --set dim=64.
 Exit codes: 0 done, 2 the arguments, 3 the folder cannot be written or the tokenizer not read.
 """
 

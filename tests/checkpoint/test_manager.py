@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, MetadataIndex
 
@@ -339,7 +339,7 @@ def _export_and_die(out):
     _die_between_renames()
     work = work_folder.work_folder(out, "again")
     work.mkdir()
-    work_folder.finish(work, out)
+    work_folder.take_place(work, out)
 
 
 @pytest.mark.parametrize("point", _DEATHS)
@@ -541,6 +541,7 @@ def test_a_tensor_larger_than_what_is_stored_of_it_is_refused(saved, change):
         saved.load(5, _empty())
 
 
+@settings(deadline=None)
 @given(st.integers(0, 3), st.integers(0, 3), st.data())
 def test_boxes_fill_a_shape_if_each_place_is_in_one_of_them(rows, columns, data):
     def edge(size):

@@ -120,14 +120,9 @@ class CheckpointManager:
         final = step_folder(self.folder, step)
         temporary = self.ranks.on_rank_0(lambda: self._new_folder(final))
 
-        def commit(files: Files, metadata: Metadata) -> None:
-            sizes = [math.prod(t.size) * t.properties.dtype.itemsize for t in tensors_of(metadata).values()]
-            manifest = build_manifest(
-                step=step, files=files, tensor_count=len(sizes), tensor_bytes=sum(sizes), run=dict(run)
-            )
-            commit_folder(temporary, final, manifest)
-
-        writer = CommittingWriter(temporary, commit)
+        writer = CommittingWriter(
+            temporary, lambda files, metadata: commit_folder(temporary, final, files, metadata, run)
+        )
         try:
             with without_crc32(), self.ranks.quiet():
                 dcp.save(
@@ -226,14 +221,21 @@ class CheckpointManager:
                 self.say(f"checkpoint: {step_folder(self.folder, step)} could not be deleted: {error}")
 
 
-def commit_folder(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
+def commit_folder(
+    temporary: Path, final: Path, files: Files, metadata: Metadata, run: Mapping[str, Any]
+) -> None:
     """Turn the written folder into the checkpoint ``final``; runs on rank 0 after all ranks have synced."""
-    unseen = [name for name in manifest["files"] if not (temporary / name).is_file()]
+    unseen = [name for name in files if not (temporary / name).is_file()]
     if unseen:
         raise CheckpointError(
             f"rank 0 does not see {', '.join(unseen[:3])} in {temporary}: "
             "the checkpoint folder must be on a file system that all nodes share"
         )
+    sizes = [math.prod(t.size) * t.properties.dtype.itemsize for t in tensors_of(metadata).values()]
+    step = int(final.name.removeprefix("step-"))
+    manifest = build_manifest(
+        step=step, files=files, tensor_count=len(sizes), tensor_bytes=sum(sizes), run=dict(run)
+    )
     with (temporary / MANIFEST).open("w") as file:
         json.dump(manifest, file, indent=1)
         sync_file(file)

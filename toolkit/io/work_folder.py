@@ -1,7 +1,7 @@
 """A folder that appears whole, by one rename, and that the successor of a killed process goes on with.
 
 Until then it has a name beside the final one that tells what is being made: whoever makes the same thing
-again finds it there, with the list of its finished parts. Imports no torch.
+again finds it there, with the files that are finished. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,13 +11,9 @@ import json
 import shutil
 import uuid
 from pathlib import Path
-from threading import Lock
-from typing import Any
 
 from toolkit.errors import DataError
-from toolkit.io.atomic import sync_file, sync_folder
-
-_DONE = ".done"
+from toolkit.io.atomic import sync_folder
 
 
 def work_folder(final: Path, plan: object) -> Path:
@@ -43,51 +39,6 @@ def refuse_existing(out: Path) -> None:
 def in_progress(out: Path, holder: BlockingIOError) -> DataError:
     """The error for a lock which says that somebody else writes ``out``."""
     return DataError(f"{holder} is writing {out}\n  fix:  wait until it has ended, or name another folder")
-
-
-class Done:
-    """The finished parts of one file of a work folder, kept beside it; threads may add to them.
-
-    A part counts once its line is whole, and its bytes are on the disk before the line is written.
-    """
-
-    def __init__(self, work: Path, file: str):
-        (work / _DONE).mkdir(parents=True, exist_ok=True)
-        path = work / _DONE / file
-        text = path.read_text("utf-8") if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line short
-        self.parts: dict[str, Any] = dict(json.loads(line) for line in whole.splitlines())
-        self._file = path.open("a", encoding="utf-8")
-        self._file.truncate(len(whole.encode()))
-        self._lock = Lock()
-
-    def add(self, part: str, about: object = None) -> None:
-        with self._lock:
-            self._file.write(json.dumps([part, about]) + "\n")
-            sync_file(self._file)
-        self.parts[part] = about
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """A small file, durably."""
-    with path.open("wb") as file:
-        file.write(content)
-        sync_file(file)
-
-
-def forget_parts(work: Path) -> None:
-    """Remove the lists of finished parts from a folder of which all parts are there."""
-    shutil.rmtree(work / _DONE, ignore_errors=True)
-
-
-def finish(work: Path, final: Path) -> None:
-    """Give the work folder its final name; what had it before goes."""
-    forget_parts(work)
-    sync_folder(work)
-    take_place(work, final)
 
 
 def take_place(work: Path, final: Path) -> None:

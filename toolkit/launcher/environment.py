@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from toolkit.errors import ConfigError, Problem
+from toolkit.hardware import cores
 
 
 def environment_error(name: str, value: str, rule: str, fix: str = "") -> ConfigError:
@@ -31,6 +33,12 @@ def whole_number(
         bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
         raise environment_error(name, text, f"{name} is a whole number {bounds}")
     return int(text)
+
+
+def threads() -> int:
+    """This process's share of the cores, to fill its parts with; torch's own thread count is 1 under
+    torchrun."""
+    return max(1, cores() // whole_number(os.environ, "LOCAL_WORLD_SIZE", 1, 1))
 
 
 @dataclass(frozen=True)

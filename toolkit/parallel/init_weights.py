@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.distributed.dtensor import clean_name, local_part
-from toolkit.io.row_blocks import threads
+from toolkit.launcher.environment import threads
 from toolkit.models.common.init import Init
 
 BLOCK_ELEMENTS = 1 << 18

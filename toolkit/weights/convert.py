@@ -1,37 +1,35 @@
-"""Turns weights of one format into another, block by block, and compares what came out with what went in."""
+"""Turns weights of one format into another, and compares what came out with what went in."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit import __version__
 from toolkit.checkpoint.manifest import step_folder
-from toolkit.checkpoint.streaming import Pending, write_checkpoint
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError, either, first_few
 from toolkit.io.json_fields import read_object
-from toolkit.io.row_blocks import block_threads, row_blocks, rows_of
-from toolkit.io.work_folder import refuse_existing, state_of
+from toolkit.io.work_folder import refuse_existing
+from toolkit.launcher.environment import threads
 from toolkit.models.common.hf_config import CONFIG, GENERATION_CONFIG
 from toolkit.models.registry import spec
-from toolkit.weights.fill import BLOCK_BYTES
+from toolkit.weights.dcp_write import write_dcp
+from toolkit.weights.folder_write import Progress, no_progress
 from toolkit.weights.hf_assets import Companions, asked_bos, tokenizer_companions, tokenizer_of
 from toolkit.weights.hf_write import (
     MAX_BYTES,
     SpecialTokens,
     generation_config,
-    plan_shards,
     shard_names,
     write_hf,
 )
@@ -40,13 +38,14 @@ from toolkit.weights.meta_write import PART, write_meta
 from toolkit.weights.open import MODEL_PREFIX, CheckpointWeights, open_weights
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import WeightSource
-from toolkit.weights.views import Cast, Resized, check_complete, in_order
+from toolkit.weights.views import Cast, Resized, check_complete, cut_into_files, in_order
 
 FORMATS: Mapping[str, type] = {"hf": SafetensorsFolder, "meta": MetaFolder, "dcp": CheckpointWeights}
 _STEP = re.compile(r"step-(\d+)")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TOKENIZER_MODEL = "tokenizer.model"
 _SHOWN = 8
+_AT_ONCE = 4  # tensors, of both sides, that are in memory when they are compared
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,7 @@ class Conversion:
 
     @property
     def bytes(self) -> int:
-        stored = self.source.tensors.values()
-        return sum(torch.Size(it.shape).numel() * it.dtype.itemsize for it in stored)
+        return sum(stored.nbytes for stored in self.source.tensors.values())
 
 
 def prepare(
@@ -139,19 +137,17 @@ def prepare(
     return Conversion(there, source, to, out, beside, max_bytes)
 
 
-def convert(
-    conversion: Conversion, *, verify: bool = False, progress: Callable[[int], None] | None = None
-) -> None:
+def convert(conversion: Conversion, *, verify: bool = False, progress: Progress = no_progress) -> None:
     """Write it, in this process alone. ``verify`` reads everything back before it gets its name.
 
     Raises:
         DataError, CheckpointError: a damaged source, or what ``verify`` has found, of which nothing is left;
-            or a disk that is full, from where the same again goes on.
+            or a disk that is full.
     """
     source, out, others = conversion.source, conversion.out, conversion.others
     check, ranks = partial(compare, source) if verify else None, Ranks(alone=True)
     if conversion.to == "dcp":
-        _write_checkpoint(conversion, verify=verify, progress=progress)
+        write_dcp(source, out, _manifest(conversion), progress=progress, check=check)
     elif conversion.to == "hf":
         write_hf(
             source, out, tokens=conversion.beside.tokens, others=others, max_bytes=conversion.max_bytes,
@@ -165,7 +161,7 @@ def mapping(conversion: Conversion) -> Iterator[str]:
     """A line a tensor: what it is, and what and where it will be."""
     source = conversion.source
     tensors, adapter = in_order(source), spec(source.args.family).adapter
-    shards = plan_shards(tensors, conversion.max_bytes)
+    shards = cut_into_files(tensors, conversion.max_bytes)
     files = {
         name: file for file, shard in zip(shard_names(len(shards)), shards, strict=True) for name in shard
     }
@@ -186,7 +182,7 @@ def mapping(conversion: Conversion) -> Iterator[str]:
 
 
 def compare(source: WeightSource, written: WeightSource) -> None:
-    """Read both, block by block.
+    """Read both, a tensor at a time on each of a few threads.
 
     Raises:
         DataError: tensors that differ in any bit, that are missing, or that hold NaN or infinity, and fields
@@ -207,9 +203,8 @@ def compare(source: WeightSource, written: WeightSource) -> None:
     differing: set[str] = set()
     not_finite: set[str] = set()
 
-    def one(name: str, rows: slice) -> None:
-        region = rows_of(rows, source.tensors[name].shape)
-        ours, theirs = source.read(name, region), written.read(name, region)
+    def one(name: str) -> None:
+        ours, theirs = source.read(name), written.read(name)
         bits = _BITS[ours.dtype.itemsize]
         if not torch.equal(ours.view(bits), theirs.view(bits)):
             differing.add(name)
@@ -217,15 +212,8 @@ def compare(source: WeightSource, written: WeightSource) -> None:
             not_finite.add(name)
 
     wrong = {name for names in problems.values() for name in names}
-    with ThreadPoolExecutor(block_threads(BLOCK_BYTES)) as pool:
-        running = [
-            pool.submit(one, name, rows)
-            for name, stored in source.tensors.items()
-            if name not in wrong
-            for rows in row_blocks(stored.shape, stored.dtype.itemsize, limit=BLOCK_BYTES)
-        ]
-        for block in running:
-            block.result()
+    with ThreadPoolExecutor(min(threads(), _AT_ONCE)) as pool:
+        list(pool.map(one, [name for name in source.tensors if name not in wrong]))
     order = list(source.tensors)
     problems["not as they were read"] = sorted(differing, key=order.index)
     problems["with NaN or infinity"] = sorted(not_finite, key=order.index)
@@ -234,44 +222,22 @@ def compare(source: WeightSource, written: WeightSource) -> None:
         raise DataError("\n  ".join([f"{source.place}, converted, was not kept:", *lines]))
 
 
-def _write_checkpoint(
-    conversion: Conversion, *, verify: bool, progress: Callable[[int], None] | None
-) -> None:
-    source, out = conversion.source, conversion.out
-    run = {
+def _manifest(conversion: Conversion) -> dict[str, Any]:
+    """What a checkpoint tells of the model: the entries of a run that its readers look for."""
+    tokenizer = conversion.beside.place
+    return {
         "model_only": True,
-        "model": asdict(source.args),
+        "model": asdict(conversion.source.args),
         "tokens": 0,
         "mesh": "",
         "special_tokens": asdict(conversion.beside.tokens),
-        "tokenizer": conversion.beside.place and os.fspath(conversion.beside.place.resolve()),
+        "tokenizer": tokenizer and os.fspath(tokenizer.resolve()),
         "versions": {
             "toolkit": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
     }
-
-    def reader(name: str) -> Callable[[slice], Tensor]:
-        return lambda rows: source.read(name, rows_of(rows, source.tensors[name].shape))
-
-    def check(work: Path, metadata: Metadata) -> None:
-        compare(source, CheckpointWeights(work, metadata, run))
-
-    match = _STEP.fullmatch(out.name)
-    assert match
-    write_checkpoint(
-        out.parent,
-        int(match[1]),
-        {
-            MODEL_PREFIX + name: Pending(stored.shape, stored.dtype, reader(name))
-            for name, stored in in_order(source).items()
-        },
-        run,
-        plan=[os.fspath(source.place.resolve()), state_of(source.place)],
-        progress=progress,
-        check=check if verify else None,
-    )
 
 
 def _companions(there: WeightSource, tokenizer: Path | None) -> Companions:

@@ -1,35 +1,35 @@
 """Writes a Hugging Face folder: safetensors files of at most 5 GB with their index, and the configs.
 
 The dtype is the source's: :class:`toolkit.weights.views.Cast` changes it. The ranks of ``ranks`` write whole
-files each, so that they need share no more than a file system.
+files each, of which one at a time is in memory.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from toolkit.distributed.agreement import Ranks
-from toolkit.models.common.args import ModelArgs
+from toolkit.launcher.environment import threads
 from toolkit.models.common.hf_config import CONFIG, GENERATION_CONFIG, generation_config_json
-from toolkit.models.common.state_dict_adapter import StateDictAdapter, hf_row_order
+from toolkit.models.common.state_dict_adapter import hf_row_order
 from toolkit.models.registry import spec
-from toolkit.weights.fill import File, Folder, write_folder
+from toolkit.weights.folder_write import Folder, Progress, no_progress, write_folder
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.safetensors_header import INDEX, SINGLE
-from toolkit.weights.source import Stored, WeightSource
-from toolkit.weights.views import in_order
+from toolkit.weights.source import WeightSource
+from toolkit.weights.views import cut_into_files, in_order
 
 MAX_BYTES = 5 * 10**9
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,21 @@ def write_hf(
     others: Mapping[str, bytes],
     ranks: Ranks,
     max_bytes: int = MAX_BYTES,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress = no_progress,
     check: Callable[[WeightSource], None] | None = None,
     replace: bool = False,
 ) -> None:
     """Write ``source`` as a Hugging Face folder ``out``, with ``others`` (the tokenizer) beside the weights.
 
-    For the rest see :func:`toolkit.weights.fill.write_folder`.
+    For the rest see :func:`toolkit.weights.folder_write.write_folder`.
     """
-    shards = plan_shards(in_order(source), max_bytes)
-    names = shard_names(len(shards))
-    head_dim, adapter = source.args.head_dim, spec(source.args.family).adapter
+    shards = cut_into_files(in_order(source), max_bytes)
+    files = dict(zip(shard_names(len(shards)), map(list, shards), strict=True))
     folder = Folder(
-        files=[_file(adapter, name, shard) for name, shard in zip(names, shards, strict=True)],
-        others=_configs(source, tokens)
-        | (_index(adapter, names, shards) if len(shards) > 1 else {})
-        | dict(others),
+        files=files,
+        others=_configs(source, tokens) | (_index(source, files) if len(files) > 1 else {}) | dict(others),
+        write=partial(_save, source, progress),
         opened=SafetensorsFolder,
-        arrange=partial(_arrange, source.args),
-        head_rows=lambda name: head_dim if adapter.reorders_rows(name) else 1,
     )
     write_folder(source, out, folder, ranks=ranks, progress=progress, check=check, replace=replace)
 
@@ -78,19 +74,6 @@ def generation_config(tokens: SpecialTokens) -> dict[str, bytes]:
     return {GENERATION_CONFIG: _json(ids)} if ids else {}
 
 
-def plan_shards(tensors: Mapping[str, Stored], max_bytes: int) -> list[dict[str, Stored]]:
-    """The tensors of each file, in order; a file is full before the next begins."""
-    shards: list[dict[str, Stored]] = [{}]
-    size = 0
-    for name, stored in tensors.items():
-        if shards[-1] and size + _bytes(stored) > max_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = stored
-        size += _bytes(stored)
-    return shards
-
-
 def shard_names(count: int) -> list[str]:
     """What the files are called."""
     if count == 1:
@@ -98,44 +81,27 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
-def _bytes(stored: Stored) -> int:
-    return torch.Size(stored.shape).numel() * stored.dtype.itemsize
+def _save(source: WeightSource, progress: Progress, path: Path, names: Sequence[str]) -> None:
+    """Write one file, which is in memory whole: its tensors are read by several threads."""
+    args, adapter = source.args, spec(source.args.family).adapter
+
+    def one(name: str) -> Tensor:
+        tensor = source.read(name)
+        if adapter.reorders_rows(name):
+            order = hf_row_order(range(len(tensor)), args.head_dim)
+            tensor = tensor.index_select(0, torch.tensor(order))
+        progress(tensor.nbytes)
+        return tensor
+
+    with ThreadPoolExecutor(threads()) as pool:
+        tensors = dict(zip(map(adapter.to_hf, names), pool.map(one, names), strict=True))
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
-def _arrange(args: ModelArgs, name: str, block: Tensor) -> Tensor:
-    if not spec(args.family).adapter.reorders_rows(name):
-        return block
-    return block.index_select(0, torch.tensor(hf_row_order(range(len(block)), args.head_dim)))
-
-
-def _file(adapter: StateDictAdapter, name: str, shard: Mapping[str, Stored]) -> File:
-    """Wider types first, so that each value lies where its size divides its place."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begins, end = {}, 0
-    for ours, stored in sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize):
-        begins[ours], begin, end = end, end, end + _bytes(stored)
-        shape = list(stored.shape)
-        about = {"dtype": _DTYPES[stored.dtype], "shape": shape, "data_offsets": [begin, end]}
-        header[adapter.to_hf(ours)] = about
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-
-    def make(path: Path) -> None:
-        with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(start + end)
-
-    return File(
-        name, list(begins), make, lambda path: {ours: start + begin for ours, begin in begins.items()}
-    )
-
-
-def _index(adapter: StateDictAdapter, names: list[str], shards: list[dict[str, Stored]]) -> dict[str, bytes]:
-    weight_map = {
-        adapter.to_hf(ours): name for name, shard in zip(names, shards, strict=True) for ours in shard
-    }
-    total = sum(_bytes(stored) for shard in shards for stored in shard.values())
+def _index(source: WeightSource, files: Mapping[str, Sequence[str]]) -> dict[str, bytes]:
+    to_hf = spec(source.args.family).adapter.to_hf
+    weight_map = {to_hf(name): file for file, names in files.items() for name in names}
+    total = sum(stored.nbytes for stored in source.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return {INDEX: _json(index)}
 

@@ -9,7 +9,7 @@ its own. Either way a rank needs its shards and some blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from toolkit.distributed.agreement import Ranks
 from toolkit.distributed.dtensor import local_part
 from toolkit.errors import CheckpointError, DataError, first_few
-from toolkit.io.row_blocks import row_blocks, threads
+from toolkit.launcher.environment import threads
 from toolkit.weights.source import EMBEDDING, HEAD, Stored, WeightSource
 
 BLOCK_BYTES = 16 << 20
@@ -145,7 +145,7 @@ def _read(source: WeightSource, parts: Mapping[str, Part]) -> list[str]:
         running = [
             pool.submit(one, name, part, rows)
             for name, part in parts.items()
-            for rows in row_blocks(part[0].shape, source.tensors[name].dtype.itemsize, limit=BLOCK_BYTES)
+            for rows in _row_blocks(part[0].shape, source.tensors[name].dtype)
         ]
         try:
             for done in running:
@@ -156,6 +156,13 @@ def _read(source: WeightSource, parts: Mapping[str, Part]) -> list[str]:
     return []
 
 
+def _row_blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[slice]:
+    """Rows of a tensor in blocks of at most BLOCK_BYTES, or of one row that is larger."""
+    step = max(1, BLOCK_BYTES // max(1, dtype.itemsize * math.prod(shape[1:])))
+    for start in range(0, shape[0], step):
+        yield slice(start, min(start + step, shape[0]))
+
+
 def _broadcast(
     source: WeightSource | None, stored: Mapping[str, Stored], parts: Mapping[str, Part], ranks: Ranks
 ) -> list[str]:
@@ -164,7 +171,7 @@ def _broadcast(
     row_bytes = [math.prod(it.shape[1:]) * it.dtype.itemsize for it in stored.values()]
     message = torch.empty(max(BLOCK_BYTES, *row_bytes) + 1, dtype=torch.uint8)
     for name, whole in stored.items():
-        for rows in row_blocks(whole.shape, whole.dtype.itemsize, limit=BLOCK_BYTES):
+        for rows in _row_blocks(whole.shape, whole.dtype):
             region = _region((0,) * len(whole.shape), rows, whole.shape)
             shape = (rows.stop - rows.start, *whole.shape[1:])
             size = math.prod(shape) * whole.dtype.itemsize

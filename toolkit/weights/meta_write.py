@@ -1,14 +1,14 @@
 """Writes a Meta folder of one part: consolidated.00.pth and params.json.
 
-torch itself lays the file out, from tensors without memory (``skip_data``), and the bytes follow. A tied
-head is stored under its own name, as Meta's programs expect it, in the bytes of the embedding.
+torch itself lays the file out, from tensors without memory (``skip_data``), and the bytes follow, a tensor at
+a time. A tied head is stored under its own name, as Meta's programs expect it, in the bytes of the embedding.
 """
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from toolkit.distributed.agreement import Ranks
 from toolkit.models.common.spec import PARAMS
 from toolkit.models.registry import spec
-from toolkit.weights.fill import File, Folder, write_folder
+from toolkit.weights.folder_write import Folder, Progress, no_progress, write_folder
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.source import EMBEDDING, HEAD, Stored, WeightSource
 from toolkit.weights.views import in_order
@@ -31,24 +31,27 @@ def write_meta(
     *,
     others: Mapping[str, bytes],
     ranks: Ranks,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress = no_progress,
     check: Callable[[WeightSource], None] | None = None,
 ) -> None:
     """Write ``source`` as a Meta folder ``out``, with ``others`` (the tokenizer) beside the weights.
 
-    For the rest see :func:`toolkit.weights.fill.write_folder`.
+    For the rest see :func:`toolkit.weights.folder_write.write_folder`.
     """
 
-    tensors, tied = in_order(source), source.args.tie_embeddings
+    def write(path: Path, names: Sequence[str]) -> None:
+        _lay_out(path, in_order(source), tied=source.args.tie_embeddings)
+        with path.open("rb+") as file:
+            for name, begin in _begins(path).items():
+                tensor = source.read(name)
+                file.seek(begin)
+                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+                progress(tensor.nbytes)
+
     form = spec(source.args.family).meta_params()
     assert form, f"Meta's files cannot hold {source.args.family}"
-    folder = Folder(
-        files=[File(PART, list(tensors), lambda path: _lay_out(path, tensors, tied=tied), _begins)],
-        others={PARAMS: (json.dumps(form.params_json(source.args)) + "\n").encode(), **others},
-        opened=MetaFolder,
-        arrange=lambda name, block: block,
-        head_rows=lambda name: 1,
-    )
+    params = (json.dumps(form.params_json(source.args)) + "\n").encode()
+    folder = Folder({PART: list(in_order(source))}, {PARAMS: params, **others}, write, MetaFolder)
     write_folder(source, out, folder, ranks=ranks, progress=progress, check=check)
 
 
@@ -59,7 +62,10 @@ def _lay_out(path: Path, tensors: Mapping[str, Stored], *, tied: bool) -> None:
         )
         if tied:
             content[HEAD] = content[EMBEDDING]
-        torch.save(content, path)
+        try:
+            torch.save(content, path)
+        except RuntimeError as error:  # torch's zip writer speaks of positions in place of a full disk
+            raise OSError(f"torch could not write {path.name}, as on a full disk: {error}") from error
 
 
 def _begins(path: Path) -> dict[str, int]:

@@ -98,6 +98,19 @@ def in_order(source: WeightSource) -> dict[str, Stored]:
     return dict(sorted(found, key=lambda item: places.get(item[0], len(places))))
 
 
+def cut_into_files(tensors: Mapping[str, Stored], max_bytes: int) -> list[dict[str, Stored]]:
+    """The tensors of each file, in order; a file is full before the next begins."""
+    files: list[dict[str, Stored]] = [{}]
+    size = 0
+    for name, stored in tensors.items():
+        if files[-1] and size + stored.nbytes > max_bytes:
+            files.append({})
+            size = 0
+        files[-1][name] = stored
+        size += stored.nbytes
+    return files
+
+
 def check_complete(source: WeightSource) -> None:
     """Compare the tensors of ``source`` with those of a model of its shape.
 

@@ -1,0 +1,117 @@
+"""Writes a checkpoint of a model alone, whose tensors are read as they are written.
+
+A file has about 1 GiB, and at most four are in memory at once. The commit is that of a run's saves: hashes,
+manifest, one rename. A writer that is killed leaves a ``step-N.tmp-`` folder, which the next one in that
+folder removes, as the start of a run does.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from toolkit.checkpoint.dcp_storage import CommittingWriter, Files, RowByRow, read_metadata
+from toolkit.checkpoint.manager import commit_folder, without_crc32
+from toolkit.checkpoint.retention import clear, temporary_name
+from toolkit.errors import CheckpointError
+from toolkit.io.locks import LOCK, claimed
+from toolkit.io.work_folder import in_progress, refuse_existing
+from toolkit.launcher.environment import threads
+from toolkit.weights.folder_write import Progress
+from toolkit.weights.open import MODEL_PREFIX, CheckpointWeights
+from toolkit.weights.source import WeightSource
+from toolkit.weights.views import cut_into_files, in_order
+
+FILE_BYTES = 1 << 30
+FILES_AT_ONCE = 4
+
+
+def write_dcp(
+    source: WeightSource,
+    out: Path,
+    run: Mapping[str, Any],
+    *,
+    progress: Progress,
+    check: Callable[[WeightSource], None] | None = None,
+) -> None:
+    """Write ``source`` as the checkpoint ``out``, a step-N, with ``run`` (JSON types) in the manifest.
+
+    ``check`` sees what was written before it is committed.
+
+    Raises:
+        DataError: there is such a step already, or another process is writing in its folder; both stay.
+        CheckpointError: it cannot be written; nothing is left.
+        ToolkitError: a tensor cannot be read, or ``check`` has failed; nothing is left.
+    """
+    work = temporary_name(out)
+
+    def commit(files: Files, metadata: Metadata) -> None:
+        if check:
+            check(CheckpointWeights(work, read_metadata(work, files), run))
+        commit_folder(work, out, files, metadata, run)
+
+    try:
+        with claimed(out.parent / LOCK):  # that of a run which saves there
+            refuse_existing(out)
+            for _ in clear(out.parent):
+                pass
+            work.mkdir()
+            _write(source, CommittingWriter(work, commit), progress)
+    except BlockingIOError as error:
+        raise in_progress(out, error) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{out} could not be written: {error.strerror or error}\n  Nothing of it is left."
+        ) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        with suppress(OSError):  # others may have something there
+            out.parent.rmdir()
+
+
+class _ReadAsWritten(RowByRow):
+    """Gives each tensor of a source when its turn to be written has come."""
+
+    def __init__(self, source: WeightSource, progress: Progress):
+        super().__init__()
+        self._source, self._progress = source, progress
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        tensor = self._source.read(index.fqn.removeprefix(MODEL_PREFIX))
+        self._progress(tensor.nbytes)
+        return tensor
+
+
+def _write(source: WeightSource, writer: CommittingWriter, progress: Progress) -> None:
+    tensors = in_order(source)
+    planner = _ReadAsWritten(source, progress)
+    planner.set_up_planner(
+        {
+            MODEL_PREFIX + name: torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+            for name, stored in tensors.items()
+        },
+        is_coordinator=True,
+    )
+    [plan], metadata = planner.create_global_plan([planner.create_local_plan()])
+    items = {item.index.fqn.removeprefix(MODEL_PREFIX): item for item in plan.items}
+
+    def one(number: int, names: Iterable[str]) -> list[WriteResult]:
+        prefix = _StoragePrefix(f"__{number}_")
+        part = replace(plan, items=[items[name] for name in names], storage_data=prefix)
+        return writer.write_data(part, planner).value()
+
+    files = cut_into_files(tensors, FILE_BYTES)
+    with without_crc32(), ThreadPoolExecutor(min(threads(), FILES_AT_ONCE)) as pool:
+        written = list(pool.map(one, range(len(files)), files))
+    writer.finish(metadata, written)
