@@ -13,6 +13,7 @@ from tests.helpers import run_world
 from tests.meshes import SINCE_2_13
 from tests.models.small_llama import small
 from tests.training import small_config, small_trainer
+from toolkit.errors import ConfigError
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.pipeline_parallel import Pipeline, cut
 
@@ -120,14 +121,53 @@ def _from_file(folder: Path) -> tuple[list[float], list[float]]:
     return by_name, by_file
 
 
+# One stage a rank, two micro-batches.
+_GOOD = "0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1,\n"
+_MALFORMED = {
+    "no action": _GOOD.replace("1B1", "1X1"),
+    "half an action": _GOOD.replace("1B1", "1B"),
+    "missing": _GOOD.replace("1B1", ""),
+    "twice": _GOOD.replace("1F1", "1F0"),
+    "backward first": _GOOD.replace("1F0,1B0", "1B0,1F0"),
+    "ranks that wait for one another": _GOOD.replace("0F0,0F1,,,0B0,0B1", "0F0,0B0,0F1,0B1").replace(
+        "1F0,1B0,1F1,1B1", "1F0,1F1,1B0,1B1"
+    ),
+    "other ranks": "1F0,1B0,1F1,1B1\n0F0,0F1,0B0,0B1\n",
+}
+
+
+def _refused(folder: Path) -> dict[str, str]:
+    """What is said of files that are no schedule."""
+    said, rank = {}, torch.distributed.get_rank()
+    file = folder / f"of_{rank}.csv"
+    file.write_text(_GOOD)
+    trainer = small_trainer(_config(folder, "refused", pipeline_parallel_schedule_csv=str(file)))
+    trainer.model_parts.new_schedule(2, 16)  # type: ignore[attr-defined]
+    for name, text in _MALFORMED.items():
+        file.write_text(text)
+        with pytest.raises(ConfigError) as error:
+            trainer.model_parts.new_schedule(2, 16)  # type: ignore[attr-defined]
+        said[name] = str(error.value).replace(str(file), "FILE")
+    return said
+
+
 def _all(folder: Path) -> dict[str, Any]:
     followed = {shape: _copy_follows(folder, shape, **options) for shape, options in SHAPES.items()}
-    return {**followed, "file": _from_file(folder)}
+    return {**followed, "file": _from_file(folder), "refused": _refused(folder)}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_world(_all, 2, tmp_path_factory.mktemp("pipeline"))
+
+
+@pytest.mark.parametrize("name", _MALFORMED)
+def test_a_file_that_is_no_schedule_is_refused_alike_on_every_rank(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    said = ranks[0]["refused"][name]
+    assert said == ranks[1]["refused"][name] and "pipeline_parallel_schedule_csv = 'FILE'" in said
+    assert "2 micro-batches through the stages 0 on rank 0, 1 on rank 1" in said
 
 
 @pytest.mark.parametrize("shape", SHAPES)

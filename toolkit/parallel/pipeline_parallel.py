@@ -27,6 +27,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.tensor import DTensor
 
+from toolkit.errors import ConfigError, Problem
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.context_parallel import SequenceShards
 from toolkit.parallel.mesh import Mesh
@@ -180,15 +181,31 @@ class Pipeline(ModelParts):
         ]
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._scaled, "scale_grads": False}
         if self.csv:
-            schedule = _PipelineScheduleRuntime(stages, **options)
-            # The file may place stages in a V, which is not what torch assumes.
-            schedule.stage_index_to_group_rank = self.owner
-            for stage in stages:
-                stage.stage_index_to_group_rank = self.owner
-            schedule._load_csv(str(self.csv))
-            return schedule
+            return self._schedule_of_file(self.csv, _PipelineScheduleRuntime(stages, **options), stages)
         chosen = get_schedule_class(self.schedule_name)
         return chosen(stages[0] if issubclass(chosen, PipelineScheduleSingle) else stages, **options)
+
+    def _schedule_of_file(self, csv: Path, schedule: Any, stages: Sequence[PipelineStage]) -> Any:
+        """Fill a schedule from a file, which torch checks.
+
+        Raises:
+            ConfigError: it is no schedule of these stages and micro-batches; alike on every rank.
+        """
+        # The file may place stages in a V, which is not what torch assumes.
+        for each in (schedule, *stages):
+            each.stage_index_to_group_rank = self.owner
+        try:
+            schedule._load_csv(str(csv))
+            fault = "it gives the ranks other stages"
+        except Exception as error:  # torch raises nearly anything for what is malformed
+            fault = f"torch refuses it: {str(error).partition(chr(10))[0]}"
+        else:
+            if schedule.stage_index_to_group_rank == self.owner:
+                return schedule
+        ranks = ", ".join(f"{stage} on rank {rank}" for stage, rank in self.owner.items())
+        fix = f"correct it for {schedule._n_microbatches} micro-batches through the stages {ranks}"
+        key = "parallelism.pipeline_parallel_schedule_csv"
+        raise ConfigError(Problem(fault, fix, key, str(csv)))
 
     def _scaled(self, loss: Tensor, labels: Tensor) -> Tensor:
         self._total += loss.detach()

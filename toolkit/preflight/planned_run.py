@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -245,4 +246,5 @@ def torch_before(needed: tuple[int, int]) -> str | None:
 
 
 def divisors(value: int) -> list[int]:
-    return [divisor for divisor in range(1, value + 1) if value % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(value) + 1) if value % divisor == 0]
+    return sorted({*small, *(value // divisor for divisor in small)})

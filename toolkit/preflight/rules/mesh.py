@@ -63,7 +63,8 @@ def batch_divides(run: PlannedRun) -> list[Problem]:
     if run.mesh is None or run.batch:
         return []
     size, dp = run.config.training.global_batch_size, run.mesh.dp
-    fix = f"set it to {nearest_multiple(size, dp)}, or use a data-parallel degree of {either(divisors(size))}"
+    fitting = either(degree for degree in divisors(size) if degree <= run.world_size)
+    fix = f"set it to {nearest_multiple(size, dp)}, or use a data-parallel degree of {fitting}"
     return [
         run.problem("training.global_batch_size", f"must be a multiple of the data-parallel degree {dp}", fix)
     ]

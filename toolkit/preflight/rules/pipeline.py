@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,10 +10,9 @@ from toolkit.config.precedence import is_set
 from toolkit.errors import Problem, either
 from toolkit.models.common.args import parameter_names
 from toolkit.parallel.dims import reshard_after_forward, strategy
-from toolkit.parallel.pipeline_schedules import BASES, SCHEDULES, bubble, stages_of_ranks
+from toolkit.parallel.pipeline_schedules import BASES, bubble
 from toolkit.preflight.planned_run import PlannedRun, divisors, note, rule, torch_before
 from toolkit.preflight.rules.fsdp import units_in_blocks
-from toolkit.preflight.schedule_file import Malformed, ScheduleFile, fault, read_schedule
 
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _SIZE = "parallelism.pipeline_parallel_microbatch_size"
@@ -34,43 +34,31 @@ def rows_fill_micro_batches(run: PlannedRun) -> list[Problem]:
     size = run.config.parallelism.pipeline_parallel_microbatch_size
     if run.pp == 1 or run.rows is None or run.rows % size == 0:
         return []
-    sizes = divisors(run.rows)
-    near = [max(fit for fit in sizes if fit < size), *[fit for fit in sizes if fit > size][:1]]
     rule = f"must divide the samples that a rank has in a step, which are {run.rows}"
-    return [run.problem(_SIZE, rule, f"set it to {either(near)}")]
+    return [run.problem(_SIZE, rule, f"set it to {either(divisors(run.rows)[-4:])}")]
 
 
 @rule()
 def schedule_takes_micro_batches(run: PlannedRun) -> list[Problem]:
     """Some schedules need a micro-batch for each stage, others equal rounds of them."""
     options, count, stages = run.config.parallelism, run.micro_batches, run.stages
-    if options.pipeline_parallel_schedule_csv or count is None or stages is None or run.rows is None:
+    if options.pipeline_parallel_schedule_csv or count is None or stages is None:
         return []
     total = len(stages.modules)
     if not run.schedule.takes_stages(total, run.pp):
         return []
-    fits = [n for n in range(1, 2 * max(count, total) + 1) if _takes(run, n)]
-    if count in fits:
+    if run.schedule.takes_micro_batches(count, stages=total, pp=run.pp):
         return []
-    rule = (
-        f"a step of a rank is {count} micro-batches ({run.rows} samples, {_SIZE} {run.rows // count}), but "
-    )
+    rule = f"a step of a rank is {count} micro-batches ({run.rows} samples), but the schedule "
     if run.schedule.needs == "stages":
-        rule += f"the schedule needs at least as many as stages, which are {total}"
+        rule, enough = f"{rule}needs at least as many as stages, which are {total}", [total]
     else:
-        rule += f"the schedule runs them in {count // run.pp} equal rounds of about one a rank"
-    near = [*[n for n in fits if n < count][-1:], *[n for n in fits if n > count][:1]]
-    sizes = [size for size in divisors(run.rows) if _takes(run, run.rows // size)]
+        rounds = count // run.pp
+        rule += f"runs them in {rounds} equal rounds of about one a rank"
+        enough = [rounds * run.pp, (rounds + 1) * run.pp]
     freer = {"1F1B": "GPipe", "DualPipeV": "ZBVZeroBubble"}
-    fixes = [_batch_for(run, near)]
-    fixes += [f"{_SIZE} to {either(sizes)}"] if sizes else []
-    fixes.append(f'{_SCHEDULE} to "{freer.get(options.pipeline_parallel_schedule, "LoopedBFS")}"')
-    return [run.problem(_SCHEDULE, rule, f"set {', or '.join(fixes)}")]
-
-
-def _takes(run: PlannedRun, count: int) -> bool:
-    assert run.stages is not None
-    return run.schedule.takes_micro_batches(count, stages=len(run.stages.modules), pp=run.pp)
+    other = freer.get(options.pipeline_parallel_schedule, "LoopedBFS")
+    return [run.problem(_SCHEDULE, rule, f'set {_batch_for(run, enough)}, or {_SCHEDULE} to "{other}"')]
 
 
 def _batch_for(run: PlannedRun, counts: Sequence[int]) -> str:
@@ -79,8 +67,7 @@ def _batch_for(run: PlannedRun, counts: Sequence[int]) -> str:
     if run.config.training.global_batch_size == -1:
         return f"training.local_batch_size to {either(size * count for count in counts)}"
     assert run.mesh is not None
-    dp = run.mesh.dp
-    return f"training.global_batch_size to {either(dp * size * count for count in counts)}"
+    return f"training.global_batch_size to {either(run.mesh.dp * size * count for count in counts)}"
 
 
 @rule()
@@ -173,8 +160,7 @@ def _whole(file: str | None) -> str:
 
 def _splits_backward(run: PlannedRun) -> bool:
     if run.config.parallelism.pipeline_parallel_schedule_csv:
-        schedule = _schedule_file(run)
-        return isinstance(schedule, ScheduleFile) and schedule.splits_backward
+        return bool(re.search(r"\d[IW]\d", _schedule_file(run)[0]))
     return run.schedule.split_backward
 
 
@@ -212,65 +198,29 @@ def base_has_a_file(run: PlannedRun) -> list[Problem]:
     return [run.problem(_SCHEDULE, rule, f'name the file in {_FILE}, or set it to "{whole}"')]
 
 
-def _schedule_file(run: PlannedRun) -> ScheduleFile | str:
-    """The user's schedule, or why it cannot be read."""
+def _schedule_file(run: PlannedRun) -> tuple[str, str]:
+    """The text of the user's schedule, and why it cannot be read."""
     path = Path(run.config.parallelism.pipeline_parallel_schedule_csv or "").expanduser()
+    if not path.is_file():
+        return "", "there is no such file"
     try:
-        return read_schedule(path)
-    except Malformed as error:
-        return str(error)
+        return path.read_text("utf-8"), ""
     except (OSError, UnicodeDecodeError) as error:
-        return f"it cannot be read: {getattr(error, 'strerror', None) or error}"
+        return "", f"it cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
 @rule()
-def schedule_file_fits(run: PlannedRun) -> list[Problem]:
-    """A schedule of one's own has the run's ranks, stages and micro-batches, and comes to an end."""
+def schedule_file_is_there(run: PlannedRun) -> list[Problem]:
+    """A schedule of one's own can be read, and has a line a rank. torch checks the rest when it is loaded."""
     if run.pp == 1 or not run.config.parallelism.pipeline_parallel_schedule_csv:
         return []
-    schedule = _schedule_file(run)
-    if isinstance(schedule, str):
-        fix = "name a CSV file with a line of actions for each rank of the pipeline, such as 0F0,0F1,0B0,0B1"
-        return [run.problem(_FILE, schedule, fix)]
-    if len(schedule.ranks) != run.pp:
-        rule = f"it has lines for {len(schedule.ranks)} ranks, and the pipeline has {run.pp}"
-        fix = f"set parallelism.pipeline_parallel_degree to {len(schedule.ranks)}, or write {run.pp} lines"
-        return [run.problem(_FILE, rule, fix)]
-    if run.stages is None:
+    text, unreadable = _schedule_file(run)
+    lines = len(text.splitlines())
+    if not unreadable and lines == run.pp:
         return []
-    if problem := _misplaced(run, schedule):
-        return [problem]
-    if found := fault(schedule):
-        return [run.problem(_FILE, found, "correct the file: each stage has each micro-batch once, in order")]
-    if run.micro_batches in (None, schedule.micro_batches):
-        return []
-    rule = f"it has {schedule.micro_batches} micro-batches, and a step of a rank is {run.micro_batches}"
-    return [run.problem(_FILE, rule, f"set {_batch_for(run, [schedule.micro_batches])}")]
-
-
-def _misplaced(run: PlannedRun, schedule: ScheduleFile) -> Problem | None:
-    """The first rank that has other stages than it gets, with the options that would give it these."""
-    found, expected = schedule.stages_of_ranks, run.stages.of_ranks if run.stages else []
-    if found == expected:
-        return None
-    rank = next(rank for rank in range(run.pp) if found[rank] != expected[rank])
-    count = sum(map(len, found))
-    named = [
-        name
-        for name, other in SCHEDULES.items()
-        if other.takes_stages(count, run.pp) and stages_of_ranks(count, run.pp, other) == found
-    ]
-    rule = (
-        f"it gives rank {rank} the stages {found[rank]}, and {_SCHEDULE} "
-        f'"{run.config.parallelism.pipeline_parallel_schedule}" the stages {expected[rank]}'
-    )
-    if not named:
-        fix = f"give rank {rank} of {run.pp} the stages {expected[rank]}"
-        return run.problem(_FILE, rule, fix)
-    fix = f'set {_SCHEDULE} = "{named[0]}", which places {count} stages as the file does'
-    if count != SCHEDULES[named[0]].stages * run.pp:
-        fix += ", and parallelism.pipeline_parallel_layers_per_stage so that there are as many"
-    return run.problem(_FILE, rule, fix)
+    rule = unreadable or f"it has lines for {lines} ranks, and the pipeline has {run.pp}"
+    fix = "name a CSV file with a line of actions for each rank of the pipeline, such as 0F0,0F1,0B0,0B1"
+    return [run.problem(_FILE, rule, fix)]
 
 
 @note
@@ -323,7 +273,11 @@ def _waiting(run: PlannedRun) -> list[str]:
 
     if share(count) <= _LARGE_BUBBLE:
         return []
-    enough = next(n for n in range(count, 100 * total) if share(n) <= _LARGE_BUBBLE and _takes(run, n))
+    enough = next(
+        n
+        for n in range(count, 100 * total)
+        if share(n) <= _LARGE_BUBBLE and run.schedule.takes_micro_batches(n, stages=total, pp=run.pp)
+    )
     fix = f"set {_batch_for(run, [enough])}"
     if options.pipeline_parallel_microbatch_size > 1:
         fix += f", or {_SIZE} lower"

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise, product
-from typing import Any
+from itertools import pairwise
 
 from toolkit.errors import Problem, did_you_mean, either, first_few
-from toolkit.parallel.dims import degrees
 from toolkit.parallel.pipeline_schedules import (
     SCHEDULES,
     Schedule,
     is_cut,
     module_names,
-    pipeline_stages,
-    schedule_of,
 )
 from toolkit.preflight.planned_run import PlannedRun, rule
 
@@ -37,50 +33,19 @@ def schedule_takes_stages(run: PlannedRun) -> list[Problem]:
         return []
     by_hand = run.config.parallelism.module_fqns_per_model_part is not None
     said = f"names {count} stages" if by_hand else f"makes {count} stages of {run.model.n_layers} layers"
+    needs = _needs(run.schedule, run.pp)
+    fix = f"name {needs}" if by_hand else f"remove it for {run.schedule.stages * run.pp} stages"
     others = [other for other, schedule in SCHEDULES.items() if schedule.takes_stages(count, run.pp)]
-    fixes = []
-    if by_hand:
-        fixes.append(f"name {_needs(run.schedule, run.pp)}")
-    elif fitting := _sizes(run, count):
-        fixes.append(f"set it to {either(fitting)}")
-    elif (ends := _ends(run, pipeline_parallel_layers_per_stage=None)) is not None:
-        fixes.append(_and("remove it", ends))
-    if others and (by_hand or _works(run, pipeline_parallel_schedule=others[0])):
-        fixes.append(f"set {_SCHEDULE} to {either(others)}")
-    rule = f"{said}, but {name} on {run.pp} ranks takes {_needs(run.schedule, run.pp)}"
-    return [run.problem(_PARTS if by_hand else _PER_STAGE, rule, ", or ".join(fixes) or f"lower {_DEGREE}")]
+    if others:
+        fix += f", or set {_SCHEDULE} to {either(others)}"
+    rule = f"{said}, but {name} on {run.pp} ranks takes {needs}"
+    return [run.problem(_PARTS if by_hand else _PER_STAGE, rule, fix)]
 
 
 def _needs(schedule: Schedule, pp: int) -> str:
     if schedule.more:
         return f"{schedule.stages * pp} or a larger multiple of {pp}"
     return f"{schedule.stages * pp}, {'two' if schedule.stages == 2 else 'one'} a rank"
-
-
-def _sizes(run: PlannedRun, count: int) -> list[int]:
-    """Layers a stage that the schedule takes, those first that give about ``count`` stages."""
-    assert run.model is not None
-    by_count = {}
-    for size in range(run.model.n_layers, 0, -1):
-        change = {"pipeline_parallel_layers_per_stage": size}
-        if _works(run, **change):
-            by_count[len(_cut(run, **change))] = size
-    return [by_count[other] for other in sorted(by_count, key=lambda other: abs(other - count))][:_SHOWN]
-
-
-def _cut(run: PlannedRun, **change: Any) -> list[list[str]]:
-    """The modules of each stage with other options of ``[parallelism]``."""
-    assert run.model is not None
-    options = run.config.parallelism.model_copy(update=change)
-    return pipeline_stages(options, run.model.n_layers).modules
-
-
-def _works(run: PlannedRun, **change: Any) -> bool:
-    """Check that the schedule takes the stages and each has something."""
-    assert run.model is not None
-    options = run.config.parallelism.model_copy(update=change)
-    modules, pp = _cut(run, **change), options.pipeline_parallel_degree
-    return schedule_of(options).takes_stages(len(modules), pp) and is_cut(modules, run.model.n_layers)
 
 
 @rule()
@@ -101,46 +66,11 @@ def stages_hold_something(run: PlannedRun) -> list[Problem]:
         rule = f"{count} stages of {n_layers} layers have no room for ends that count for so many"
     if first or last:
         rule += f", where the embedding counts as {first} and the head as {last}"
-    return [run.problem(key, rule, ", or ".join(_fill_stages(run)) or "set it to 1")]
-
-
-def _fill_stages(run: PlannedRun) -> list[str]:
-    """Ways to leave no stage empty: ends that count less, other sizes, fewer ranks or stages."""
-    fixes = []
-    if ends := _ends(run):
-        fixes.append(f"set {ends}")
-    if run.config.parallelism.pipeline_parallel_layers_per_stage is not None:
-        sizes = _sizes(run, len(_cut(run)))
-        fixes += [f"set it to {either(sizes)}"] if sizes else []
-    else:
-        fewer = [pp for pp in range(run.pp - 1, 1, -1) if _has_mesh(run, pp)]
-        asked = {pp: _ends(run, pipeline_parallel_degree=pp) for pp in fewer}
-        fixes += [_and(f"set it to {pp}", ends) for pp, ends in asked.items() if ends is not None][:1]
-    single = {"pipeline_parallel_schedule": "1F1B", "pipeline_parallel_layers_per_stage": None}
-    if run.schedule.stages > 1 and (ends := _ends(run, **single)) is not None:
-        fixes.append(_and(f'set {_SCHEDULE} = "1F1B"', ends))
-    return fixes
-
-
-def _has_mesh(run: PlannedRun, pp: int) -> bool:
-    options = run.config.parallelism.model_copy(update={"pipeline_parallel_degree": pp})
-    return degrees(options, run.world_size) is not None
-
-
-def _ends(run: PlannedRun, **change: Any) -> str | None:
-    """The least change of what embedding and head count as with which it works: "" is no change."""
-    asked = [getattr(run.config.parallelism, name) for name in _ENDS]
-    choices = product(*(range(value + 1) for value in asked))
-    for values in sorted(choices, key=sum, reverse=True):
-        ends = dict(zip(_ENDS, values, strict=True))
-        if _works(run, **change, **ends):
-            new = [name for name, old in zip(_ENDS, asked, strict=True) if ends[name] != old]
-            return " and ".join(f"{name} = {ends[name]}" for name in new)
-    return None
-
-
-def _and(fix: str, ends: str) -> str:
-    return f"{fix}, with {ends}" if ends else fix
+    most = (n_layers + first + last) // max(1, first, last) // run.schedule.stages
+    fix = f"set it to at most {max(1, most)}" if key == _DEGREE else "raise it"
+    if max(first, last) > 1:
+        fix += f", or lower parallelism.{_ENDS[first < last]}"
+    return [run.problem(key, rule, fix)]
 
 
 @rule()
