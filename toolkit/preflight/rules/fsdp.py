@@ -147,14 +147,14 @@ def wrap_classes_exist(run: PlannedRun) -> list[Problem]:
     for name in options.fsdp_wrap_classes:
         if name not in WRAP_CLASSES:
             rule = f"the model has no {name}; its classes are {', '.join(WRAP_CLASSES)}"
-            problems.append(run.problem(_CLASSES, rule, _right_class(name)))
+            problems.append(run.problem(_CLASSES, rule, right_class(name)))
         elif name in ("Embedding", "OutputHead") and run.model and run.model.tie_embeddings:
             rule = f"{name} cannot be a unit: the embedding is tied to the head and stays in the root"
             problems.append(run.problem(_CLASSES, rule, f"remove {name}"))
     return problems
 
 
-def _right_class(name: str) -> str:
+def right_class(name: str) -> str:
     part = next((part for part in _ELSEWHERE if part in name.lower()), None)
     return (
         f"did you mean {_ELSEWHERE[part]}?" if part else did_you_mean(name, WRAP_CLASSES, "name one of these")

@@ -1,0 +1,288 @@
+"""Turn an FSDP configuration of accelerate, or of a Hugging Face Trainer, into a TOML and a launch line.
+
+    python -m tools.import_accelerate FILE.yaml [--output run.toml] [--extends FILE.toml]
+    python -m tools.import_accelerate --fsdp "full_shard auto_wrap" [--fsdp_config FILE.json] [--bf16]
+
+Reads FSDP's versions 1 and 2. Prints a line for each key, which says what it is here and why, then the TOML
+and the lines that start it. What cannot be had here is refused by name: then there is no TOML. Model, data
+and length of the run are not in these files; --extends names a TOML that has them. Exit codes: 0, or 2 for
+the arguments, a file that cannot be read and keys that are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.config import local_paths
+from toolkit.config.schema import fields_by_key
+from toolkit.config.values import format_toml
+from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, did_you_mean, one_line, report
+from toolkit.hardware import detect
+from toolkit.io import standard_streams
+from tools.accelerate.meaning import Refused, number
+from tools.accelerate.read import ALIASES, KEYS, TABLES, Given, read_file, read_trainer
+
+PORT = 29500
+_OFFLOAD = "training.enable_cpu_offload"
+_REPLICATE = "parallelism.data_parallel_replicate_degree"
+_MESH_REPLICAS = "parallelism_config_dp_replicate_size"
+_ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
+
+
+@dataclass
+class Imported:
+    """A line for each key, the settings of the TOML, the variables of the launch, and what is refused."""
+
+    lines: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    launch: dict[str, Any] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+# Translating
+
+
+def translate(
+    given: Sequence[Given],
+    *,
+    replicas: int = 0,
+    processes: int | None = None,
+    machines: int | None = None,
+) -> Imported:
+    """Explain each key; ``processes`` and ``machines``, where they are given, go before the file's.
+    ``replicas`` other than 0 are those of HYBRID_SHARD."""
+    result = Imported()
+    asked = {"num_processes": processes, "num_machines": machines}
+    given = [item for item in given if asked.get(item.name) is None]
+    given += [Given(name, value, f"--{name}") for name, value in asked.items() if value is not None]
+    known: dict[str, Given] = {}
+    for item in given:
+        name = ALIASES.get(item.name, item.name)
+        if name not in KEYS:
+            result.problems.append(_unknown(item))
+        elif name in known:
+            fix = f"keep one; the other is {known[name].name} in {known[name].origin}"
+            result.problems.append(Problem("is given twice", fix, item.name, item.value, item.origin))
+        else:
+            known[name] = item
+    values: dict[str, Any] = {name: item.value for name, item in known.items() if item.value is not None}
+    values |= _counts(values, replicas)
+    for name, item in known.items():
+        _apply(name, item, values, result)
+    if replicas and not result.problems and _REPLICATE not in result.settings:
+        rule = "HYBRID_SHARD and HYBRID_SHARD_ZERO2 alone have replicas"
+        result.problems.append(Problem(rule, "name one of them, or leave it out", "--replicas", replicas))
+    return result
+
+
+def _counts(values: Mapping[str, Any], replicas: int) -> dict[str, int]:
+    """Machines, and the replicas that are asked for, 0 for none: by ``replicas`` or by the mesh."""
+    try:
+        machines = number(values.get("num_machines", 1))
+        meshed = number(values.get(_MESH_REPLICAS, 1))
+    except Refused:  # which its own key tells
+        machines = meshed = 1
+    return {"machines": machines, "replicas": replicas or (meshed if meshed > 1 else 0)}
+
+
+def _unknown(item: Given) -> Problem:
+    fix = did_you_mean(item.name, [*KEYS, *ALIASES, *TABLES], "leave it out")
+    return Problem("accelerate has no such key for FSDP", fix, item.name, item.value, item.origin)
+
+
+def _apply(name: str, item: Given, values: Mapping[str, Any], result: Imported) -> None:
+    said = f"{item.name} = {_shown(item.value)}"
+    if item.value is None:
+        result.lines.append(f"{said} -> nothing (as if it were not there)")
+        return
+    try:
+        meaning = KEYS[name](item.value, values)
+        both = result.settings.keys() & meaning.settings.keys()
+        for key in (key for key in both if result.settings[key] != meaning.settings[key]):
+            rule = f"{key} would be {result.settings[key]} by another key"
+            raise Refused(rule, "keep one of the two")
+    except Refused as refused:
+        result.lines.append(f"{said} refused: {refused.rule}")
+        result.problems.append(Problem(refused.rule, refused.fix, item.name, item.value, item.origin))
+        return
+    ours = [f"{key} = {format_toml(value)}" for key, value in meaning.settings.items()]
+    ours += [f"{key}={value}" for key, value in meaning.launch.items()]
+    result.lines.append(f"{said} -> {', '.join(ours) or 'nothing'} ({meaning.why})")
+    result.settings |= meaning.settings
+    result.launch |= meaning.launch
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+# Writing
+
+
+def toml_text(settings: Mapping[str, Any], *, source: str, extends: str | None = None) -> str:
+    """The settings as a TOML file, tables and keys in the order of the schema."""
+    lines = [one_line(f"# {source}, by tools/import_accelerate.py.")]
+    if extends:
+        lines += ["", f"extends = {format_toml(extends)}"]
+    table = ""
+    for key in fields_by_key():
+        if key in settings:
+            here, _, name = key.rpartition(".")
+            if here != table:
+                lines += ["", f"[{here}]"]
+                table = here
+            lines.append(f"{name} = {format_toml(settings[key])}")
+    return "\n".join(lines) + "\n"
+
+
+def launch_lines(imported: Imported, config: str) -> list[str]:
+    """The line that starts the run by run_train.sh, and that by torchrun; each machine has its own."""
+    launch: dict[str, Any] = {"rdzv_backend": "c10d", "MASTER_PORT": PORT, **imported.launch}
+    machines, rank = launch.get("NNODES", 1), launch.get("NODE_RANK", 0)
+    environment = {key: launch[key] for key in _ENVIRONMENT if key in launch}
+    names = environment | {key: launch[key] for key in ("NGPU",) if key in launch}
+    address, node = "localhost", ""
+    if machines > 1:
+        address, node = launch.get("MASTER_ADDR", "first-host"), f"--node_rank={rank} "
+        names |= {"NNODES": machines, "NODE_RANK": rank, "MASTER_ADDR": address}
+        names["MASTER_PORT"] = launch["MASTER_PORT"]
+    place = shlex.quote(f"{address}:{launch['MASTER_PORT']}")
+    script = f"{_assigned(names | {'CONFIG_FILE': config})}./run_train.sh"
+    lines = [
+        script,
+        f"{_assigned(environment)}torchrun --nproc_per_node={launch.get('NGPU', 'gpu')} --nnodes={machines} "
+        f"{node}--rdzv_id=101 --rdzv_backend={launch['rdzv_backend']} --rdzv_endpoint={place} "
+        f"-m toolkit.train --job.config_file {shlex.quote(config)}",
+    ]
+    if machines > 1:
+        lines.append(f"# on machine {rank}; the others, from 0, with their own number in its place")
+        if "MASTER_ADDR" not in launch:
+            lines.append("# first-host stands for the name of machine 0, which the file does not have")
+    if imported.settings.get(_OFFLOAD) and detect().device == "cpu":
+        lines.append("# to try it here, on the CPU, which has nothing to offload from:")
+        lines.append(f"{script} --{_OFFLOAD} false")
+    return lines
+
+
+def _assigned(names: Mapping[str, Any]) -> str:
+    return "".join(f"{name}={shlex.quote(str(value))} " for name, value in names.items())
+
+
+def _relative(extends: Path, output: Path | None) -> str:
+    """The file that is extended, as seen from the one that extends it."""
+    if not extends.is_file():
+        raise ConfigError(Problem("there is no such file", "name a TOML", "--extends", str(extends)))
+    return os.path.relpath(extends, output.parent if output else Path())
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        fix = "name another file, or remove it"
+        raise ConfigError(Problem("is there already", fix, "--output", str(path))) from None
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}"
+        raise ConfigError(Problem(rule, "name a file that can", "--output", str(path))) from None
+
+
+# The program
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.import_accelerate",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("file", nargs="?", type=local_paths.path, metavar="FILE", help="what `accelerate config` wrote")
+    add(
+        "--fsdp", nargs="?", const="true", metavar="WORDS", help="a Trainer's, such as 'full_shard auto_wrap'"
+    )
+    add("--fsdp_config", type=local_paths.path, metavar="FILE.json", help="a Trainer's")
+    precision = parser.add_mutually_exclusive_group()
+    precision.add_argument("--bf16", action="store_true", help="a Trainer's")
+    precision.add_argument("--fp16", action="store_true", help="a Trainer's")
+    add(
+        "--num_processes",
+        type=int,
+        metavar="N",
+        help="ranks on all machines together, in place of the file's",
+    )
+    add("--num_machines", type=int, metavar="N", help="in place of the file's")
+    add("--replicas", type=int, default=0, metavar="N", help="of HYBRID_SHARD, in place of one a machine")
+    add(
+        "--extends",
+        type=local_paths.path,
+        metavar="FILE.toml",
+        help="TOML with the model, the data and the rest",
+    )
+    add("--output", type=local_paths.path, metavar="FILE.toml", help="write the TOML there")
+    add("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _read(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[list[Given], str]:
+    """The keys that were asked for, and where from."""
+    trainer = options.fsdp is not None or options.fsdp_config or options.bf16 or options.fp16
+    if bool(options.file) == bool(trainer):
+        parser.error("name one FILE, or a Trainer's --fsdp")
+    if options.file:
+        given = read_file(options.file)
+        if not any(item.name == "distributed_type" or item.name.startswith("fsdp_") for item in given):
+            rule = f"{options.file} asks for no FSDP: it has neither distributed_type nor fsdp_config"
+            raise ConfigError(Problem(rule, "name what `accelerate config` wrote"))
+        return given, f"From {options.file}"
+    if options.fsdp is None:
+        parser.error("a Trainer's options need --fsdp, for example --fsdp 'full_shard auto_wrap'")
+    file = f", {options.fsdp_config}" if options.fsdp_config else ""
+    return read_trainer(options), f"From --fsdp {options.fsdp!r}{file}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for and return the exit code."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.replicas < 0:
+        parser.error("--replicas is at least 1")
+    try:
+        given, source = _read(parser, options)
+        imported = translate(
+            given, replicas=options.replicas, processes=options.num_processes, machines=options.num_machines
+        )
+        for line in imported.lines:
+            print(one_line(line))
+        if imported.problems:
+            sys.stdout.flush()
+            raise ConfigError(imported.problems)
+        extends = _relative(options.extends, options.output) if options.extends else None
+        text = toml_text(imported.settings, source=source, extends=extends)
+        if options.output:
+            _write(options.output, text)
+    except ToolkitError as error:
+        return report(error, show=True, debug=options.debug)
+    where = f"written to {options.output}" if options.output else "to be saved as run.toml"
+    print(f"\nTOML, {where}:\n\n{text}\nTo start it:\n")
+    print("\n".join(launch_lines(imported, str(options.output or "run.toml"))))
+    if not options.extends:
+        print("\nModel, data and steps are the defaults until the TOML, or one that it extends, has others.")
+    return EXIT_FINISHED
+
+
+if __name__ == "__main__":
+    standard_streams.protect()
+    sys.exit(main(sys.argv[1:]))
