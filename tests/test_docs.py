@@ -3,20 +3,84 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from toolkit.config.schema import fields_by_key, find_table, tables
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
 OTHERS = {"tools/preprocess_data.py"}
 """Paths of other projects, that migration.md names."""
+THEIRS = {"fsdp_sharding_strategy", "lr_scheduler", "offload_to_cpu", "ssd_offload"}
+"""Names of other libraries in its column of ours."""
+PLACEHOLDERS = {"table.key"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_files_that_a_page_names_are_there(page: Path) -> None:
     named = set(re.findall(r"\b(?:toolkit|tools|tests|benchmarks)/[\w/.]+\.(?:py|sh|md)\b", page.read_text()))
     assert [path for path in sorted(named - OTHERS) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_programs_that_a_page_names_are_there(page: Path) -> None:
+    named = set(re.findall(r"-m ((?:toolkit|tools|benchmarks)(?:\.\w+)+)", page.read_text()))
+    places = [ROOT / name.replace(".", "/") for name in sorted(named)]
+    assert [place for place in places if not (place.with_suffix(".py").exists() or place.is_dir())] == []
+
+
+def _anchors(page: Path) -> set[str]:
+    """The names by which GitHub links to a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        if "://" not in link and not (target.exists() and (not anchor or anchor in _anchors(target))):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_keys_that_a_page_names_are_there(page: Path) -> None:
+    text = page.read_text()
+    flags = re.findall(r"(?<!\S)--(\w+\.[\w.-]+)", text)
+    named = {flag.replace("-", "_") for flag in flags} | {name for name in _ours(text) if "." in name}
+    begins = {table.partition(".")[0] for table in tables()}
+    keys = [name for name in sorted(named - PLACEHOLDERS) if name.partition(".")[0] in begins]
+    assert [key for key in keys if not _is_key(key) and not key.endswith((".json", ".jsonl"))] == []
+
+
+def test_the_keys_that_migration_names_without_their_table_are_there() -> None:
+    rows = [
+        line for line in (ROOT / "docs" / "migration.md").read_text().splitlines() if line.startswith("|")
+    ]
+    names = {name for name in _ours("\n".join(rows)) if "_" in name and "." not in name}
+    known = {key.rpartition(".")[2] for key in fields_by_key()}
+    assert sorted(names - known - THEIRS) == []
+
+
+def _ours(text: str) -> Iterator[str]:
+    """Names in backticks, those of a table's last column only; its others are other libraries'."""
+    for line in text.splitlines():
+        ours = line.rstrip(" |").rpartition("|")[2] if line.startswith("|") else line
+        for code in re.findall(r"`([^`]+)`", ours):
+            if name := re.match(r"([a-z_]+(?:\.[a-z_0-9]+)*)(?: = .*)?$", code):
+                yield name[1]
+
+
+def _is_key(key: str) -> bool:
+    table, _, name = key.rpartition(".")
+    unset = f"{table}.{name.removeprefix('no_')}"
+    return key in fields_by_key() or unset in fields_by_key() or find_table(key) is not None
 
 
 def _rows() -> list[tuple[str, str]]:
