@@ -65,7 +65,9 @@ def ours(folder: str, broadcast: bool) -> Sample:
     mesh = build_mesh(device, dp_shard=dist.get_world_size())
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     begin, device_begin = resident()[0], _on_device(device)[0]
-    model_parts = build_model(config, stored.args, mesh, device, param_dtype=getattr(torch, dtype), seed=None)
+    model_parts = build_model(
+        config, stored.args, mesh, device, param_dtype=getattr(torch, dtype), seed=0, pretrained=True
+    )
     dist.barrier()
     start = time.perf_counter()
     source = open_alike(lambda: SafetensorsFolder(Path(folder)), on_rank_0_alone=broadcast)

@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,10 +84,13 @@ def configure(folder: str | Path, layout: str) -> Config:
 
 
 def _nested(folder: Path, layout: str, values: meshes.Settings) -> Config:
-    tables: dict[str, dict[str, Any]] = defaultdict(dict)
+    tables: dict[str, Any] = {}
     for key, value in values.items():
-        table, _, name = key.partition(".")
-        tables[table][name] = value
+        *path, name = key.split(".")
+        inner: dict[str, Any] = tables
+        for table in path:
+            inner = inner.setdefault(table, {})
+        inner[name] = value
     return small_config(folder / "runs" / layout.replace(" ", "_"), **tables)
 
 
@@ -119,7 +122,7 @@ def run(folder: str, layout: str) -> dict[str, Any]:
     def watched(*args: Any) -> Tensor:
         total = backward(*args)
         if "gradients" not in taken:
-            taken["gradients"] = _whole(model_parts, lambda parameter: parameter.grad)
+            taken["gradients"] = _gradients(model_parts)
         return total
 
     model_parts.backward = watched
@@ -156,6 +159,13 @@ def _counted(train_step: Callable[..., Any], sent: Sent) -> Callable[..., Any]:
 def _whole(model_parts: ModelParts, of: Callable[[Any], Any]) -> list[tuple[str, Tensor]]:
     named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
     return [(name, _gathered(of(parameter))) for name, parameter in named]
+
+
+def _gradients(model_parts: ModelParts) -> list[tuple[str, Tensor]]:
+    """Those of what is trained; NaN where one is missing, or where there is one of what is frozen."""
+    named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
+    assert not [name for name, it in named if not it.requires_grad and it.grad is not None]
+    return [(name, _gathered(parameter.grad)) for name, parameter in named if parameter.requires_grad]
 
 
 def _gathered(tensor: Tensor | None) -> Tensor:
@@ -237,8 +247,10 @@ def _errors(found: Iterable[tuple[str, Tensor]], expected: dict[str, Tensor]) ->
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest number expected; NaN where either has one."""
-    return ((found - expected).abs().max() / expected.abs().max()).item()
+    """The largest difference, relative to the largest number expected, if that is not 0; NaN where either has
+    one."""
+    largest_expected = expected.abs().max()
+    return ((found - expected).abs().max() / torch.where(largest_expected == 0, 1, largest_expected)).item()
 
 
 def _worst(many: Iterable[dict[Any, float]]) -> dict[Any, float]:

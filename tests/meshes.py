@@ -44,6 +44,10 @@ def _precision(stored: str, computed: str, reduced: str) -> Settings:
     }
 
 
+def _adapter(kind: str, **options: Any) -> Settings:
+    return {"finetune.adapter": kind, **{f"finetune.{key}": value for key, value in options.items()}}
+
+
 PLAIN: Settings = {
     **_precision("float64", "float64", "float64"),
     "model.dim": 32,
@@ -107,11 +111,41 @@ WORDS: dict[str, Settings] = {
     "bare-head": {"parallelism.module_fqns_per_model_part": [_BLOCKS, _HEAD]},
     "by-hand": {"parallelism.module_fqns_per_model_part": [_BLOCKS[:2], [*_BLOCKS[2:], *_HEAD]]},
     "stage-a-layer": {"parallelism.pipeline_parallel_layers_per_stage": 1},
+    "lora": _adapter("lora", **{"lora.rank": 3, "lora.target_modules": ["all-linear"]}),
+    "dora": _adapter(
+        "lora", **{"lora.rank": 3, "lora.target_modules": ["all-linear"], "lora.use_dora": True}
+    ),
+    # The embedding is trained beside it.
+    "rslora": _adapter("lora", **{"lora.use_rslora": True, "trainable": ["tok_embeddings.weight"]}),
+    "prefix": _adapter("prefix_tuning", **{"prefix_tuning.num_virtual_tokens": 5}),
+    # Gradients of prompts are as small as the gates, which start at 0: AdamW must not blow up their rounding.
+    "llama-adapter": {
+        **_adapter("llama_adapter", **{"llama_adapter.adapter_len": 3, "llama_adapter.adapter_layers": 3}),
+        "optimizer.eps": 1e-4,
+    },
+    "llama-adapter-peft": {
+        **_adapter("llama_adapter", **{"llama_adapter.gate": "layer"}),
+        "optimizer.eps": 1e-4,
+    },
+    "freeze-first": {"finetune.freeze_first_layers": 2},
+    "freeze-last": {"finetune.freeze_last_layers": 1, "finetune.frozen": ["output.weight"]},
+    "norms-only": {"finetune.trainable": ["*norm.weight"]},
     "float32": _precision("float32", "float32", "float32"),
     "bfloat16": _precision("float32", "bfloat16", "float32"),
 }
 
-CURVES = ("qwen3", "tied", "unmasked", "layers8", "float32", "bfloat16")
+FINETUNED = (
+    "lora",
+    "dora",
+    "rslora",
+    "prefix",
+    "llama-adapter",
+    "llama-adapter-peft",
+    "freeze-first",
+    "freeze-last",
+    "norms-only",
+)
+CURVES = ("qwen3", "tied", "unmasked", "layers8", "float32", "bfloat16", *FINETUNED)
 """Words that are part of what is trained: a layout is compared with one process of the same ones."""
 
 SAMPLES = 24

@@ -46,6 +46,8 @@ def compiles(config: Config, device: torch.device) -> bool:
 
 def _attention(config: Config, device: torch.device) -> str:
     model = config.model
+    if config.finetune.adapter == "prefix_tuning":
+        return "sdpa"  # the others take no prefix
     return attention_choice(
         model.attention, model.flavor or "", device=device.type, documents=config.data.document_mask
     )
@@ -67,13 +69,15 @@ def build_model(
     device: torch.device,
     *,
     param_dtype: torch.dtype,
-    seed: int | None,
+    seed: int,
+    pretrained: bool = False,
     storage: bool = True,
 ) -> ModelParts:
     """Build a model sharded over ``mesh`` on ``device``, which computes in ``param_dtype``.
 
-    Its weights are a function of ``seed`` alone, or whatever was in memory where that is None, for weights
-    that will be loaded; without ``storage`` it stays on the meta device, to be looked at.
+    Its weights are a function of ``seed`` alone; ``pretrained`` ones, which will be loaded, are whatever was
+    in memory, save for what fine-tuning adds to them. Without ``storage`` it stays on the meta device, to be
+    looked at.
     """
     if compiles(config, device):
         from toolkit.parallel.compile import keep_for_two_backwards, use_cache
@@ -90,12 +94,17 @@ def build_model(
                 attention=_attention(config, device),
                 loss_chunk_tokens=config.training.loss_chunk_tokens,
             )
+        model.to(DTYPES[config.training.dtype])
         if mesh.pp:
             from toolkit.parallel.pipeline_parallel import cut
 
             cut(model, stages.modules[stage])
+        if config.finetune.chooses:
+            from toolkit.finetune.converters import apply_finetune
+
+            apply_finetune(model, config.finetune, frozen_dtype=param_dtype)
         parallelize(
-            model.to(DTYPES[config.training.dtype]),
+            model,
             mesh,
             parallelism=config.parallelism,
             checkpointing=config.activation_checkpoint,
@@ -108,10 +117,31 @@ def build_model(
         )
         models.append(model.to_empty(device="cpu" if offload else device) if storage else model)
     model_parts = _model_parts(config, models, stages, mesh, shards, param_dtype, device)
-    if storage and seed is not None:
-        named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
-        initialize(named, seed, lambda name: init_rule(name, args))
+    if storage:
+        _initialize(config, args, model_parts, seed, pretrained)
     return model_parts
+
+
+def _initialize(
+    config: Config, args: ModelArgs, model_parts: ModelParts, seed: int, pretrained: bool
+) -> None:
+    named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
+    if not config.finetune.adds:
+        if not pretrained:
+            initialize(named, seed, lambda name: init_rule(name, args))
+        return
+    from toolkit.finetune.converters import added_init, settle
+    from toolkit.finetune.parameters import added_shapes, is_added
+
+    shapes = added_shapes(args, config.finetune)
+    drawn = [(name, parameter) for name, parameter in named if is_added(name) or not pretrained]
+    initialize(
+        drawn,
+        seed,
+        lambda name: added_init(name, shapes[name]) if name in shapes else init_rule(name, args),
+    )
+    if not pretrained:
+        settle(model_parts.models)
 
 
 def _model_parts(
@@ -152,10 +182,13 @@ def load_hugging_face(
     Raises:
         DataError: the folder is damaged or does not fit the model; alike on every rank.
     """
+    from toolkit.finetune.parameters import is_added
     from toolkit.weights.load import load_weights, open_alike
     from toolkit.weights.safetensors import SafetensorsFolder
 
     source = open_alike(lambda: SafetensorsFolder(folder), on_rank_0_alone=broadcast, group=group)
-    tensors: dict[str, Tensor] = dict(model_parts.named_parameters())
+    tensors: dict[str, Tensor] = {
+        name: parameter for name, parameter in model_parts.named_parameters() if not is_added(name)
+    }
     load_weights(source, tensors, broadcast_from_rank_0=broadcast, group=group)
     model_parts.refresh_tied_copies(tensors, dict(model_parts.tied_copies()))

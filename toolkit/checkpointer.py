@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -76,6 +76,7 @@ class Checkpointer:
         self._about = about
         self._group = group
         self._exports = run_folder / EXPORTS
+        self._base: dict[str, str] | None = None  # of an adapter
         self.say: Callable[[str], None] = lambda text: print(printable(text), flush=True)
         background = None
         if options.async_mode != "disabled":
@@ -95,8 +96,11 @@ class Checkpointer:
         return step_folder(self.manager.folder, self._state.step)
 
     def tensors(self, *, model_only: bool, copies: bool = False) -> dict[str, Tensor]:
-        """Of this rank, or those of its ``copies``, which no checkpoint holds."""
+        """Of this rank, or those of its ``copies``, which no checkpoint holds. Beside an adapter only what is
+        trained: the frozen model is read again from where it came from."""
         named = list(self._model_parts.tied_copies() if copies else self._model_parts.named_parameters())
+        if self._config.finetune.adds:
+            named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         tensors: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in named}
         return tensors if model_only else tensors | optimizer_tensors(named, self._optimizer)
 
@@ -108,7 +112,11 @@ class Checkpointer:
         if not options.load_only:
             self.manager.remove_leftovers(exports=self._exports)
         step = self.manager.latest() if options.load_step == -1 else options.load_step
-        if step is not None:
+        if self._config.finetune.adds:
+            self._load_base()
+            if step is not None:
+                self._resume(step)
+        elif step is not None:
             self._resume(step)
         elif folder := pretrained_folder(self._config):
             broadcast = options.initial_load_broadcast
@@ -120,6 +128,27 @@ class Checkpointer:
             else:
                 self._resume(source)
 
+    def _load_base(self) -> None:
+        """Fill the model that an adapter is trained on, if not by the seed, and note which it is."""
+        from toolkit.finetune.base import base_of
+        from toolkit.finetune.converters import settle
+        from toolkit.finetune.parameters import is_added
+
+        model_parts, options = self._model_parts, self._options
+
+        def base(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+            return {f"model.{name}": tensor for name, tensor in named if not is_added(name)}
+
+        if folder := pretrained_folder(self._config):
+            broadcast = options.initial_load_broadcast
+            load_hugging_face(model_parts, folder, broadcast=broadcast, group=self._group)
+        elif options.initial_load_path and not options.initial_load_in_hf:
+            tensors = base(model_parts.named_parameters())
+            self.manager.load(Path(options.initial_load_path).expanduser(), tensors)
+            model_parts.refresh_tied_copies(tensors, base(model_parts.tied_copies()))
+        settle(model_parts.models)
+        self._base = self.manager.ranks.on_rank_0(lambda: base_of(self._config, self._about["model"]))
+
     def _load(self, where: int | Path, *, model_only: bool) -> dict[str, Any]:
         tensors = self.tensors(model_only=model_only)
         manifest = self.manager.load(where, tensors, exclude=_excluded(self._config))
@@ -130,6 +159,10 @@ class Checkpointer:
         excluded, state = self._options.exclude_from_loading, self._state
         manifest = self._load(where, model_only=False)
         run = manifest["run"]
+        if self._base:
+            from toolkit.finetune.base import refuse_another
+
+            refuse_another(run.get("base"), self._base)
         if "train_state" not in excluded:
             state.step = manifest["step"]
             state.tokens = run["tokens"]
@@ -162,6 +195,7 @@ class Checkpointer:
         state = self._state
         run = {
             **self._about,
+            **({"base": self._base} if self._base else {}),
             "id": state.run_id,
             "model_only": model_only,
             "tokens": state.tokens,

@@ -151,10 +151,15 @@ class Trainer:
         config = self.config
         self.args = model_args(config, tokenizer_vocab=self.data.tokenizer.n_words)
         self.param_dtype = compute_dtype(config, self.device)
-        # Weights that the run does not begin with are not drawn: that takes longer than reading others.
-        seed = self.seed if pretrained_folder(config) is None else None
         self.model_parts = build_model(
-            config, self.args, self.mesh, self.device, param_dtype=self.param_dtype, seed=seed
+            config,
+            self.args,
+            self.mesh,
+            self.device,
+            param_dtype=self.param_dtype,
+            seed=self.seed,
+            # Weights that the run does not begin with are not drawn: that takes longer than reading others.
+            pretrained=pretrained_folder(config) is not None,
         )
         parameters = [*self.model_parts.named_parameters(), *self.model_parts.tied_copies()]
         self.optimizer = build_optimizer(parameters, config.optimizer)

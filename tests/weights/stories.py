@@ -73,7 +73,7 @@ def empty_model(args: ModelArgs, parallelism: dict[str, Any], *, dtype: str = "f
         cp=layout.cp,
         tp=layout.tp,
     )
-    return build_model(config, args, mesh, CPU, param_dtype=getattr(torch, dtype), seed=None)
+    return build_model(config, args, mesh, CPU, param_dtype=getattr(torch, dtype), seed=0, pretrained=True)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import PrivateAttr
 
+from toolkit.config.finetune import Finetune
 from toolkit.config.job import (
     Checkpoint,
     Comm,
@@ -53,6 +54,7 @@ class Config(Table):
     lr_scheduler: LRScheduler = LRScheduler()
     training: Training = Training()
     data: Data = Data()
+    finetune: Finetune = Finetune()
     parallelism: Parallelism = Parallelism()
     checkpoint: Annotated[Checkpoint, ActsWith("checkpoint.enable")] = Checkpoint()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()

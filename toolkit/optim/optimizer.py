@@ -28,7 +28,8 @@ OPTIMIZERS: dict[str, type[Adam]] = {"AdamW": AdamW, "Adam": Adam}
 def parameter_groups(
     parameters: NamedParameters, *, weight_decay: float, no_decay: Sequence[str] = ()
 ) -> list[dict]:
-    """torch's parameter groups for what is trainable: what is decayed, then what is not; none is empty.
+    """torch's parameter groups for what is trainable: what is decayed, then what is not; an empty one only
+    where nothing is.
 
     ``no_decay`` are patterns of names as of a shell; without any, all is decayed, as in torchtitan.
     """
@@ -38,8 +39,8 @@ def parameter_groups(
         if parameter.requires_grad:
             spared = any(fnmatchcase(name, pattern) for pattern in no_decay)
             groups[0.0 if spared else weight_decay].append((name, parameter))
-    if not any(groups.values()):
-        raise ValueError("no parameter is trainable: all are frozen, or there are none")
+    if not any(groups.values()):  # a pipeline stage whose blocks are all frozen
+        return [{"params": [], "weight_decay": weight_decay}]
     return [{"params": named, "weight_decay": decay} for decay, named in groups.items() if named]
 
 
@@ -52,7 +53,7 @@ def build_optimizer(parameters: NamedParameters, options: OptimizerOptions) -> O
     :class:`toolkit.optim.optimizer_in_backward.StepInBackward`.
 
     Raises:
-        ValueError: nothing is trainable, or a number is out of its range (torch's own checks).
+        ValueError: a number is out of its range (torch's own checks).
     """
     groups = parameter_groups(parameters, weight_decay=options.weight_decay, no_decay=options.no_decay)
     kernels, betas = IMPLEMENTATIONS[options.implementation], (options.beta1, options.beta2)

@@ -14,12 +14,14 @@ gathers them again.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from toolkit.models.common.attention import AttentionBackend, AttentionMask
+from toolkit.models.common.attention import AttentionBackend, AttentionMask, Prefix
 from toolkit.models.common.decoder import Attention, Decoder
 from toolkit.parallel.autograd_collectives import gather
 
@@ -79,14 +81,22 @@ class ContextParallelAttention:
             for piece in pieces
         ]
 
-    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
+    def __call__(
+        self,
+        q_BSHE: Tensor,
+        k_BSKE: Tensor,
+        v_BSKE: Tensor,
+        mask: AttentionMask,
+        prefix: Prefix | None = None,
+    ) -> Tensor:
         heads = k_BSKE.shape[2]
         both = self.shards.whole(gather(torch.cat([k_BSKE, v_BSKE], dim=2), 0, self.group))
         k_BSKE, v_BSKE = both.split(heads, dim=2)
         pieces = self.shards.of(self.shards.rank)
         size = q_BSHE.shape[1] // len(pieces)
+        inner: Any = self.inner if prefix is None else partial(self.inner, prefix=prefix)
         outputs = [
-            self.inner(q, k_BSKE[:, : (piece + 1) * size], v_BSKE[:, : (piece + 1) * size], its_mask)
+            inner(q, k_BSKE[:, : (piece + 1) * size], v_BSKE[:, : (piece + 1) * size], its_mask)
             for piece, q, its_mask in zip(pieces, q_BSHE.split(size, dim=1), mask, strict=True)
         ]
         return torch.cat(outputs, dim=1)

@@ -218,7 +218,7 @@ class Pipeline(ModelParts):
         first, last = self.owner[0], self.owner[self.last]
         mine = [parameter for name, parameter in self.named_parameters() if name == TIED]
         mine += [parameter for _, parameter in self.tied_copies()]
-        if not mine:
+        if not mine or not mine[0].requires_grad:
             return
         gradients = [_local(parameter.grad) for parameter in mine]  # type: ignore[arg-type]
         if first == last:

@@ -54,7 +54,8 @@ def apply_tensor_parallel(
     model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, *, split_sequence: bool = True
 ) -> None:
     """Split the modules of ``model``, on the meta device, in place: ``plan`` has styles by patterns of names,
-    the first that fits. Without ``split_sequence`` sequences of any length pass, and no gradients.
+    the first that fits; a module that fine-tuning has added brings its own. Without ``split_sequence``
+    sequences of any length pass, and no gradients.
 
     Raises:
         ValueError: a dimension to be split does not divide by the mesh, or a parameter is in no module of
@@ -62,7 +63,8 @@ def apply_tensor_parallel(
     """
     between = Between(mesh.get_group(), split_sequence)
     for name, module in list(model.named_modules()):
-        style = next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
+        planned = (style for pattern, style in plan.items() if fnmatchcase(name, pattern))
+        style = getattr(module, "tensor_style", None) or next(planned, None)
         if style:
             try:
                 STYLES[style](module, mesh, between)
@@ -91,6 +93,7 @@ COLUMN = Placed(Shard(0))
 ROW = Placed(Shard(1))
 WHOLE = Placed(Replicate(), Partial())
 """Each rank has it all, and a share of its gradient."""
+_ADDED = {"column": COLUMN, "row": ROW, "whole": WHOLE}
 
 
 def _place(module: nn.Module, mesh: DeviceMesh, **places: Placed) -> None:
@@ -102,7 +105,7 @@ def _place(module: nn.Module, mesh: DeviceMesh, **places: Placed) -> None:
             dim, size = placed.placement.dim, parameter.shape[placed.placement.dim]
             raise ValueError(f"{name}: dimension {dim} of size {size} on {mesh.size()} ranks")
         whole = distribute_tensor(parameter.detach(), mesh, [placed.placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(whole))
+        module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
         gradients[name] = placed.gradient
     if gradients:
         kind: Any = type(module)
@@ -131,14 +134,27 @@ def _read(module: nn.Module, *, name: str, gradient: Placement | None) -> Any:
     return local(parameter, gradient) if module.inside and parameter is not None else parameter
 
 
+def _added(module: nn.Module, style: str) -> dict[str, Placed]:
+    """The placements of parameters that fine-tuning has added to ``module``, as it declares them itself."""
+    places = getattr(module, "tensor_placements", {}).get(style, {})
+    return {name: _ADDED[place] for name, place in places.items()}
+
+
+def _adapter(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
+    """A module of fine-tuning, which says where its parameters lie."""
+    _place(module, mesh, **_added(module, "adapter"))
+
+
 def _column(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
     """Output features split: takes whole hidden states, gives this rank's features."""
-    _place(module, mesh, weight=COLUMN, bias=COLUMN)
+    _place(module, mesh, weight=COLUMN, bias=COLUMN, **_added(module, "column"))
 
 
 def _row(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
     """Input features split: takes this rank's features, gives the sum as it lies between the blocks."""
-    _place(module, mesh, weight=ROW)
+    _place(module, mesh, weight=ROW, **_added(module, "row"))
+    if hasattr(module, "sum_over_ranks"):
+        module.sum_over_ranks = partial(all_reduce, group=between.group)  # type: ignore[assignment]
     module.register_forward_hook(lambda module, args, output: between.summed(output))
 
 
@@ -224,6 +240,7 @@ STYLES: dict[str, Callable[[nn.Module, DeviceMesh, Between], None]] = {
     "column": _column,
     "row": _row,
     "norm": _norm,
+    "adapter": _adapter,
     "gather": _gather_input,
     "embedding": _embedding,
     "head": _head,

@@ -15,6 +15,8 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 AttentionMask = Any
 """What a back end's own ``mask`` returns, made once a forward and handed to every block."""
+Prefix = tuple[Tensor, Tensor]
+"""Keys and values (P, K, E) that every query sees beside those of its row: :class:`SDPA` takes them."""
 
 
 class AttentionBackend(Protocol):
@@ -58,7 +60,20 @@ class SDPA:
             return causal_mask(length, device, first)
         return attention_mask(documents_BS[:, :length], first)
 
-    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        q_BSHE: Tensor,
+        k_BSKE: Tensor,
+        v_BSKE: Tensor,
+        mask: Tensor | None,
+        prefix: Prefix | None = None,
+    ) -> Tensor:
+        if prefix is not None:
+            mask = prefix_mask(mask, q_BSHE.shape[1], k_BSKE.shape[1], len(prefix[0]), q_BSHE.device)
+            k_BSKE, v_BSKE = (
+                torch.cat([x_PKE.to(x.dtype).expand(len(x), -1, -1, -1), x], dim=1)
+                for x_PKE, x in zip(prefix, (k_BSKE, v_BSKE), strict=True)
+            )
         return sdpa(q_BSHE, k_BSKE, v_BSKE, mask)
 
 
@@ -94,6 +109,13 @@ def causal_mask(length: int, device: torch.device, first: int = 0) -> Tensor | N
     if device.type == "cuda":  # a form that the flash kernel takes, where a dense mask is not
         return causal_lower_right(length - first, length)
     return torch.ones(length - first, length, dtype=torch.bool, device=device).tril_(first)
+
+
+def prefix_mask(mask: Tensor | None, queries: int, keys: int, prefix: int, device: torch.device) -> Tensor:
+    """``mask`` of ``queries`` and ``keys``, with ``prefix`` keys before them that all queries see."""
+    if mask is None or isinstance(mask, CausalBias):
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
+    return F.pad(mask, (prefix, 0), value=True)
 
 
 def sdpa(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:

@@ -96,6 +96,8 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
         self.q_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
         self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        # Attends in the back end's place, with it: called with this module and the back end's arguments.
+        self.adapter: nn.Module | None = None
 
     def forward(self, x_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor:
         # Heads are counted from the projection: under tensor parallelism a rank has its part of them.
@@ -104,7 +106,8 @@ class Attention(nn.Module):
         v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
-        out_BSHE = self.backend(rotate(q_BSHE, rotations), rotate(k_BSKE, rotations), v_BSKE, mask)
+        attended = rotate(q_BSHE, rotations), rotate(k_BSKE, rotations), v_BSKE, mask
+        out_BSHE = self.backend(*attended) if self.adapter is None else self.adapter(self, *attended)
         return self.wo(out_BSHE.flatten(-2))
 
 

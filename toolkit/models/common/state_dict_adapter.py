@@ -20,7 +20,7 @@ class StateDictAdapter:
     """
 
     def __init__(self, in_block: Mapping[str, str], reordered: Collection[str]):
-        self._in_block = in_block
+        self.in_block = in_block
         self._from_block = {theirs: ours for ours, theirs in in_block.items()}
         self._reordered = tuple(f"{part}.weight" for part in reordered)
 
@@ -34,7 +34,7 @@ class StateDictAdapter:
         if not module.startswith("layers."):
             return f"{_OUTSIDE[module]}.weight"
         _, layer, part = module.split(".", 2)
-        return f"model.layers.{layer}.{self._in_block[part]}.weight"
+        return f"model.layers.{layer}.{self.in_block[part]}.weight"
 
     def from_hf(self, name: str) -> str | None:
         """Our name of Hugging Face's tensor ``name``; None for what is no weight (rotary frequencies).

@@ -1,0 +1,77 @@
+"""Tables about fine-tuning: adapters on a frozen model, and which parameters are trained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Interval, Lt
+
+from toolkit.config.types import ActsWith, NonNegative, Positive, PositiveFloat, Table
+
+_BLOCK_LINEARS = ["wq", "wv"]
+
+
+class LoRA(Table):
+    """Low-rank updates of linear layers (Hu et al. 2021, arXiv:2106.09685)."""
+
+    rank: Positive = 8
+    """Rank of an update."""
+    alpha: PositiveFloat = 16.0
+    """The update is scaled by alpha / rank."""
+    dropout: Annotated[float, Interval(ge=0), Lt(1)] = 0.0
+    """Part of the inputs of an update that is zeroed in training. Above 0 the curve depends on the mesh."""
+    target_modules: list[str] = _BLOCK_LINEARS
+    """Linear layers to update: names (wq, wk, wv, wo, w1, w2, w3, or q_proj and the like), patterns of whole
+    names such as layers.3.*, or all-linear, which is all but the head."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732)."""
+    use_dora: bool = False
+    """Train the magnitudes of the rows of the updated weights as well (Liu et al. 2024, arXiv:2402.09353)."""
+
+
+class PrefixTuning(Table):
+    """Learned keys and values of every block, which every token sees (Li, Liang 2021, arXiv:2101.00190)."""
+
+    num_virtual_tokens: Positive = 30
+    """Learned tokens before each document."""
+
+
+class LlamaAdapter(Table):
+    """Learned prompts of the last blocks, whose attention is added through a gate that starts closed
+    (Zhang et al. 2023, arXiv:2303.16199)."""
+
+    adapter_len: Positive = 10
+    """Learned tokens of a block."""
+    adapter_layers: Positive = 30
+    """Blocks that have them, counted from the last."""
+    gate: Literal["head", "layer"] = "head"
+    """head: tanh of a number for each head, as in the paper; layer: one plain number, as in PEFT."""
+
+
+class Finetune(Table):
+    """What of a model is trained. Everything, unless a key says otherwise."""
+
+    adapter: Literal["none", "lora", "prefix_tuning", "llama_adapter"] = "none"
+    """Parameters to add, which alone are trained; their tables are finetune.lora and so on."""
+    trainable: list[str] = []
+    """Patterns of names of parameters to train, such as *norm.weight or tok_embeddings.*; empty is all."""
+    frozen: list[str] = []
+    """Patterns of names of parameters not to train."""
+    freeze_first_layers: NonNegative = 0
+    """Blocks not to train, counted from the first; with them the embedding is frozen."""
+    freeze_last_layers: NonNegative = 0
+    """Blocks not to train, counted from the last."""
+    lora: Annotated[LoRA, ActsWith("finetune.adapter", ("lora",))] = LoRA()
+    prefix_tuning: Annotated[PrefixTuning, ActsWith("finetune.adapter", ("prefix_tuning",))] = PrefixTuning()
+    llama_adapter: Annotated[LlamaAdapter, ActsWith("finetune.adapter", ("llama_adapter",))] = LlamaAdapter()
+
+    @property
+    def adds(self) -> bool:
+        """Whether the model gets parameters of an adapter, and is itself frozen."""
+        return self.adapter != "none"
+
+    @property
+    def chooses(self) -> bool:
+        """Whether anything but all of a plain model is trained."""
+        patterns = bool(self.trainable or self.frozen)
+        return self.adds or patterns or self.freeze_first_layers > 0 or self.freeze_last_layers > 0

@@ -1,0 +1,56 @@
+"""The model that an adapter is trained on: which it is.
+
+Checkpoints of an adapter hold what is trained and a fingerprint of the rest, so that they are small, and so
+that an adapter cannot go on with other weights than it began with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.config import Config
+from toolkit.errors import CheckpointError
+from toolkit.models.from_config import weights_folder
+from toolkit.weights.open import open_weights
+from toolkit.weights.source import WeightSource
+
+_SAMPLED_ROWS = 1
+
+
+def base_of(config: Config, shape: Mapping[str, Any]) -> dict[str, str]:
+    """Which model an adapter is trained on: ``place`` and ``fingerprint``."""
+    place = weights_folder(config) or config.checkpoint.initial_load_path
+    if place is None:
+        seed = config.debug.seed or 0
+        text = json.dumps([seed, dict(shape)], sort_keys=True)
+        return {"place": f"seed {seed}", "fingerprint": hashlib.sha256(text.encode()).hexdigest()}
+    return {"place": str(place), "fingerprint": fingerprint(open_weights(place, verify=False))}
+
+
+def fingerprint(source: WeightSource) -> str:
+    """SHA-256 of names, shapes and the first row of each tensor: other weights have another, and a large
+    model takes no longer than its tensors are many."""
+    digest = hashlib.sha256()
+    for name, stored in sorted(source.tensors.items()):
+        digest.update(f"{name} {stored.shape} ".encode())
+        first = (slice(0, _SAMPLED_ROWS), *(slice(0, size) for size in stored.shape[1:]))
+        digest.update(source.read(name, first).float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def refuse_another(saved: Mapping[str, str] | None, here: Mapping[str, str]) -> None:
+    """Raise CheckpointError where an adapter was trained on another model than ``here``."""
+    if saved is None:
+        raise CheckpointError(
+            "the checkpoint is one of a whole model, and this run trains an adapter\n"
+            "  fix:  name it as checkpoint.initial_load_path, and another job.dump_folder"
+        )
+    if saved["fingerprint"] != here["fingerprint"]:
+        raise CheckpointError(
+            f"the adapter of the checkpoint was trained on other weights: those of {saved['place']}, while "
+            f"this run's are {here['place']}\n  fix:  start from the same weights (checkpoint.initial_load_path, "
+            "model.hf_assets_path)"
+        )

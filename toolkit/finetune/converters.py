@@ -1,0 +1,61 @@
+"""The changes that fine-tuning makes to a model before anything shards it, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from toolkit.config.finetune import Finetune
+from toolkit.finetune.parameters import adapted_layers, lora_targets, trained_names
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.init import Init
+
+
+def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dtype) -> None:
+    """Add the adapter of ``options`` to ``model``, or a stage of it, on the meta device, in place, and freeze
+    what is not trained.
+
+    Beside an adapter what is frozen is kept in ``frozen_dtype``, that of the computation, to which FSDP would
+    cast it anyway; checkpoints do not hold it.
+    """
+    args = model.args
+    if options.adapter == "lora":
+        from toolkit.finetune.lora import apply_lora
+
+        apply_lora(model, lora_targets(args, options), options.lora)
+    elif options.adapter == "prefix_tuning":
+        from toolkit.finetune.prefix import apply_prefix
+
+        apply_prefix(model, args, options.prefix_tuning)
+    elif options.adapter == "llama_adapter":
+        from toolkit.finetune.llama_adapter import apply_llama_adapter
+
+        apply_llama_adapter(model, adapted_layers(args, options), args, options.llama_adapter)
+    named = dict(model.named_parameters())
+    trained = trained_names(named, args, options)
+    for name in named.keys() - trained:
+        named[name].requires_grad_(False)
+        if options.adds:
+            module, _, own = name.rpartition(".")
+            frozen = torch.nn.Parameter(named[name].to(frozen_dtype), requires_grad=False)
+            model.get_submodule(module).register_parameter(own, frozen)
+
+
+def added_init(name: str, shape: tuple[int, ...]) -> Init:
+    """How a parameter of an adapter starts: so that at first the model is as it was, or nearly."""
+    return {
+        # The variance of PEFT's, whose distribution is uniform.
+        "lora_a": Init(std=(3 * shape[-1]) ** -0.5),
+        "prompt": Init(std=1.0),
+        "keys": Init(std=0.02),
+        "values": Init(std=0.02),
+    }.get(name.rpartition(".")[2], Init())
+
+
+def settle(models: Iterable[Decoder]) -> None:
+    """Set what starts from the model's own weights, once these are there: the magnitudes of DoRA."""
+    for model in models:
+        for module in model.modules():
+            if reset := getattr(module, "reset_magnitude", None):
+                reset()

@@ -1,0 +1,82 @@
+"""LoRA and DoRA: linear layers with a low-rank update beside the weight, which is not trained.
+
+The layer keeps its ``weight`` and its place; ``lora_a`` (R, in) and ``lora_b`` (out, R) are parameters of its
+own, so that FSDP, tensor parallelism and checkpoints treat them as any other. With DoRA the sum of weight and
+update has rows of the length ``magnitude`` (out,); their present length is a constant in backward, as in
+section 4.3 of the paper (arXiv:2402.09353).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.config.finetune import LoRA
+
+
+class LoRALinear(nn.Linear):
+    """x ↦ W x + s·B A dropout(x), or with ``magnitude`` each row m / ‖W + s·B A‖ times as long.
+
+    Takes the place of ``linear``. Tensor parallelism may leave each rank a part of its features.
+    """
+
+    tensor_placements = {
+        "column": {"lora_a": "whole", "lora_b": "column", "magnitude": "column"},
+        "row": {"lora_a": "row", "lora_b": "whole", "magnitude": "whole"},
+    }
+    """By the style that tensor parallelism gives the layer: how the added parameters lie on its ranks."""
+
+    def __init__(self, linear: nn.Linear, options: LoRA):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+
+        def new(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=linear.weight.device, dtype=linear.weight.dtype))
+
+        self.lora_a = new(options.rank, self.in_features)
+        self.lora_b = new(self.out_features, options.rank)
+        self.magnitude = new(self.out_features) if options.use_dora else None
+        self.scale = options.alpha / (options.rank**0.5 if options.use_rslora else options.rank)
+        self.dropout = options.dropout
+        # Adds up over the ranks that have a part of each row.
+        self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda squares: squares
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = F.linear(x, self.weight, self.bias)
+        dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        update = F.linear(F.linear(dropped, self.lora_a), self.lora_b) * self.scale
+        if self.magnitude is None:
+            return result + update
+        longer = self.magnitude / self._row_norms().to(self.magnitude.dtype)
+        return result + F.linear(dropped, self.weight) * (longer - 1) + update * longer
+
+    @torch.no_grad()
+    def _row_norms(self) -> Tensor:
+        merged = self.weight + self.lora_b @ self.lora_a * self.scale
+        precise = torch.promote_types(merged.dtype, torch.float32)
+        return self.sum_over_ranks(merged.to(precise).square().sum(dim=1)).sqrt()
+
+    @torch.no_grad()
+    def reset_magnitude(self) -> None:
+        """Set the magnitudes to the lengths of the weight's rows, sharded or not, once it is loaded."""
+        if self.magnitude is None:
+            return
+        weight = self.weight.detach().to(self.magnitude.dtype)
+        if isinstance(weight, DTensor) and isinstance(self.magnitude, DTensor):
+            # Whole rows, whose lengths have the same bits on any mesh.
+            weight = weight.redistribute(placements=self.magnitude.placements)
+        self.magnitude.copy_(torch.linalg.vector_norm(weight, dim=1))
+
+
+def apply_lora(model: nn.Module, targets: Iterable[str], options: LoRA) -> None:
+    """Put updates beside the linear layers called ``targets``, in place; other stages' are passed over."""
+    modules = dict(model.named_modules())
+    for name in targets:
+        if name in modules:
+            parent, _, child = name.rpartition(".")
+            setattr(modules[parent], child, LoRALinear(modules[name], options))

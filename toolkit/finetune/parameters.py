@@ -1,0 +1,117 @@
+"""Which parameters fine-tuning adds to a model, and which it trains, by name. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from toolkit.config.finetune import Finetune
+from toolkit.models.common.args import ModelArgs, parameter_shapes
+from toolkit.models.registry import spec
+
+_LORA = ("lora_a", "lora_b", "magnitude")
+_IN_ATTENTION = ".attention.adapter."
+ALL_LINEAR = "all-linear"
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def is_added(name: str) -> bool:
+    """Say if the parameter ``name`` is one of an adapter."""
+    return name.rpartition(".")[2] in _LORA or _IN_ATTENTION in name
+
+
+def added_shapes(args: ModelArgs, options: Finetune) -> Shapes:
+    """Shapes of the parameters that the adapter of ``options`` adds, by name."""
+    return {"lora": _lora, "prefix_tuning": _prefix, "llama_adapter": _llama_adapter}.get(
+        options.adapter, lambda args, options: {}
+    )(args, options)
+
+
+def all_shapes(args: ModelArgs, options: Finetune) -> Shapes:
+    """Shapes of all parameters of the model that is fine-tuned."""
+    return parameter_shapes(args) | added_shapes(args, options)
+
+
+def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> set[str]:
+    """The ``names`` that are trained: an adapter's, and those of the model that the patterns leave.
+
+    With an adapter the model is frozen, save for what ``trainable`` names.
+    """
+    first, last = options.freeze_first_layers, args.n_layers - options.freeze_last_layers
+
+    def is_trained(name: str) -> bool:
+        if is_added(name):
+            return True
+        asked = not (options.adds or options.trainable) or _fits(name, options.trainable)
+        if not asked or _fits(name, options.frozen):
+            return False
+        if name.startswith("layers."):
+            return first <= int(name.split(".", 2)[1]) < last
+        return not (first and name == "tok_embeddings.weight")
+
+    return {name for name in names if is_trained(name)}
+
+
+def _fits(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def lora_targets(args: ModelArgs, options: Finetune) -> list[str]:
+    """Names of the linear layers that LoRA updates, in the model's order."""
+    patterns = options.lora.target_modules
+    return [module for module in linear_layers(args) if any(_targets(args, it, module) for it in patterns)]
+
+
+def linear_layers(args: ModelArgs) -> list[str]:
+    """Names of the linear layers of the blocks."""
+    shapes = parameter_shapes(args)
+    blocks = [name for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2]
+    return [name.removesuffix(".weight") for name in blocks]
+
+
+def _targets(args: ModelArgs, pattern: str, module: str) -> bool:
+    """Say if ``pattern`` stands for ``module``: by its last name, ours or Hugging Face's, or by all of it."""
+    last = module.rpartition(".")[2]
+    return pattern in (ALL_LINEAR, last, hf_linear_names(args)[last]) or fnmatchcase(module, pattern)
+
+
+def hf_linear_names(args: ModelArgs) -> Mapping[str, str]:
+    """Hugging Face's last names of a block's modules by ours, as q_proj for wq."""
+    names = spec(args.family).adapter.in_block
+    return {ours.rpartition(".")[2]: theirs.rpartition(".")[2] for ours, theirs in names.items()}
+
+
+def _lora(args: ModelArgs, options: Finetune) -> Shapes:
+    shapes, rank = parameter_shapes(args), options.lora.rank
+    added: Shapes = {}
+    for module in lora_targets(args, options):
+        rows, columns = shapes[f"{module}.weight"]
+        added |= {f"{module}.lora_a": (rank, columns), f"{module}.lora_b": (rows, rank)}
+        if options.lora.use_dora:
+            added[f"{module}.magnitude"] = (rows,)
+    return added
+
+
+def _prefix(args: ModelArgs, options: Finetune) -> Shapes:
+    shape = (args.n_kv_heads, options.prefix_tuning.num_virtual_tokens, args.head_dim)
+    return {
+        f"layers.{layer}{_IN_ATTENTION}{part}": shape
+        for layer in range(args.n_layers)
+        for part in ("keys", "values")
+    }
+
+
+def adapted_layers(args: ModelArgs, options: Finetune) -> range:
+    """The blocks that have a LLaMA-Adapter."""
+    return range(max(0, args.n_layers - options.llama_adapter.adapter_layers), args.n_layers)
+
+
+def _llama_adapter(args: ModelArgs, options: Finetune) -> Shapes:
+    adapter = options.llama_adapter
+    gates = args.n_heads if adapter.gate == "head" else 1
+    return {
+        f"layers.{layer}{_IN_ATTENTION}{part}": shape
+        for layer in adapted_layers(args, options)
+        for part, shape in (("prompt", (adapter.adapter_len, args.dim)), ("gate", (gates,)))
+    }

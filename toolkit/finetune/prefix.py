@@ -1,0 +1,47 @@
+"""Prefix tuning: learned keys and values that every token of a block's attention sees beside those of its
+document. They have no positions: keys are learned as they are after RoPE.
+
+Unlike a cache of past keys, which is what PEFT makes of them, they are parameters of the attention: blocks
+that are computed again in backward see them, positions stay those of the tokens, and packed documents each
+begin behind the same prefix.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.config.finetune import PrefixTuning
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.attention import AttentionMask
+from toolkit.models.common.decoder import Attention, Decoder
+
+
+class Prefix(nn.Module):
+    """Keys and values (K, P, E) for P learned tokens, of which each rank of a tp group has its heads'."""
+
+    tensor_style = "adapter"
+    tensor_placements = {"adapter": {"keys": "column", "values": "column"}}
+
+    def __init__(self, args: ModelArgs, options: PrefixTuning):
+        super().__init__()
+        shape = (args.n_kv_heads, options.num_virtual_tokens, args.head_dim)
+        self.keys = nn.Parameter(torch.empty(shape))
+        self.values = nn.Parameter(torch.empty(shape))
+
+    def forward(
+        self, attention: Attention, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask
+    ) -> Tensor:
+        prefix = self.keys.transpose(0, 1), self.values.transpose(0, 1)
+        backend: Any = attention.backend
+        return backend(q_BSHE, k_BSKE, v_BSKE, mask, prefix=prefix)
+
+
+def apply_prefix(model: Decoder, args: ModelArgs, options: PrefixTuning) -> None:
+    """Give every block of ``model``, on the meta device, a prefix, in place."""
+    with torch.device("meta"):
+        for block in model.layers.values():
+            attention: Any = block.attention
+            attention.adapter = Prefix(args, options)
