@@ -48,6 +48,8 @@ def _adapter(kind: str, **options: Any) -> Settings:
     return {"finetune.adapter": kind, **{f"finetune.{key}": value for key, value in options.items()}}
 
 
+_ALL_LINEAR = {"lora.rank": 3, "lora.target_modules": ["all-linear"]}
+
 PLAIN: Settings = {
     **_precision("float64", "float64", "float64"),
     "model.dim": 32,
@@ -111,10 +113,8 @@ WORDS: dict[str, Settings] = {
     "bare-head": {"parallelism.module_fqns_per_model_part": [_BLOCKS, _HEAD]},
     "by-hand": {"parallelism.module_fqns_per_model_part": [_BLOCKS[:2], [*_BLOCKS[2:], *_HEAD]]},
     "stage-a-layer": {"parallelism.pipeline_parallel_layers_per_stage": 1},
-    "lora": _adapter("lora", **{"lora.rank": 3, "lora.target_modules": ["all-linear"]}),
-    "dora": _adapter(
-        "lora", **{"lora.rank": 3, "lora.target_modules": ["all-linear"], "lora.use_dora": True}
-    ),
+    "lora": _adapter("lora", **_ALL_LINEAR),
+    "dora": _adapter("lora", **_ALL_LINEAR, **{"lora.use_dora": True}),
     # The embedding is trained beside it.
     "rslora": _adapter("lora", **{"lora.use_rslora": True, "trainable": ["tok_embeddings.weight"]}),
     "prefix": _adapter("prefix_tuning", **{"prefix_tuning.num_virtual_tokens": 5}),

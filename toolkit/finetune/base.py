@@ -51,6 +51,6 @@ def refuse_another(saved: Mapping[str, str] | None, here: Mapping[str, str]) -> 
     if saved["fingerprint"] != here["fingerprint"]:
         raise CheckpointError(
             f"the adapter of the checkpoint was trained on other weights: those of {saved['place']}, while "
-            f"this run's are {here['place']}\n  fix:  start from the same weights (checkpoint.initial_load_path, "
-            "model.hf_assets_path)"
+            f"this run's are {here['place']}\n  fix:  start from the same weights "
+            "(checkpoint.initial_load_path, model.hf_assets_path)"
         )

@@ -10,6 +10,7 @@ from toolkit.config.finetune import Finetune
 from toolkit.finetune.parameters import adapted_layers, lora_targets, trained_names
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.init import Init
+from toolkit.weights.source import EMBEDDING, HEAD
 
 
 def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dtype) -> None:
@@ -33,8 +34,12 @@ def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dty
 
         apply_llama_adapter(model, adapted_layers(args, options), args, options.llama_adapter)
     named = dict(model.named_parameters())
-    trained = trained_names(named, args, options)
-    for name in named.keys() - trained:
+    # A pipeline's copy of a tied embedding is trained where the embedding is.
+    tied = {HEAD: EMBEDDING} if args.tie_embeddings else {}
+    trained = trained_names({tied.get(name, name) for name in named}, args, options)
+    for name in named:
+        if tied.get(name, name) in trained:
+            continue
         named[name].requires_grad_(False)
         if options.adds:
             module, _, own = name.rpartition(".")

@@ -60,7 +60,7 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 def lora_targets(args: ModelArgs, options: Finetune) -> list[str]:
     """Names of the linear layers that LoRA updates, in the model's order."""
     patterns = options.lora.target_modules
-    return [module for module in linear_layers(args) if any(_targets(args, it, module) for it in patterns)]
+    return [module for module in linear_layers(args) if any(targets(args, it, module) for it in patterns)]
 
 
 def linear_layers(args: ModelArgs) -> list[str]:
@@ -70,7 +70,7 @@ def linear_layers(args: ModelArgs) -> list[str]:
     return [name.removesuffix(".weight") for name in blocks]
 
 
-def _targets(args: ModelArgs, pattern: str, module: str) -> bool:
+def targets(args: ModelArgs, pattern: str, module: str) -> bool:
     """Say if ``pattern`` stands for ``module``: by its last name, ours or Hugging Face's, or by all of it."""
     last = module.rpartition(".")[2]
     return pattern in (ALL_LINEAR, last, hf_linear_names(args)[last]) or fnmatchcase(module, pattern)

@@ -94,7 +94,8 @@ class ContextParallelAttention:
         k_BSKE, v_BSKE = both.split(heads, dim=2)
         pieces = self.shards.of(self.shards.rank)
         size = q_BSHE.shape[1] // len(pieces)
-        inner: Any = self.inner if prefix is None else partial(self.inner, prefix=prefix)
+        plain: Any = self.inner
+        inner = plain if prefix is None else partial(plain, prefix=prefix)
         outputs = [
             inner(q, k_BSKE[:, : (piece + 1) * size], v_BSKE[:, : (piece + 1) * size], its_mask)
             for piece, q, its_mask in zip(pieces, q_BSHE.split(size, dim=1), mask, strict=True)

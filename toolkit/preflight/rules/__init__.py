@@ -34,6 +34,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "parallelism.data_parallel",
         "training.enable_cpu_offload",
     ),
+    "finetune": ("finetune",),
     "files": (),
     "data": (),
     "mixture": ("data.mixture",),
