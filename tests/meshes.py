@@ -118,15 +118,14 @@ WORDS: dict[str, Settings] = {
     # The embedding is trained beside it.
     "rslora": _adapter("lora", **{"lora.use_rslora": True, "trainable": ["tok_embeddings.weight"]}),
     "prefix": _adapter("prefix_tuning", **{"prefix_tuning.num_virtual_tokens": 5}),
-    # Gradients of prompts are as small as the gates, which start at 0: AdamW must not blow up their rounding.
+    # torch's fused AdamW computes what is left of a vector register in fp32, which parts of eight gates are.
     "llama-adapter": {
         **_adapter("llama_adapter", **{"llama_adapter.adapter_len": 3, "llama_adapter.adapter_layers": 3}),
-        "optimizer.eps": 1e-4,
+        "optimizer.implementation": "foreach",
     },
-    "llama-adapter-peft": {
-        **_adapter("llama_adapter", **{"llama_adapter.gate": "layer"}),
-        "optimizer.eps": 1e-4,
-    },
+    "llama-adapter-peft": _adapter(
+        "llama_adapter", **{"llama_adapter.gate": "layer", "llama_adapter.adapter_layers": 4}
+    ),
     "freeze-first": {"finetune.freeze_first_layers": 2},
     "freeze-last": {"finetune.freeze_last_layers": 1, "finetune.frozen": ["output.weight"]},
     "norms-only": {"finetune.trainable": ["*norm.weight"]},
