@@ -23,12 +23,12 @@ from toolkit.checkpoint.manifest import (
     check_files,
     committed_steps,
     read_manifest,
+    saved_settings,
     step_folder,
     unsound_steps,
 )
 from toolkit.checkpoint.retention import delete, leftovers, superseded
 from toolkit.config import local_paths
-from toolkit.config.values import dotted
 from toolkit.errors import (
     EXIT_DATA,
     EXIT_ERROR,
@@ -159,7 +159,7 @@ def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The run's step, mesh and the like, and its configuration by dotted key."""
     run = manifest["run"]
     plain = {key: value for key, value in run.items() if key not in ("config", "model")}
-    return {"step": manifest["step"], **plain, **dotted(run.get("config", ""))}
+    return {"step": manifest["step"], **plain, **saved_settings(run)}
 
 
 def prune(folder: Path, *, keep_latest: int, keep_every: int | None, dry_run: bool) -> Iterator[str]:

@@ -510,7 +510,7 @@ TAMPERED = {
         ),
         "model.norm in .* is not the piece that the index tells of",
     ),
-    "no numbers": (lambda i: setattr(_chunk(i), "sizes", ("a", "b")), "cannot be read"),
+    "no numbers": (lambda i: setattr(_chunk(i), "sizes", ("a", "b")), "has a shape that is none"),
 }
 
 

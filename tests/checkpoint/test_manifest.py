@@ -20,7 +20,7 @@ def _commit(folder, step):
     path.mkdir(parents=True)
     (path / "__0_0.distcp").write_bytes(b"abc")
     files = {"__0_0.distcp": {"bytes": 3, "sha256": SHA_OF_ABC}}
-    run = {"tokens": 5, "mesh": (2, 1), "by_rank": {0: "a", 10: "b", 9: "c"}}
+    run = {"tokens": 5, "cuts": (2, 1), "by_rank": {0: "a", 10: "b", 9: "c"}}
     manifest = build_manifest(step=step, files=files, tensor_count=1, tensor_bytes=3, run=run)
     (path / MANIFEST).write_text(json.dumps(manifest))
     return path
@@ -35,7 +35,7 @@ def _change(path, change):
 def test_round_trip(tmp_path):
     manifest = read_manifest(_commit(tmp_path, 7))
     assert manifest["step"] == 7
-    assert manifest["run"] == {"tokens": 5, "mesh": [2, 1], "by_rank": {"0": "a", "10": "b", "9": "c"}}
+    assert manifest["run"] == {"tokens": 5, "cuts": [2, 1], "by_rank": {"0": "a", "10": "b", "9": "c"}}
     assert manifest["tensors"] == {"count": 1, "bytes": 3}
 
 

@@ -29,10 +29,12 @@ from torch.futures import Future
 
 from toolkit.checkpoint.coverage import coverage_problem
 from toolkit.checkpoint.manifest import ADVICE
+from toolkit.config.local_paths import open_regular
 from toolkit.errors import CheckpointError
 from toolkit.io.tensor_file import FilePart, SavedFile, TensorPlace, read_region
 
 METADATA = ".metadata"
+_MAX_DIMENSIONS = 8
 Files = dict[str, dict[str, Any]]
 
 
@@ -169,13 +171,50 @@ def _enum_member(kind: Any, name: str) -> Any:
     return kind[name]
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+_Unpickler: Any = pickle._Unpickler
+"""Python's own: C's hashes whatever is the key of a dict, and tuples of tuples of tuples take as long as
+their writer likes; and it makes room for as many objects as the file says."""
+_OPERATIONS = """PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE
+    SHORT_BINUNICODE EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM
+    SETITEMS MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD"""
+"""All that a .metadata needs."""
+
+
+class _MetadataUnpickler(_Unpickler):
+    dispatch = {
+        code: _Unpickler.dispatch[code]
+        for code in (getattr(pickle, operation)[0] for operation in _OPERATIONS.split())
+    }
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         if (module, name) not in _ALLOWED:
             raise CheckpointError(f"it names {module}.{name}, which no checkpoint of tensors needs")
         return super().find_class(module, name)
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.stack[-1][_plain_key(key)] = value
+
+    def load_setitems(self) -> None:
+        items = self.pop_mark()
+        keys = map(_plain_key, items[::2])
+        self.stack[-1].update(zip(keys, items[1::2], strict=True))
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+
+
+def _plain_key(key: Any) -> Any:
+    if type(key) is MetadataIndex:
+        plain = type(key.fqn) is str and type(key.offset) in (torch.Size, type(None))
+        plain = plain and type(key.index) in (int, type(None))
+    else:
+        plain = type(key) is str
+    if not plain:
+        raise CheckpointError("it has keys that are no names of tensors")
+    return key
 
 
 def read_metadata(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Metadata:
@@ -188,7 +227,7 @@ def read_metadata(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Metad
     """
     path = folder / METADATA
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             metadata = _MetadataUnpickler(file).load()
         problem = _metadata_problem(metadata, files)
     except CheckpointError as error:
@@ -201,16 +240,25 @@ def read_metadata(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Metad
 
 
 def _metadata_problem(metadata: Any, files: Mapping[str, Mapping[str, Any]]) -> str | None:
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+    if not isinstance(metadata, Metadata) or not all(
+        isinstance(held, dict) for held in (metadata.storage_data, metadata.state_dict_metadata)
+    ):
         return "it is not the index of a checkpoint"
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             return f"{name} is not a tensor but a pickled object, which could run code"
+        sizes = [entry.size, *(size for chunk in entry.chunks for size in (chunk.offsets, chunk.sizes))]
+        if not all(type(size) is torch.Size and len(size) <= _MAX_DIMENSIONS for size in sizes):
+            return f"{name} has a shape that is none"
     for index, place in metadata.storage_data.items():
-        if not isinstance(place, _StorageInfo) or place.relative_path not in files:
+        if not isinstance(place, _StorageInfo) or type(place.relative_path) is not str:
+            return f"{index.fqn} lies nowhere"
+        if place.relative_path not in files:
             return f"{index.fqn} lies outside the files of the manifest"
         if place.transform_descriptors:
             return f"{index.fqn} is stored with a transform, which this toolkit never writes"
+        if {type(place.offset), type(place.length)} != {int}:
+            return f"{index.fqn} lies nowhere"
         if not 0 <= place.offset <= place.offset + place.length <= files[place.relative_path]["bytes"]:
             return f"{index.fqn} lies outside {place.relative_path}"
     return coverage_problem(tensors_of(metadata), metadata.storage_data)

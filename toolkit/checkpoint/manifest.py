@@ -7,15 +7,22 @@ exist for loading, for retention and for "latest".
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
+import stat
+import types
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from toolkit.compat import file_digest
-from toolkit.errors import CheckpointError
+from toolkit.config.local_paths import open_regular, read_bytes
+from toolkit.config.values import dotted
+from toolkit.errors import CheckpointError, shown
+from toolkit.io.json_fields import MAX_BYTES, is_size, parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = "llama-toolkit checkpoint"
@@ -23,7 +30,7 @@ VERSION = 1
 
 # Everything that DCP writes has one of these names; no other may be read, so no path can escape.
 _FILE_NAME = re.compile(r"\.metadata|__\d+_\d+\.distcp")
-_STEP_FOLDER = re.compile(r"step-(\d+)")
+_STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _FIELDS = {
     "format": str,
     "version": int,
@@ -34,6 +41,22 @@ _FIELDS = {
     "run": dict,
     "digest": str,
 }
+_RUN_FIELDS: dict[str, type | types.UnionType] = {
+    "config": str,
+    "model": dict,
+    "mesh": str,
+    "id": str,
+    "tokenizer": str | None,
+    "special_tokens": dict,
+    "loader": dict,
+    "model_only": bool,
+    "tokens": int,
+    "schedule_start": int,
+    "data_parallel_degree": int,
+    "global_batch_size": int,
+    "best_validation": float | int | None,
+}
+"""What a manifest may tell of its run, and this toolkit reads."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -70,7 +93,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = parse_json(read_bytes(path, at_most=MAX_BYTES))
     except FileNotFoundError:
         raise CheckpointError(_absent(folder)) from None
     except OSError as error:
@@ -113,8 +136,11 @@ def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool)
     problems = []
     for name, expected in files.items():
         try:
-            size = (folder / name).stat().st_size
-            if size != expected["bytes"]:
+            found = (folder / name).stat()
+            size = found.st_size
+            if not stat.S_ISREG(found.st_mode):
+                problems.append(f"{name} is no regular file")
+            elif size != expected["bytes"]:
                 problems.append(f"{name} has {size:,} bytes instead of {expected['bytes']:,}")
             elif verify and _sha256(folder / name) != expected["sha256"]:
                 problems.append(f"{name} was altered: its SHA-256 is not the one of the manifest")
@@ -157,7 +183,7 @@ def _problem(folder: Path, manifest: Any) -> str | None:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         return f"is not a manifest of this toolkit (its format is not {FORMAT!r})"
     if manifest.get("version") != VERSION:
-        return f"has version {manifest.get('version')!r}; this toolkit reads version {VERSION}"
+        return f"has version {shown(manifest.get('version'))}; this toolkit reads version {VERSION}"
     for field, kind in _FIELDS.items():
         if not isinstance(manifest.get(field), kind):
             return f"is damaged: {field} is missing or not a {kind.__name__}; {ADVICE}"
@@ -168,18 +194,41 @@ def _problem(folder: Path, manifest: Any) -> str | None:
         return f"lists files that no checkpoint has: {', '.join(map(repr, strange[:3]))}"
     if not all(_describes_file(entry) for entry in manifest["files"].values()):
         return f"is damaged: a file without its size or SHA-256; {ADVICE}"
+    if not all(map(is_size, (manifest["step"], *map(manifest["tensors"].get, ("count", "bytes"))))):
+        return f"is damaged: its step, or the number of its tensors or their bytes, is no number; {ADVICE}"
+    run = manifest["run"]
+    for field, expected in _RUN_FIELDS.items():
+        if field in run and not _is_a(run[field], expected):
+            return f"is damaged: {field} of its run is {shown(run[field])}; {ADVICE}"
+    try:
+        saved_settings(run)
+    except (ValueError, RecursionError) as error:
+        return f"is damaged: the configuration of its run is no TOML ({error}); {ADVICE}"
     match = _STEP_FOLDER.fullmatch(folder.name)
     if match and int(match[1]) != manifest["step"]:
         return f"is of step {manifest['step']}: the folder was renamed or its files were mixed up"
     return None
 
 
+def saved_settings(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values of the configuration that a manifest's ``run`` holds, by dotted key."""
+    return _settings(run.get("config", ""))
+
+
+@functools.lru_cache(maxsize=8)  # the checkpoints of a run have the same one
+def _settings(config: str) -> dict[str, Any]:
+    return dotted(config)
+
+
+def _is_a(value: Any, expected: type | types.UnionType) -> bool:
+    """Compare a value of JSON with its type: no number is true or false, none is negative or immense."""
+    if isinstance(value, bool) or not isinstance(value, expected):
+        return isinstance(value, bool) and expected is bool
+    return is_size(value) if expected is int else True
+
+
 def _describes_file(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict)
-        and isinstance(entry.get("bytes"), int)
-        and isinstance(entry.get("sha256"), str)
-    )
+    return isinstance(entry, dict) and is_size(entry.get("bytes")) and isinstance(entry.get("sha256"), str)
 
 
 def _digest(manifest: dict[str, Any]) -> str:
@@ -187,5 +236,5 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file_digest(file, "sha256").hexdigest()

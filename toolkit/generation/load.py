@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from toolkit.checkpoint.manifest import saved_settings
 from toolkit.config.parallelism import Parallelism
-from toolkit.config.values import dotted
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.distributed.agreement import Ranks
@@ -98,7 +98,7 @@ def load_model(
     model.to_empty(device=device).requires_grad_(False)
     load_weights(source, dict(model.named_parameters()))
     run = source.run if isinstance(source, CheckpointWeights) else {}
-    seq_len = dotted(run.get("config", "")).get("training.seq_len")
+    seq_len = saved_settings(run).get("training.seq_len")
     tokenizer = _tokenizer(source, tokenizer_path, asked_bos(run) if add_bos is None else add_bos)
     return Loaded(model.eval(), source.args, tokenizer, mesh, seq_len)
 

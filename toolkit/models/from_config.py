@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.manifest import read_manifest
+from toolkit.checkpoint.manifest import read_manifest, saved_settings
 from toolkit.config import Config
-from toolkit.config.values import dotted
 from toolkit.errors import CheckpointError
 from toolkit.models.common.args import ModelArgs, changed, takes_vocabulary
 from toolkit.models.common.hf_config import CONFIG
@@ -86,7 +85,7 @@ def hugging_face_folder(path: str) -> Path:
     beside it at the same step. torchtitan's ``last_save_in_hf`` writes it in the checkpoint's place."""
     folder = _local(path)
     try:
-        saved = dotted(read_manifest(folder)["run"].get("config", ""))
+        saved = saved_settings(read_manifest(folder)["run"])
     except CheckpointError:
         return folder  # no checkpoint, or one of which another check tells what is wrong
     exported = _run_folder(folder, saved) / EXPORTS / folder.name

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.values import dotted
+from toolkit.checkpoint.manifest import saved_settings
 from toolkit.data.tokenizers.files import CANDIDATES, adds_bos, find
 from toolkit.data.tokenizers.to_json import post_processor, tokenizer_json
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -34,7 +34,7 @@ def tokenizer_of(source: WeightSource) -> Path | None:
     if isinstance(source, MetaFolder):
         places.append(source.place.parent)
     if isinstance(source, CheckpointWeights):
-        trained = dotted(source.run.get("config", ""))
+        trained = saved_settings(source.run)
         named = [
             source.run.get("tokenizer"),
             trained.get("model.tokenizer_path"),
@@ -46,7 +46,7 @@ def tokenizer_of(source: WeightSource) -> Path | None:
 
 def asked_bos(run: Mapping[str, Any]) -> bool | None:
     """``model.add_bos_token`` of a checkpoint's ``run``."""
-    return dotted(run.get("config", "")).get("model.add_bos_token")
+    return saved_settings(run).get("model.add_bos_token")
 
 
 def _has_tokenizer(place: Path) -> bool:

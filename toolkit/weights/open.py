@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from toolkit.checkpoint.dcp_storage import tensors_of
 from toolkit.checkpoint.manifest import MANIFEST, committed_steps, step_folder
 from toolkit.checkpoint.read_tensor import open_checkpoint, pieces, read_pieces
+from toolkit.config.types import MAX_LAYERS, MAX_SIZE
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
+from toolkit.io.json_fields import Fields, check_heads
 from toolkit.models.common.args import ModelArgs, RopeScaling
-from toolkit.models.registry import spec
+from toolkit.models.registry import FAMILIES
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import Region, Stored, WeightSource
@@ -62,16 +65,45 @@ class CheckpointWeights:
         return read_pieces(self._pieces(name), stored.shape, stored.dtype, region, out)
 
 
-def _args(folder: Path, shape: Any) -> ModelArgs:
+_COUNTS = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "head_dim")
+
+
+def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
+    """The shape as :func:`dataclasses.asdict` has written it, perhaps before a field was added."""
+    given = Fields(shape or {})
+    scaling = given.inner("rope_scaling")
+    family = given.values.get("family", ModelArgs.family)
+    if family not in FAMILIES:
+        given.refuse("family", f"must be one of {', '.join(FAMILIES)}")
+    limits = {"n_layers": MAX_LAYERS}
+    counts = {name: given.count(name, at_most=limits.get(name, MAX_SIZE)) for name in _COUNTS}
+    args = ModelArgs(
+        **counts,
+        norm_eps=given.positive("norm_eps", ModelArgs.norm_eps),
+        rope_theta=given.positive("rope_theta", ModelArgs.rope_theta),
+        rope_scaling=None
+        if scaling is None
+        else RopeScaling(
+            scaling.positive("factor"),
+            scaling.positive("low_freq_factor", RopeScaling.low_freq_factor),
+            scaling.positive("high_freq_factor", RopeScaling.high_freq_factor),
+            scaling.count("original_max_seq_len", RopeScaling.original_max_seq_len),
+        ),
+        max_seq_len=given.count("max_seq_len", ModelArgs.max_seq_len),
+        tie_embeddings=given.flag("tie_embeddings"),
+        qk_norm=given.flag("qk_norm"),
+        family=family if isinstance(family, str) else "",
+    )
+    for name in given.values.keys() - {field.name for field in fields(ModelArgs)}:
+        given.refuse(name, "is no field of a model that this toolkit knows")
+    check_heads(
+        given, heads="n_heads", kv_heads="n_kv_heads", n_heads=args.n_heads, n_kv_heads=args.n_kv_heads
+    )
     try:
-        scaling = shape["rope_scaling"]
-        args = ModelArgs(**(shape | {"rope_scaling": scaling and RopeScaling(**scaling)}))
-        spec(args.family)  # raises for a family that is not known
-        return args
-    except (TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"the manifest of {folder} does not tell the shape of a model: {type(error).__name__}: {error}"
-        ) from None
+        given.finish(f"the manifest of {folder} does not tell the shape of a model")
+    except DataError as error:
+        raise CheckpointError(str(error)) from None
+    return args
 
 
 def open_weights(path: Path | str, *, verify: bool = True, ranks: Ranks | None = None) -> WeightSource:

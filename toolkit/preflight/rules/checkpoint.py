@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 
-from toolkit.checkpoint.manifest import check_files, read_manifest, step_folder
+from toolkit.checkpoint.manifest import check_files, read_manifest, saved_settings, step_folder
 from toolkit.config.values import dotted
-from toolkit.errors import CheckpointError, DataError, Problem, first_few
+from toolkit.errors import CheckpointError, DataError, Problem, first_few, shown
 from toolkit.models.common.args import ModelArgs
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 from toolkit.preflight.rules.weights import CHANGEABLE
@@ -95,7 +95,7 @@ def checkpoint_fits_model(run: PlannedRun) -> list[Problem]:
     differing = [name for name in names if name in saved and saved[name] != here[name]]
     if not differing:
         return []
-    said = ", ".join(f"{name} {saved[name]} (this model: {here[name]})" for name in differing)
+    said = ", ".join(f"{name} {shown(saved[name])} (this model: {here[name]})" for name in differing)
     fix = "set model.name, model.flavor and model.* as in that run, or another job.dump_folder"
     if keys := [f"model.{CHANGEABLE[name]}" for name in differing if name in CHANGEABLE]:
         fix += f"; giving {', '.join(keys)} changes it on purpose"
@@ -131,7 +131,7 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
     return [
         run.problem(
             key,
-            f"the data position of the checkpoint {run.loaded} was counted with {before!r}",
+            f"the data position of the checkpoint {run.loaded} was counted with {shown(before)}",
             'set it to that, or start the data anew with checkpoint.exclude_from_loading = ["dataloader"]',
         )
         for key, now in here.items()
@@ -148,14 +148,16 @@ def mixture_resumable(run: PlannedRun) -> list[Problem]:
     saved, now = run.manifest["run"].get("loader", {}), _position_counts(run)
     counted = f"the data position of the checkpoint {run.loaded} was counted with"
     fix = 'go back to that, or start the data anew with checkpoint.exclude_from_loading = ["dataloader"]'
-    before, here = saved.get("corpus", ""), now.get("corpus", "one corpus")
+    before, here = str(saved.get("corpus", ""))[:500], now.get("corpus", "one corpus")
     if before != here and "mixture of " in before + here:
         key = next((f"data.mixture.{name}.weight" for name in config.data.mixture), "training.dataset")
         before = before if before.startswith("mixture of ") else "one corpus"
         return [run.problem(key, f"{counted} {before}, and this run has {here}", fix)] if saved else []
     return [
         run.problem(
-            f"data.mixture.{name}.weight", f"{counted} a share of {saved[share]}, now it is {now[share]}", fix
+            f"data.mixture.{name}.weight",
+            f"{counted} a share of {shown(saved[share], str)}, now it is {now[share]}",
+            fix,
         )
         for name in config.data.mixture
         if saved.get(share := f"{name}.share", now.get(share)) != now.get(share)
@@ -231,11 +233,11 @@ def _left_out(run: PlannedRun) -> Iterator[str]:
 def _changes(run: PlannedRun) -> Iterator[str]:
     """The values that shape a run's curve and are not those of the checkpoint's; of keys that both know."""
     assert run.manifest is not None
-    before = dotted(run.manifest["run"].get("config", ""))
+    before = saved_settings(run.manifest["run"])
     now = dotted(run.config.to_toml(origins=False))
     for table in _CURVE:
         yield from (
-            f"{key} {was!r} → {now[key]!r}"
+            f"{key} {shown(was)} → {now[key]!r}"
             for key, was in before.items()
             if key.startswith(f"{table}.") and key in now and was != now[key]
         )
