@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from tools.accelerate.read import ALIASES, KEYS, Given
+from tools.accelerate.read import ALIASES, KEYS, TABLES, Given
 from tools.import_accelerate import Imported, translate
 
 
@@ -115,6 +118,8 @@ MEANINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"parallelism_config_cp_comm_strategy": "allgather"}, {}),
     ({"parallelism_config_cp_backend": "torch"}, {}),
     ({"parallelism_config_sp_size": 1, "parallelism_config_sp_backend": "deepspeed"}, {}),
+    ({"parallelism_config_sp_seq_length": None, "parallelism_config_sp_seq_length_is_variable": True}, {}),
+    ({"parallelism_config_sp_attn_implementation": "sdpa"}, {}),
     *(({name: {}}, {}) for name in ("deepspeed_config", "megatron_lm_config", "mpirun_config", "fp8_config")),
     ({"downcast_bf16": "no", "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False}, {}),
     ({"tpu_name": None, "tpu_zone": None, "tpu_vm": None, "commands": None, "command_file": None}, {}),
@@ -136,6 +141,19 @@ def test_a_key_is_set_or_needs_nothing_here_and_says_why(
 
 def test_no_key_was_left_out_above() -> None:
     assert {ALIASES.get(name, name) for keys, _ in MEANINGS for name in keys} == set(KEYS)
+
+
+def test_every_key_that_accelerate_and_a_trainer_read_is_known() -> None:
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    launch = pytest.importorskip("accelerate.commands.launch")
+    named = {field.name for field in fields(config_args.ClusterConfig)} - set(TABLES)
+    flags = {action.dest for action in launch.launch_command_parser()._actions}
+    named |= {name for name in flags if name.startswith(("fsdp_", "tpu_", *TABLES.values()))}
+    source = inspect.getsource(pytest.importorskip("transformers").TrainingArguments)
+    trainers = set(re.findall(r'self\.fsdp_config(?:\.get\(|\.setdefault\(|\[)"(\w+)"', source))
+    assert len(trainers) > 5
+    named |= {name if name in KEYS else f"fsdp_{name}" for name in trainers}
+    assert sorted(named - set(KEYS) - set(ALIASES)) == []
 
 
 TPU = "TPUs need separate APIs"

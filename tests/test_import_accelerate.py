@@ -251,6 +251,13 @@ def test_the_example_names_the_right_class_and_with_it_is_imported(
     assert code == 2 and "is there already" in said
 
 
+@pytest.mark.parametrize("text", [EXAMPLE, VERSION_2])
+def test_the_files_are_such_as_accelerate_reads(tmp_path: Path, text: str) -> None:
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    config = config_args.load_config_from_file(str(_file(tmp_path, text)))
+    assert config.fsdp_config and config.distributed_type == "FSDP"
+
+
 def test_version_2_with_its_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "run.toml"
     base = ROOT / "train_configs" / "llama3_1b.toml"

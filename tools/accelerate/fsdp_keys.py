@@ -228,6 +228,8 @@ def _no_sp(value: Any, values: Values) -> Meaning:
     return Meaning("off")
 
 
+_SP_DETAILS = ("backend", "seq_length", "seq_length_is_variable", "attn_implementation")
+_NO_SP = "off with parallelism_config_sp_size 1"
 _BY_DESIGN = "not needed: each rank makes or reads its own shards and nothing else"
 
 FSDP_KEYS: dict[str, Rule] = {
@@ -260,7 +262,7 @@ FSDP_KEYS: dict[str, Rule] = {
     "parallelism_config_cp_backend": gone("always torch"),
     "parallelism_config_cp_comm_strategy": _cp_method,
     "parallelism_config_sp_size": _no_sp,
-    "parallelism_config_sp_backend": gone("off with parallelism_config_sp_size 1"),
+    **{f"parallelism_config_sp_{name}": gone(_NO_SP) for name in _SP_DETAILS},
     "xla": tpu(),
     "xla_fsdp_v2": tpu(),
     "xla_fsdp_settings": tpu(),
