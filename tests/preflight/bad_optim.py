@@ -16,19 +16,17 @@ CASES: list[Bad] = [
         "lr_scheduler.warmup_ratio=0.03 lr_scheduler.warmup_steps=10",
         "warmup_steps = 10 (--lr_scheduler.warmup_steps) gives the warm-up, too",
     ),
-    bad("decay_options_act", "lr_scheduler.gamma=0.9", 'with decay_type = "linear"', 'decay_type = "step"'),
-    bad("decay_options_act", "lr_scheduler.step_size=9 lr_scheduler.decay_type=constant", '"constant"'),
+    bad("options_act", "lr_scheduler.gamma=0.9", 'decay_type = "linear"', 'decay_type = "step"'),
+    bad("options_act", "lr_scheduler.step_size=9 lr_scheduler.decay_type=constant", '"constant"'),
     bad(
-        "decay_options_act",
+        "options_act",
         "lr_scheduler.decay_ratio=0.2 lr_scheduler.decay_type=step",
         "does nothing",
-        "linear, sqrt or cosine",
+        '"linear" or "sqrt" or "cosine"',
     ),
+    bad("options_act", "lr_scheduler.min_lr_factor=0.1 lr_scheduler.decay_type=constant", "does nothing"),
     bad(
-        "decay_options_act", "lr_scheduler.min_lr_factor=0.1 lr_scheduler.decay_type=constant", "does nothing"
-    ),
-    bad(
-        "decay_options_act",
+        "total_steps_act",
         "lr_scheduler.total_steps=99 lr_scheduler.decay_type=constant",
         "does nothing",
         "warmup_ratio, or a shape",

@@ -69,7 +69,7 @@ OPTIONS = [
     bad("supported_options", "model.converters=quantize.linear.mx", "compute capability 10.0"),
     bad("supported_options", "model.converters=quantize.grouped_mm.mx", "mixture-of-experts"),
     bad("supported_options", "quantize.linear.mx.recipe_name=x", "compute capability 10.0"),
-    bad("deterministic_options_act", "debug.deterministic_warn_only", "without debug.deterministic"),
+    bad("options_act", "debug.deterministic_warn_only", "with debug.deterministic = false"),
 ]
 
 MODEL = [
@@ -180,11 +180,11 @@ FILES = [
 ]
 
 CHECKPOINT = [
-    bad("checkpoint_options_act", "checkpoint.load_step=5", "checkpoint.enable is false"),
-    bad("checkpoint_options_act", "checkpoint.initial_load_path=x", "checkpoint.enable is false"),
-    bad("checkpoint_options_act", "checkpoint.last_save_in_hf", "checkpoint.enable is false"),
-    bad("checkpoint_options_act", "checkpoint.hf_export_interval=500", "checkpoint.enable is false"),
-    bad("checkpoint_options_act", "job.time_limit=60", "checkpoint.enable is false"),
+    bad("options_act", "checkpoint.load_step=5", "with checkpoint.enable = false"),
+    bad("options_act", "checkpoint.initial_load_path=x", "with checkpoint.enable = false"),
+    bad("options_act", "checkpoint.last_save_in_hf", "with checkpoint.enable = false"),
+    bad("options_act", "checkpoint.hf_export_interval=500", "with checkpoint.enable = false"),
+    bad("options_act", "job.time_limit=60", "with checkpoint.enable = false"),
     bad(
         "saves_are_made",
         "checkpoint.keep_every_n=700 checkpoint.interval=200 checkpoint.enable",

@@ -19,6 +19,7 @@ from toolkit.config.types import (
 _TORCHFT = DefaultOnly("fault tolerance through torchft is not supported")
 _PROFILER = ActsWith("profiling.enable_profiling")
 _SNAPSHOT = ActsWith("profiling.enable_memory_snapshot")
+_SAVES = ActsWith("checkpoint.enable", refused=True)
 _RECORDER = ActsWith("comm.trace_buf_size", above=0)
 
 
@@ -39,7 +40,7 @@ class Job(Table):
         str, DefaultOnly("the schema is extended in toolkit/config, not by importing a module at start-up")
     ] = ""
     """torchtitan's module of further config classes."""
-    time_limit: PositiveFloat | None = None
+    time_limit: Annotated[PositiveFloat | None, _SAVES] = None
     """Minutes of wall time within which a rank saves and stops, with exit code 75. The end of a Slurm job is
     heeded without it."""
     debug: bool = False
@@ -95,12 +96,12 @@ class Checkpoint(Table):
     """Folder of the checkpoints, inside job.dump_folder."""
     interval: Positive = 500
     """Steps from one checkpoint to the next; the last step is always saved."""
-    initial_load_path: Annotated[str | None, LocalPath()] = None
+    initial_load_path: Annotated[str | None, LocalPath(), _SAVES] = None
     """A step-N folder to start from when the run has no checkpoint of its own, or with initial_load_in_hf a
     Hugging Face folder, or a step-N beside which its run has written one."""
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path, not optimizer, step and data position."""
-    initial_load_in_hf: bool = False
+    initial_load_in_hf: Annotated[bool, _SAVES] = False
     """Start from the weights of a Hugging Face folder (config.json and safetensors): initial_load_path, or
     model.hf_assets_path where that is None."""
     initial_load_broadcast: bool = False
@@ -113,9 +114,9 @@ class Checkpoint(Table):
     last_save_model_only: bool = False
     """Save only the weights after the last step (torchtitan's default is true). A run that ended so cannot
     go on."""
-    last_save_in_hf: bool = False
+    last_save_in_hf: Annotated[bool, _SAVES] = False
     """After the last step also write the model as a Hugging Face folder, hf/step-N inside job.dump_folder."""
-    hf_export_interval: Positive | None = None
+    hf_export_interval: Annotated[Positive | None, _SAVES] = None
     """Steps from one such folder to the next, during training: a multiple of interval."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Precision of the weights in these folders and in a weights-only save (last_save_model_only)."""
@@ -126,7 +127,7 @@ class Checkpoint(Table):
     """Keep this many checkpoints and delete older ones; 0 keeps all."""
     keep_every_n: Positive | None = None
     """Beside the latest, keep those of every so many steps: a multiple of interval."""
-    load_step: Literal[-1] | NonNegative = -1
+    load_step: Annotated[Literal[-1] | NonNegative, _SAVES] = -1
     """Step to resume from; -1 is the newest."""
     exclude_from_loading: list[
         Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]
@@ -135,9 +136,9 @@ class Checkpoint(Table):
     far; without lr_scheduler the schedule starts again, warm-up included, at the step that the run is at."""
     enable_first_step_checkpoint: bool = False
     """Also save after the first step, to learn early that saving works."""
-    create_seed_checkpoint: bool = False
+    create_seed_checkpoint: Annotated[bool, _SAVES] = False
     """Save the initial weights and stop. Not needed here: they do not depend on the mesh."""
-    load_only: bool = False
+    load_only: Annotated[bool, _SAVES] = False
     """Load but never save."""
 
 
@@ -214,7 +215,7 @@ class Debug(Table):
     """Seed of the initial weights, the data order and random numbers in the model; None is 0."""
     deterministic: bool = False
     """Deterministic algorithms only, at some cost in speed; an operation without one is an error."""
-    deterministic_warn_only: bool = False
+    deterministic_warn_only: Annotated[bool, ActsWith("debug.deterministic", refused=True)] = False
     """With deterministic, an operation without such an algorithm is only a warning."""
     moe_force_load_balance: Annotated[bool, DefaultOnly(NO_MOE)] = False
     """Spread tokens evenly over experts."""

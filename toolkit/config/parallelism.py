@@ -27,6 +27,8 @@ _MX = DefaultOnly(NO_MX)
 _TP = ActsWith("parallelism.tensor_parallel_degree", above=1)
 _PP = ActsWith("parallelism.pipeline_parallel_degree", above=1)
 _CP = ActsWith("parallelism.context_parallel_degree", above=1)
+_AGAIN = ActsWith("activation_checkpoint.mode", ("selective", "full"), refused=True)
+_BUDGET = ActsWith("activation_checkpoint.mode", ("memory_budget",), refused=True)
 
 
 class Parallelism(Table):
@@ -50,9 +52,13 @@ class Parallelism(Table):
     fsdp_wrap_policy: Literal["block", "class", "size"] = "block"
     """What is gathered and freed together. block: the embedding, each block, the head; class: each module of
     fsdp_wrap_classes; size: each module with fsdp_min_num_params that are in no smaller unit."""
-    fsdp_wrap_classes: list[str] = ["TransformerBlock"]
+    fsdp_wrap_classes: Annotated[
+        list[str], ActsWith("parallelism.fsdp_wrap_policy", ("class",), refused=True)
+    ] = ["TransformerBlock"]
     """For class: any of TransformerBlock, Attention, FeedForward, Linear, RMSNorm, Embedding, OutputHead."""
-    fsdp_min_num_params: Positive = 100_000_000
+    fsdp_min_num_params: Annotated[
+        Positive, ActsWith("parallelism.fsdp_wrap_policy", ("size",), refused=True)
+    ] = 100_000_000
     """For size: parameters of the smallest unit."""
     fsdp_forward_prefetch: NonNegative = 0
     """Units whose parameters are asked for while another computes its forward; 0 leaves it to the order of
@@ -135,18 +141,18 @@ class ActivationCheckpoint(Table):
     """For selective: an integer n recomputes every n-th block; op recomputes what is cheap for its size."""
     per_op_sac_force_recompute_mm_shapes_by_fqns: Annotated[list[str], _MOE] = ["moe.router.gate"]
     """Matmuls that op always computes again."""
-    early_stop: bool = False
+    early_stop: Annotated[bool, _AGAIN] = False
     """Stop computing again as soon as all that is needed is there."""
-    memory_budget: Fraction = 0.5
+    memory_budget: Annotated[Fraction, _BUDGET] = 0.5
     """For memory_budget: part of the activations to keep."""
-    visualize_memory_budget_pareto: bool = False
+    visualize_memory_budget_pareto: Annotated[bool, _BUDGET] = False
     """For memory_budget: draw what each budget would cost in time into the run's folder memory_budget. Needs
     the extra plot, and some seconds a graph."""
-    preserve_rng_state: bool = True
+    preserve_rng_state: Annotated[bool, _AGAIN] = True
     """Compute again with the random numbers of the forward; needed only for dropout."""
-    determinism_check: Literal["default", "none"] = "default"
+    determinism_check: Annotated[Literal["default", "none"], _AGAIN] = "default"
     """default compares shapes and types of what was computed again with the forward; none does not."""
-    debug: bool = False
+    debug: Annotated[bool, _AGAIN] = False
     """Say which operation differed when they do not match; slow."""
 
     @property

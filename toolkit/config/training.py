@@ -133,6 +133,10 @@ class Optimizer(Table):
     clips nor accumulates."""
 
 
+_DECAYS = ActsWith("lr_scheduler.decay_type", ("linear", "sqrt", "cosine"), refused=True)
+_IN_STEPS = ActsWith("lr_scheduler.decay_type", ("step",), refused=True)
+
+
 class LRScheduler(Table):
     """Learning rate: linear warm-up, then constant, then decay."""
 
@@ -142,15 +146,15 @@ class LRScheduler(Table):
     """Warm-up as a part of the schedule, rounded up to a step, in place of warmup_steps."""
     total_steps: Positive | None = None
     """Length of the schedule when it is not training.steps."""
-    decay_ratio: Fraction | None = None
+    decay_ratio: Annotated[Fraction | None, _DECAYS] = None
     """Last part of the schedule in which the rate decays; None: all of it after the warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine", "constant", "step"] = "linear"
     """Shape of the decay. constant does not decay; step multiplies by gamma every step_size steps."""
-    step_size: Positive | None = None
+    step_size: Annotated[Positive | None, _IN_STEPS] = None
     """For step: steps from one multiplication to the next; None is an epoch."""
-    gamma: Annotated[float, Interval(gt=0, le=1)] = 0.85
+    gamma: Annotated[float, Interval(gt=0, le=1), _IN_STEPS] = 0.85
     """For step: the factor."""
-    min_lr_factor: Fraction = 0.0
+    min_lr_factor: Annotated[Fraction, _DECAYS] = 0.0
     """Rate at the end as a part of optimizer.lr."""
 
 

@@ -83,11 +83,12 @@ class LocalPath:
 class ActsWith:
     """A key, or a table of keys, that is read only where the key ``switch`` is one of ``values``, or names
     one; or where it is ``above`` a number. Of several such marks one is enough. What is set and not read is
-    noted at start-up."""
+    noted at start-up, and ``refused`` where it asks for something."""
 
     switch: str
     values: tuple[Any, ...] = (True,)
     above: int | None = None
+    refused: bool = False
 
     def acts(self, switch: Any) -> bool:
         return _holds(switch, self.values) if self.above is None else switch > self.above

@@ -22,30 +22,6 @@ _SINCE_0_2 = {
 
 
 @rule()
-def checkpoint_options_act(run: PlannedRun) -> list[Problem]:
-    """Loading and saving, and stopping in time to save, happen only where checkpoints are enabled."""
-    options = run.config.checkpoint
-    if options.enable:
-        return []
-    asked = {
-        "checkpoint.initial_load_path": options.initial_load_path is not None,
-        "checkpoint.load_step": options.load_step != -1,
-        "checkpoint.load_only": options.load_only,
-        "checkpoint.create_seed_checkpoint": options.create_seed_checkpoint,
-        "checkpoint.initial_load_in_hf": options.initial_load_in_hf,
-        "checkpoint.last_save_in_hf": options.last_save_in_hf,
-        "checkpoint.hf_export_interval": options.hf_export_interval is not None,
-        "job.time_limit": run.config.job.time_limit is not None,
-    }
-    fix = "set checkpoint.enable = true, or leave it out"
-    return [
-        run.problem(key, "has no effect while checkpoint.enable is false", fix)
-        for key, is_asked in asked.items()
-        if is_asked
-    ]
-
-
-@rule()
 def saves_are_made(run: PlannedRun) -> list[Problem]:
     """What is to be kept is saved, by a way that this device has."""
     options, problems = run.config.checkpoint, []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from toolkit.config.precedence import is_set
-from toolkit.config.schema import fields_by_key
 from toolkit.errors import Problem, did_you_mean
 from toolkit.models.common.args import INNER_CLASSES, WRAP_CLASSES, ModelArgs, block_parameters
 from toolkit.parallel.dims import reshard_after_forward, strategy
@@ -117,21 +116,6 @@ def offload_has_a_device(run: PlannedRun) -> list[Problem]:
     if not run.config.training.enable_cpu_offload or run.hardware.device != "cpu":
         return []
     return [run.problem("training.enable_cpu_offload", "parameters are in CPU memory already", "remove it")]
-
-
-@rule()
-def wrap_options_act(run: PlannedRun) -> list[Problem]:
-    """What one wrap policy reads, another does not."""
-    policy = run.config.parallelism.fsdp_wrap_policy
-    return [
-        run.problem(
-            key,
-            f'parallelism.fsdp_wrap_policy is "{policy}", which does not read it',
-            f'set parallelism.fsdp_wrap_policy = "{reader}", or remove it',
-        )
-        for key, reader in ((_CLASSES, "class"), (_MIN_PARAMS, "size"))
-        if policy != reader and run.config.value(key) != fields_by_key()[key].default
-    ]
 
 
 @rule()

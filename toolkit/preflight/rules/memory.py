@@ -8,23 +8,12 @@ import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-from toolkit.config.schema import fields_by_key
 from toolkit.errors import Problem, closest, install
 from toolkit.preflight.planned_run import PlannedRun, rule, torch_before
 
 _TABLE = "activation_checkpoint"
 _STRIDE = f"{_TABLE}.selective_ac_option"
 _RECOMPUTES = ("selective", "full")
-_READ_BY = {
-    "early_stop": _RECOMPUTES,
-    "preserve_rng_state": _RECOMPUTES,
-    "determinism_check": _RECOMPUTES,
-    "debug": _RECOMPUTES,
-    "memory_budget": ("memory_budget",),
-    "visualize_memory_budget_pareto": ("memory_budget",),
-}
-"""The modes of activation checkpointing that read an option."""
-
 _CHOOSING = ("inductor", "aot_eager", "aot_eager_decomp_partition", "cudagraphs")
 """Back ends of torch that choose what a forward keeps for its backward."""
 _BACKENDS = (*_CHOOSING, "aot_eager_default_partitioner", "eager", "eager_noexcept")
@@ -55,20 +44,6 @@ def checkpointing_debug(run: PlannedRun) -> list[Problem]:
         rule = 'torch does not offer it for selective_ac_option = "op"'
         return [run.problem(key, rule, f'set {_TABLE}.mode = "full" while you look for the operation')]
     return []
-
-
-@rule()
-def checkpointing_options_act(run: PlannedRun) -> list[Problem]:
-    """What one mode reads, another does not."""
-    mode = run.config.activation_checkpoint.mode
-    problems = []
-    for name, readers in _READ_BY.items():
-        key = f"{_TABLE}.{name}"
-        if mode in readers or run.config.value(key) == fields_by_key()[key].default:
-            continue
-        fix = f'set {_TABLE}.mode = "{readers[0]}", or remove it'
-        problems.append(run.problem(key, f'{_TABLE}.mode is "{mode}", which does not read it', fix))
-    return problems
 
 
 @rule()

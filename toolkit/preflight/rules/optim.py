@@ -37,27 +37,13 @@ def one_warmup(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def decay_options_act(run: PlannedRun) -> list[Problem]:
-    """Options of a decay that the chosen shape does not read would be ignored in silence."""
-    kind = run.config.lr_scheduler.decay_type
-    keys = ["decay_ratio", "min_lr_factor"] if kind in _ENDLESS else []
-    keys += ["gamma", "step_size"] if kind != "step" else []
-    if kind in _ENDLESS and run.config.lr_scheduler.warmup_ratio is None:
-        keys.append("total_steps")
-    shapes = {
-        "gamma": 'decay_type = "step"',
-        "step_size": 'decay_type = "step"',
-        "total_steps": "warmup_ratio, or a shape that decays to an end: linear, sqrt or cosine",
-    }
-    return [
-        run.problem(
-            f"lr_scheduler.{name}",
-            f'does nothing with decay_type = "{kind}"',
-            f"leave it out, or set {shapes.get(name, 'decay_type to linear, sqrt or cosine')}",
-        )
-        for name in keys
-        if is_set(run.config, f"lr_scheduler.{name}")
-    ]
+def total_steps_act(run: PlannedRun) -> list[Problem]:
+    """A schedule without an end has a length for its warm-up alone."""
+    options, key = run.config.lr_scheduler, "lr_scheduler.total_steps"
+    if options.total_steps is None or options.decay_type not in _ENDLESS or options.warmup_ratio is not None:
+        return []
+    fix = "leave it out, or set warmup_ratio, or a shape that decays to an end: linear, sqrt or cosine"
+    return [run.problem(key, f'does nothing with decay_type = "{options.decay_type}"', fix)]
 
 
 @rule()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import TypeVar
 
 from toolkit.config.schema import Field
@@ -43,16 +44,36 @@ def _leave(field: Field) -> str:
     return f"remove it, or set {field.name} = {format_toml(field.default)}, the default"
 
 
-@note
-def options_notes(run: PlannedRun) -> list[str]:
-    """The keys that are set and that nothing reads, by what they would act with."""
-    idle = defaultdict(list)
+def _idle(run: PlannedRun) -> Iterator[tuple[Field, list[ActsWith]]]:
+    """The keys that are set and that nothing reads, and what they would act with."""
     for field in run.config.present_fields():
         switches = [mark for mark in field.marks if isinstance(mark, ActsWith)]
         if run.config.value(field.key) == field.default or not switches:
             continue
         if not any(mark.acts(run.config.value(mark.switch)) for mark in switches):
-            idle[" or ".join(map(str, switches))].append(field.key)
+            yield field, switches
+
+
+@rule()
+def options_act(run: PlannedRun) -> list[Problem]:
+    """What is asked for, beside a switch with which nothing reads it, would be ignored in silence."""
+    return [
+        run.problem(
+            field.key,
+            f"does nothing with {mark.switch} = {format_toml(run.config.value(mark.switch))}",
+            f"set {mark}, or remove it",
+        )
+        for field, switches in _idle(run)
+        if (mark := next((mark for mark in switches if mark.refused), None))
+    ]
+
+
+@note
+def options_notes(run: PlannedRun) -> list[str]:
+    """The keys that are set and that nothing reads, by what they would act with."""
+    idle = defaultdict(list)
+    for field, switches in _idle(run):
+        idle[" or ".join(dict.fromkeys(map(str, switches)))].append(field.key)
     if run.hardware.device == "cpu":
         pinned = ("training.dataloader.pin_memory", "validation.dataloader.pin_memory")
         idle["a GPU"] = [key for key in pinned if run.config.value(key)]
@@ -95,13 +116,3 @@ def validation_has_one_length(run: PlannedRun) -> list[Problem]:
         return []
     rule = "counts the batches of a rank, while validation.samples counts samples of all ranks"
     return [run.problem("validation.steps", rule, "leave one of the two out")]
-
-
-@rule()
-def deterministic_options_act(run: PlannedRun) -> list[Problem]:
-    """What to do about algorithms that are not deterministic is asked only where these are unwanted."""
-    options = run.config.debug
-    if options.deterministic or not options.deterministic_warn_only:
-        return []
-    fix = "set debug.deterministic = true, or remove it"
-    return [run.problem("debug.deterministic_warn_only", "does nothing without debug.deterministic", fix)]
