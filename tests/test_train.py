@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import toolkit.trainer
+import toolkit.validate
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer
 from toolkit import train
 from toolkit.errors import EXIT_DATA, EXIT_ERROR, DataError, OutOfMemory, ToolkitError, TrainingError
-from toolkit.launcher.fault_reports import SUPERVISED
+from toolkit.launcher.environment import SUPERVISED
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def _compiling_in_validation(folder: Path) -> list[dict[str, Any]]:
         training={"steps": 3},
         validation={"enable": True, "freq": 1, "steps": 1, "seq_len": 64, "local_batch_size": 2},
     )
-    trainer, compiled, validate = small_trainer(config), [0.0], toolkit.trainer.validate
+    trainer, compiled, validate = small_trainer(config), [0.0], toolkit.validate.validate
 
     def compiling(*args: Any, **options: Any) -> float:
         compiled[0] += 1000.0
@@ -60,7 +60,7 @@ def _compiling_in_validation(folder: Path) -> list[dict[str, Any]]:
         seconds, compiled[0] = compiled[0], 0.0
         return seconds
 
-    toolkit.trainer.validate, trainer.compile_clock = compiling, take
+    toolkit.validate.validate, trainer.compile_clock = compiling, take
     trainer.train()
     return trainer.history
 

@@ -6,6 +6,7 @@ ever holds more than its shards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,10 +26,10 @@ from toolkit.parallel.init_weights import initialize
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.model_parts import ModelParts, SingleModel
 from toolkit.parallel.parallelize import parallelize
-from toolkit.parallel.pipeline_schedules import Stages, may_split_backward, pipeline_stages
 
 if TYPE_CHECKING:
     from toolkit.parallel.context_parallel import SequenceShards
+    from toolkit.parallel.pipeline_schedules import Stages
 
 EXPORT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -81,13 +82,14 @@ def build_model(
     """
     if compiles(config, device):
         from toolkit.parallel.compile import keep_for_two_backwards, use_cache
+        from toolkit.parallel.pipeline_schedules import may_split_backward
 
         use_cache(Path(config.compile.cache_folder).expanduser())
         keep_for_two_backwards(may_split_backward(config.parallelism))
     shards, offload = _shards(config, mesh), config.training.enable_cpu_offload
-    stages = pipeline_stages(config.parallelism, args.n_layers)
+    stages = _stages(config, args, mesh)
     models = []
-    for stage in stages.of_ranks[mesh.pp.get_local_rank()] if mesh.pp else [0]:
+    for modules in _modules_here(stages, mesh):
         with torch.device("meta"):
             model = Decoder(
                 args,
@@ -95,10 +97,10 @@ def build_model(
                 loss_chunk_tokens=config.training.loss_chunk_tokens,
             )
         model.to(DTYPES[config.training.dtype])
-        if mesh.pp:
+        if modules:
             from toolkit.parallel.pipeline_parallel import cut
 
-            cut(model, stages.modules[stage])
+            cut(model, modules)
         if config.finetune.chooses:
             from toolkit.finetune.converters import apply_finetune
 
@@ -144,16 +146,31 @@ def _initialize(
         settle(model_parts.models)
 
 
+def _stages(config: Config, args: ModelArgs, mesh: Mesh) -> Stages | None:
+    if mesh.pp is None:
+        return None
+    from toolkit.parallel.pipeline_schedules import pipeline_stages
+
+    return pipeline_stages(config.parallelism, args.n_layers)
+
+
+def _modules_here(stages: Stages | None, mesh: Mesh) -> Sequence[list[str] | None]:
+    """Names of the modules of each stage of this rank; None is the whole model."""
+    if stages is None or mesh.pp is None:
+        return [None]
+    return [stages.modules[stage] for stage in stages.of_ranks[mesh.pp.get_local_rank()]]
+
+
 def _model_parts(
     config: Config,
     models: list[Decoder],
-    stages: Stages,
+    stages: Stages | None,
     mesh: Mesh,
     shards: SequenceShards | None,
     param_dtype: torch.dtype,
     device: torch.device,
 ) -> ModelParts:
-    if mesh.pp is None:
+    if stages is None:
         return SingleModel(models[0], mesh, shards, config.parallelism)
     from toolkit.parallel.pipeline_parallel import Pipeline
 

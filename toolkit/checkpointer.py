@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,25 +17,10 @@ from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, step_folder
 from toolkit.config import Config
 from toolkit.errors import CheckpointError, DataError, printable
-from toolkit.models.from_config import EXPORTS, weights_folder
+from toolkit.models.from_config import EXPORTS, pretrained_folder
 from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.parallel.model_parts import ModelParts
-
-
-@dataclass
-class TrainState:
-    """How far a run is.
-
-    The schedule of the learning rate counts steps from ``schedule_start``. That is not 0 where a part of the
-    checkpoint that the run goes on from was not loaded: below it where the step was left out, so that the
-    run counts anew and the schedule does not.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    schedule_start: int = 0
-    best_validation: float | None = None
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # rank 0's is saved
+from toolkit.train_step import TrainState
 
 
 class Position(Protocol):
@@ -273,11 +256,6 @@ class Checkpointer:
     @property
     def _export_dtype(self) -> torch.dtype:
         return EXPORT_DTYPES[self._options.export_dtype]
-
-
-def pretrained_folder(config: Config) -> Path | None:
-    """The Hugging Face folder with the weights of a new run, if it takes some."""
-    return None if "model" in _excluded(config) else weights_folder(config)
 
 
 def _excluded(config: Config) -> list[str]:

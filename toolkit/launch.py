@@ -28,14 +28,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toolkit import preflight
-from toolkit.checkpoint.manifest import committed_steps
 from toolkit.config import Config, load_config
 from toolkit.data.build import open_data
 from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ToolkitError, report
 from toolkit.hardware import CHECKED_DEVICE, Hardware, detect
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import environment_error, shown_ranks, whole_number
-from toolkit.launcher.fault_reports import traces_prefix
 from toolkit.launcher.signals import Stopped, stop_at_once
 from toolkit.launcher.supervisor import Launch, say, supervise
 
@@ -97,9 +95,12 @@ def main(argv: Sequence[str]) -> int:
     os.environ[CHECKED_DEVICE] = hardware.device
     ranks = f"{launch.processes} ranks" if launch.processes > 1 else "1 rank"
     say(f"configuration checked, corpus tokenised; starting {ranks}")
-    code = supervise(
-        [sys.executable, "-u", "-m", "toolkit.train", *argv], launch, traces_prefix(config.job, config.comm)
-    )
+    reports = None
+    if launch.world_size > 1:
+        from toolkit.launcher.fault_reports import traces_prefix
+
+        reports = traces_prefix(config.job, config.comm)
+    code = supervise([sys.executable, "-u", "-m", "toolkit.train", *argv], launch, reports)
     if code == EXIT_FINISHED and tell and os.environ.get("SAMPLE"):
         _show_text(config, os.environ["SAMPLE"])
     return code
@@ -107,6 +108,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _show_text(config: Config, prompt: str) -> None:
     """Print how the model that was trained goes on from ``prompt``, and the command for more."""
+    from toolkit.checkpoint.manifest import committed_steps
+
     saved = Path(config.job.dump_folder).expanduser() / config.checkpoint.folder
     if not config.checkpoint.enable or not committed_steps(saved):
         return

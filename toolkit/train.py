@@ -17,7 +17,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from toolkit.config import Config, load_config
 from toolkit.data.build import open_data
@@ -33,9 +33,10 @@ from toolkit.errors import (
 )
 from toolkit.hardware import CHECKED_DEVICE
 from toolkit.io import standard_streams
-from toolkit.launcher.environment import is_reporting_rank, rank_environment
-from toolkit.launcher.fault_reporter import FaultReporter, lost_peers
-from toolkit.launcher.fault_reports import SUPERVISED, traces_prefix
+from toolkit.launcher.environment import SUPERVISED, is_reporting_rank, rank_environment
+
+if TYPE_CHECKING:
+    from toolkit.launcher.fault_reporter import FaultReporter
 
 
 def _train(config: Config, faults: FaultReporter | None, checked_device: str) -> int:
@@ -43,7 +44,6 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
 
     from toolkit.data.dataloader import lost_worker
     from toolkit.distributed import process_group
-    from toolkit.launcher import flight_recorder
     from toolkit.metrics.memory import out_of_memory_advice
     from toolkit.metrics.startup_timer import Phases
     from toolkit.trainer import Trainer
@@ -53,7 +53,8 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     with phases("tokenizer and tokens"):
         data = open_data(config, progress=chief)
     device = process_group.local_device(checked_device)
-    flight_recorder.enable(config.comm.trace_buf_size, traces_prefix(config.job, config.comm))
+    if faults:
+        faults.record_collectives(config.comm.trace_buf_size)
     with phases("process group"):
         process_group.start(device, timeout_seconds=config.comm.init_timeout_seconds)
     try:
@@ -98,9 +99,11 @@ def main(argv: Sequence[str]) -> int:
     except ToolkitError as error:  # the same on every rank
         return report(error, show=is_reporting_rank(os.environ), debug=debug)
     if world_size > 1:
-        faults = FaultReporter(
-            traces_prefix(config.job, config.comm), rank, world_size, supervised=SUPERVISED in os.environ
-        )
+        from toolkit.launcher.fault_reporter import FaultReporter
+        from toolkit.launcher.fault_reports import traces_prefix
+
+        prefix = traces_prefix(config.job, config.comm)
+        faults = FaultReporter(prefix, rank, world_size, supervised=SUPERVISED in os.environ)
     try:
         return _train(config, faults, checked)
     except ToolkitError as error:
@@ -108,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
         alone = isinstance(error, DataError | DeviceError | OutOfMemory)
         return report(error, show=rank == 0 or alone, debug=debug)
     except Exception as error:
-        if not faults or not lost_peers(error):
+        if not faults or not faults.lost_peers(error):
             return report(error, show=True)
         if debug:
             traceback.print_exception(error)

@@ -8,8 +8,9 @@ backward. Gradients are then plain sums everywhere: however the batch is cut, th
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +22,22 @@ from toolkit.loss import IGNORED_LABEL
 from toolkit.optim.grad_clip import clip_, global_norm, nonfinite_parameters
 from toolkit.optim.optimizer_in_backward import StepInBackward
 from toolkit.parallel.model_parts import MicroBatch, ModelParts
+
+
+@dataclass
+class TrainState:
+    """How far a run is.
+
+    The schedule of the learning rate counts steps from ``schedule_start``. That is not 0 where a part of the
+    checkpoint that the run goes on from was not loaded: below it where the step was left out, so that the
+    run counts anew and the schedule does not.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    schedule_start: int = 0
+    best_validation: float | None = None
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # rank 0's is saved
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from toolkit import __version__
 from toolkit.build import build_model, compiles, compute_dtype
-from toolkit.checkpointer import Checkpointer, TrainState, pretrained_folder
 from toolkit.config import Config
 from toolkit.data.batch_size import batch_shape
 from toolkit.data.build import RunData
@@ -41,13 +40,15 @@ from toolkit.metrics.profiling import profiling
 from toolkit.metrics.speed import SpeedMeter, build_speed_meter
 from toolkit.metrics.startup_timer import Phases
 from toolkit.metrics.summary import summary
-from toolkit.models.from_config import model_args
+from toolkit.models.from_config import model_args, pretrained_folder
 from toolkit.optim.lr_scheduler import cut_to_fit, learning_rate
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
-from toolkit.train_step import StepResult, TrainStep
-from toolkit.validate import validate
+from toolkit.train_step import StepResult, TrainState, TrainStep
+
+if TYPE_CHECKING:
+    from toolkit.checkpointer import Checkpointer
 
 
 class Trainer:
@@ -78,18 +79,10 @@ class Trainer:
         self.total_steps = config.training.steps
         if config.training.epochs:
             self.total_steps = -(-config.training.epochs * self.loader.epoch_samples // self.batch.total)
-        self.checkpointer = Checkpointer(
-            config,
-            self.folder,
-            model_parts=self.model_parts,
-            optimizer=self.optimizer,
-            position=self.loader,
-            state=self.train_state,
-            about=self._about(),
-            group=self.patient_group,
-        )
+        self.checkpointer: Checkpointer | None = None
         if config.checkpoint.enable:
             with phases("checkpoint"):
+                self.checkpointer = self._checkpointer()
                 self.checkpointer.restore()
 
     # Building
@@ -175,6 +168,20 @@ class Trainer:
 
         return CompileClock().take
 
+    def _checkpointer(self) -> Checkpointer:
+        from toolkit.checkpointer import Checkpointer
+
+        return Checkpointer(
+            self.config,
+            self.folder,
+            model_parts=self.model_parts,
+            optimizer=self.optimizer,
+            position=self.loader,
+            state=self.train_state,
+            about=self._about(),
+            group=self.patient_group,
+        )
+
     def _about(self) -> dict[str, Any]:
         """What every manifest tells of the run."""
         return {
@@ -196,13 +203,14 @@ class Trainer:
         """Train to the last step and return the exit code."""
         self._start_log()
         try:
-            if self.config.checkpoint.create_seed_checkpoint:
-                return self._saved_seed()
             step = self.train_state.step
-            if step:
-                self.checkpointer.export_missed(last=step >= self.total_steps)
-            if step >= self.total_steps:
-                return self._already_finished()
+            if self.checkpointer:
+                if self.config.checkpoint.create_seed_checkpoint:
+                    return self._saved_seed(self.checkpointer)
+                if step:
+                    self.checkpointer.export_missed(last=step >= self.total_steps)
+                if step >= self.total_steps:
+                    return self._already_finished(self.checkpointer)
             watched = profiling(
                 self.config.profiling,
                 self.folder,
@@ -233,7 +241,7 @@ class Trainer:
             device=self.device,
             dtype=self.param_dtype,
         )
-        state, checkpointer = self.train_state, self.checkpointer
+        state = self.train_state
         first = state.step + 1
         while state.step < self.total_steps:
             state.step += 1
@@ -244,8 +252,8 @@ class Trainer:
             try:
                 result = self.train_step(micro_batches, learning_rate=self._rate(), stop=request.asked)
             except TrainingError as error:
-                # What all ranks fail of together must not cost a save as well.
-                checkpointer.end_save(wait=True)
+                if self.checkpointer:  # what all ranks fail of together must not cost a save as well
+                    self.checkpointer.end_save(wait=True)
                 raise TrainingError(f"step {step}: {error}") from None
             if after_step:
                 with speed.apart("profiler"):
@@ -263,13 +271,8 @@ class Trainer:
             stop = result.stop
             if self._validation_due(last) and not stop:
                 stop = self._validate(speed, request)
-            checkpointer.end_save(wait=False)
-            if checkpointer.due(last=last, stop=stop):
-                with speed.apart("checkpoint"):
-                    model_only = last and self.config.checkpoint.last_save_model_only
-                    checkpointer.save(model_only=model_only, final=last or stop)
-                    if checkpointer.export_due(last=last) and (last or not stop):
-                        checkpointer.export(final=last)
+            if self.checkpointer:
+                self._save_if_due(self.checkpointer, speed, last=last, stop=stop)
             self.log.advance(step)
             garbage.after_step(step)
             self._deadline.lap()
@@ -277,6 +280,15 @@ class Trainer:
                 break
         request.release()
         return self._finished() if state.step == self.total_steps else self._stopped(request)
+
+    def _save_if_due(self, checkpointer: Checkpointer, speed: SpeedMeter, *, last: bool, stop: bool) -> None:
+        checkpointer.end_save(wait=False)
+        if checkpointer.due(last=last, stop=stop):
+            with speed.apart("checkpoint"):
+                model_only = last and self.config.checkpoint.last_save_model_only
+                checkpointer.save(model_only=model_only, final=last or stop)
+                if checkpointer.export_due(last=last) and (last or not stop):
+                    checkpointer.export(final=last)
 
     def _rate(self) -> float:
         return learning_rate(
@@ -294,6 +306,8 @@ class Trainer:
 
     def _validate(self, speed: SpeedMeter, request: StopRequest) -> bool:
         """Whether it was cut short, since a rank was asked to stop."""
+        from toolkit.validate import validate
+
         assert self.validation_loader is not None
         steps = self.config.validation.steps
         with speed.apart("validation"):
@@ -327,7 +341,8 @@ class Trainer:
             config_text=self.config.to_toml(),
             config=self.config.model_dump(),
         )
-        self.checkpointer.say = self.log.say
+        if self.checkpointer:
+            self.checkpointer.say = self.log.say
         for message in self._startup_messages():
             self.log.say(message)
         if state.step:
@@ -364,14 +379,16 @@ class Trainer:
     def _finished(self) -> int:
         step = self.train_state.step
         self.log.advance(step)
-        saved = self.checkpointer.due(last=True, stop=False)
+        saved = None
+        if self.checkpointer and self.checkpointer.due(last=True, stop=False):
+            saved = self.checkpointer.step_folder
         text = summary(
             self.history,
             steps=step,
             tensorboard=self.folder / self.config.metrics.save_tb_folder
             if self.config.metrics.enable_tensorboard
             else None,
-            checkpoint=self.checkpointer.step_folder if saved else None,
+            checkpoint=saved,
         )
         self.log.say(text)
         if saved and not self.config.checkpoint.last_save_model_only:
@@ -382,13 +399,13 @@ class Trainer:
             )
         return EXIT_FINISHED
 
-    def _saved_seed(self) -> int:
-        self.checkpointer.save(final=True)
-        self.log.say(f"saved the initial weights as {self.checkpointer.step_folder}")
+    def _saved_seed(self, checkpointer: Checkpointer) -> int:
+        checkpointer.save(final=True)
+        self.log.say(f"saved the initial weights as {checkpointer.step_folder}")
         return EXIT_FINISHED
 
-    def _already_finished(self) -> int:
-        folder = self.checkpointer.step_folder.parent
+    def _already_finished(self, checkpointer: Checkpointer) -> int:
+        folder = checkpointer.step_folder.parent
         self.log.say(
             f"nothing to do: the checkpoint of step {self.train_state.step} in {folder} is at or past "
             f"the {self.total_steps} steps of this run; raise --training.steps (or epochs) to go on, or name "
@@ -398,7 +415,7 @@ class Trainer:
 
     def _stopped(self, request: StopRequest) -> int:
         step, what = self.train_state.step, request.reason
-        if not self.checkpointer.due(last=False, stop=True):
+        if not self.checkpointer or not self.checkpointer.due(last=False, stop=True):
             self.log.say(
                 f"stopped after step {step} by {what}; nothing saved: the config saves no checkpoints"
             )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.helpers import free_port
 from toolkit.distributed import process_group
 from toolkit.launcher import fault_reports, flight_recorder
-from toolkit.launcher.fault_reporter import FaultReporter, lost_peers
+from toolkit.launcher.fault_reporter import FaultReporter
 from toolkit.launcher.fault_reports import Place
 
 FORMED_WITH, SET_LATER = 60, 2  # seconds of time-out
@@ -40,6 +40,7 @@ def _rank(rank: int, port: int, folder: Path, entries: int, told: Any, failed: A
             try:
                 call()
             except RuntimeError as error:
+                lost_peers = FaultReporter.lost_peers
                 assert lost_peers(error) and not lost_peers(RuntimeError("of its own"))
                 said = faults.failed(error)
             told.send((said, time.monotonic() - started, fault_reports.gather(prefix, 2)[0]))

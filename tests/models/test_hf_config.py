@@ -38,7 +38,7 @@ def written(folder: Path, fields: dict[str, Any]) -> Path:
 
 
 def as_json(args: ModelArgs = SMALL, **changes: Any) -> dict[str, Any]:
-    return SPEC.hf_config.write(args, dtype="bfloat16", bos=1, eos=[2, 3], pad=None) | changes
+    return SPEC.hf_config().write(args, dtype="bfloat16", bos=1, eos=[2, 3], pad=None) | changes
 
 
 def without(key: str, args: ModelArgs = SMALL) -> dict[str, Any]:

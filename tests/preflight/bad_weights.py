@@ -28,7 +28,7 @@ NAMED = (
 def write_config(at: Path, args: ModelArgs, **fields: Any) -> Path:
     """A folder with config.json alone, ``fields`` of it changed."""
     at.mkdir()
-    config = SPEC.hf_config.write(args, dtype="float32", bos=1, eos=2, pad=None)
+    config = SPEC.hf_config().write(args, dtype="float32", bos=1, eos=2, pad=None)
     (at / "config.json").write_text(json.dumps(config | fields))
     return at
 

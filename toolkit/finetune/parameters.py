@@ -78,7 +78,7 @@ def targets(args: ModelArgs, pattern: str, module: str) -> bool:
 
 def hf_linear_names(args: ModelArgs) -> Mapping[str, str]:
     """Hugging Face's last names of a block's modules by ours, as q_proj for wq."""
-    names = spec(args.family).adapter.in_block
+    names = spec(args.family).adapter().in_block
     return {ours.rpartition(".")[2]: theirs.rpartition(".")[2] for ours, theirs in names.items()}
 
 

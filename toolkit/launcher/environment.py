@@ -1,14 +1,20 @@
-"""Environment variables of a launch: numbers, and the ranks to hear of."""
+"""What a launcher and its ranks know of one another: environment variables, and a signal."""
 
 from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from toolkit.errors import ConfigError, Problem
 from toolkit.hardware import cores
+
+SUPERVISED = "TOOLKIT_SUPERVISED"
+"""Set for ranks whose launcher asks them where they are, and tells the user."""
+QUESTION = signal.SIGUSR2
+"""A rank that gets it reports and ends."""
 
 
 def environment_error(name: str, value: str, rule: str, fix: str = "") -> ConfigError:

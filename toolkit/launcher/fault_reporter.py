@@ -22,7 +22,8 @@ from types import FrameType
 
 from toolkit.errors import EXIT_ERROR
 from toolkit.launcher import fault_reports
-from toolkit.launcher.fault_reports import QUESTION, Place, Report
+from toolkit.launcher.environment import QUESTION
+from toolkit.launcher.fault_reports import Place, Report
 
 PACKAGE = Path(__file__).parents[1]
 PATIENCE_SECONDS = 10.0
@@ -69,6 +70,12 @@ class FaultReporter:
         distributed = sys.modules.get("torch.distributed")
         return distributed is not None and distributed.is_initialized()
 
+    def record_collectives(self, entries: int) -> None:
+        """Have torch remember the last ``entries`` collectives of groups that are formed from here on."""
+        from toolkit.launcher import flight_recorder
+
+        flight_recorder.enable(entries, self.prefix)
+
     def failed(self, error: BaseException) -> str:
         """Report the collective that failed with ``error``; returns what to tell of it."""
         error = _causes(error)[-1]
@@ -86,6 +93,16 @@ class FaultReporter:
         if self.rank > min(reports):
             return told
         return f"{told}\n{fault_reports.tell(reports, self.world_size, {}, more=self.prefix.parent)}"
+
+    @staticmethod
+    def lost_peers(error: BaseException) -> bool:
+        """Say if ``error`` is that of a collective or transfer that others did not come to."""
+        distributed = sys.modules.get("torch.distributed")
+        kinds = (distributed.DistError,) if distributed else ()
+        return any(
+            isinstance(cause, kinds) or (isinstance(cause, RuntimeError) and _LOST.search(str(cause)))
+            for cause in _causes(error)
+        )
 
     def _report(self, frames: _Frames, error: str = "") -> Report:
         """Leave the report, then the trace, which may take longer."""
@@ -112,16 +129,6 @@ class FaultReporter:
         if grouped:
             flight_recorder.write(self.prefix, self.rank)
         return report
-
-
-def lost_peers(error: BaseException) -> bool:
-    """Whether ``error`` is that of a collective or transfer that others did not come to."""
-    distributed = sys.modules.get("torch.distributed")
-    kinds = (distributed.DistError,) if distributed else ()
-    return any(
-        isinstance(cause, kinds) or (isinstance(cause, RuntimeError) and _LOST.search(str(cause)))
-        for cause in _causes(error)
-    )
 
 
 def _causes(error: BaseException) -> list[BaseException]:

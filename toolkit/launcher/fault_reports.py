@@ -10,7 +10,6 @@ one that hangs. Needs no torch: launchers read them.
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,8 +22,6 @@ from toolkit.errors import first_few
 if TYPE_CHECKING:
     from toolkit.config.job import Comm, Job
 
-QUESTION = signal.SIGUSR2  # a rank that gets it reports and ends
-SUPERVISED = "TOOLKIT_SUPERVISED"  # in the environment of ranks whose launcher asks, and tells the user
 WHOLE = ("default_pg", "mesh_default")
 TOLD = 8  # ranks whose waiting is told one by one
 POLL_SECONDS = 0.2

@@ -7,8 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from toolkit.launcher.time_limit import Deadline
+if TYPE_CHECKING:
+    from toolkit.launcher.time_limit import Deadline
 
 INSISTING_SECONDS = 2.0
 """A SIGINT so long after the first signal is of a person who does not want to wait, not of a scheduler."""

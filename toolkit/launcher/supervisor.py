@@ -21,13 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, printable
 from toolkit.hardware import cores
-from toolkit.launcher import fault_reports
-from toolkit.launcher.fault_reports import QUESTION, SUPERVISED
+from toolkit.launcher.environment import QUESTION, SUPERVISED
 from toolkit.launcher.signals import INSISTING_SECONDS, asking
+
+if TYPE_CHECKING:
+    from toolkit.launcher.fault_reports import Report
 
 ENDED_WELL = (EXIT_FINISHED, EXIT_REQUEUE)
 TAIL_LINES = 30
@@ -303,9 +305,11 @@ def _failed_by_itself(worker: _Worker, watch: _Watch, reports: Mapping[int, obje
     return worker.rank not in reports or worker.process.returncode != EXIT_ERROR
 
 
-def _gather(prefix: Path | None, launch: Launch) -> dict[int, fault_reports.Report]:
+def _gather(prefix: Path | None, launch: Launch) -> dict[int, Report]:
     if prefix is None:
         return {}
+    from toolkit.launcher import fault_reports
+
     # Ranks on other machines may end a little later.
     patience = launch.peer_grace + launch.kill_grace if launch.nodes > 1 else 0.0
     return fault_reports.gather(prefix, launch.world_size, seconds=patience)
@@ -323,6 +327,8 @@ def _explain(watch: _Watch, code: int, prefix: Path | None) -> None:
             return
         first = alike[0]
     elif prefix and reports and not own:
+        from toolkit.launcher import fault_reports
+
         size, known = watch.launch.world_size, watch.ended_by_us
         say(fault_reports.tell(reports, size, known, more=prefix.parent))
         return
@@ -354,6 +360,8 @@ def supervise(command: Sequence[str], launch: Launch, reports: Path | None = Non
     """
     logs = Path(tempfile.mkdtemp(prefix="toolkit-logs-"))
     if reports:
+        from toolkit.launcher import fault_reports
+
         for rank in launch.ranks:
             fault_reports.forget(reports, rank)
     with _signals() as arrived, _reserved_port(launch) as port:

@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.manifest import read_manifest, saved_settings
 from toolkit.config import Config
 from toolkit.errors import CheckpointError
 from toolkit.models.common.args import ModelArgs, changed, takes_vocabulary
-from toolkit.models.common.hf_config import CONFIG
+from toolkit.models.common.spec import CONFIG
 from toolkit.models.registry import read_hf_config, resolve
 
 EXPORTS = "hf"
@@ -80,9 +79,16 @@ def weights_folder(config: Config) -> Path | None:
     return hugging_face_folder(options.initial_load_path or config.model.hf_assets_path)
 
 
+def pretrained_folder(config: Config) -> Path | None:
+    """The folder of :func:`weights_folder`, save where the model is excluded from loading."""
+    return None if "model" in config.checkpoint.exclude_from_loading else weights_folder(config)
+
+
 def hugging_face_folder(path: str) -> Path:
     """The folder that a user means by ``path``: that, or of a checkpoint the folder that its run has written
     beside it at the same step. torchtitan's ``last_save_in_hf`` writes it in the checkpoint's place."""
+    from toolkit.checkpoint.manifest import read_manifest, saved_settings
+
     folder = _local(path)
     try:
         saved = saved_settings(read_manifest(folder)["run"])

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ConfigError, DataError, Problem, did_you_mean, either, shown
-from toolkit.io.json_fields import read_object
 from toolkit.models.common.args import ModelArgs, changed, takes_vocabulary
 from toolkit.models.common.attention_choice import flavor_attention
-from toolkit.models.common.hf_config import CONFIG
-from toolkit.models.common.spec import ModelSpec
+from toolkit.models.common.spec import CONFIG, ModelSpec
 
 if TYPE_CHECKING:
     from toolkit.data.chat.base import ChatFormat
@@ -34,9 +32,10 @@ def presets() -> dict[str, Mapping[str, ModelArgs]]:
     return {name: sizes for family in FAMILIES for name, sizes in spec(family).sizes.items()}
 
 
-def tiktoken_forms() -> list[TiktokenForm]:
-    """The forms of tiktoken files of all families."""
-    return [form for family in FAMILIES for form in spec(family).tiktoken_forms()]
+def tiktoken_forms() -> Iterator[TiktokenForm]:
+    """The forms of tiktoken files of all families, which are loaded one by one."""
+    for family in FAMILIES:
+        yield from spec(family).tiktoken_forms()
 
 
 def chat_formats() -> dict[str, type[ChatFormat]]:
@@ -50,10 +49,12 @@ def read_hf_config(folder: Path) -> ModelArgs:
     Raises:
         DataError: there is none, or it is of no model that is known; every field at fault is named.
     """
+    from toolkit.io.json_fields import read_object
+
     path = folder / CONFIG
     values = read_object(path)
     kind = values.get("model_type") or FAMILIES[0]
-    forms = [spec(family).hf_config for family in FAMILIES]
+    forms = [spec(family).hf_config() for family in FAMILIES]
     for form in forms:
         if kind == form.model_type:
             return form.read(values, path)
@@ -91,18 +92,24 @@ def resolve(name: str, flavor: str, *, tokenizer_vocab: int | None = None, **ove
 
 
 def _find(name: str, flavor: str) -> ModelArgs:
+    for family in FAMILIES:
+        flavors = spec(family).sizes.get(name, {})
+        if flavor in flavors:
+            return flavors[flavor]
+    raise ConfigError(_unknown(name, flavor))
+
+
+def _unknown(name: str, flavor: str) -> Problem:
+    """Tell which preset a name or flavor that does not exist may mean."""
     sizes = presets()
     if name not in sizes:
         fix = did_you_mean(name, sizes, "set model.name to one of them")
-        raise ConfigError(Problem(f"the models are {', '.join(sizes)}", fix, "model.name", name))
-    if flavor not in sizes[name]:
-        elsewhere = [other for other, flavors in sizes.items() if flavor in flavors]
-        fix = did_you_mean(flavor, sizes[name], "set model.flavor to one of them")
-        size, named = flavor.partition("_")[0], flavor_attention(flavor)
-        if named and size in sizes[name]:
-            fix = f'set model.flavor = "{size}" and model.attention = "{named}"'
-        if elsewhere:
-            fix = f"{flavor} is a flavor of {', '.join(elsewhere)}: set model.name to one of them, or {fix}"
-        rule = f"the flavors of {name} are {', '.join(sizes[name])}"
-        raise ConfigError(Problem(rule, fix, "model.flavor", flavor))
-    return sizes[name][flavor]
+        return Problem(f"the models are {', '.join(sizes)}", fix, "model.name", name)
+    elsewhere = [other for other, flavors in sizes.items() if flavor in flavors]
+    fix = did_you_mean(flavor, sizes[name], "set model.flavor to one of them")
+    size, named = flavor.partition("_")[0], flavor_attention(flavor)
+    if named and size in sizes[name]:
+        fix = f'set model.flavor = "{size}" and model.attention = "{named}"'
+    if elsewhere:
+        fix = f"{flavor} is a flavor of {', '.join(elsewhere)}: set model.name to one of them, or {fix}"
+    return Problem(f"the flavors of {name} are {', '.join(sizes[name])}", fix, "model.flavor", flavor)

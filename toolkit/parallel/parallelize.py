@@ -10,7 +10,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.sharding import fsdp_units, tensor_plan
-from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
 from toolkit.parallel.fsdp import apply_fsdp
 from toolkit.parallel.mesh import Mesh
 
@@ -49,7 +48,11 @@ def parallelize(
         apply_context_parallel(model, shards, mesh.cp, ring=ring)
     # torch 2.13 cannot compile a whole checkpointed block of DTensors; around the compiled block it can be.
     outside = bool(mesh.tp) and checkpointing.mode in ("full", "selective") and not checkpointing.by_operator
-    if not outside:
+    # The compiler has a memory budget of its own, also where nothing is wrapped.
+    checkpoints = checkpointing.mode != "none" or compiling.enable
+    if checkpoints and not outside:
+        from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
+
         apply_activation_checkpoint(model.layers, checkpointing, pareto_folder=pareto_folder)
     if compiling.enable:
         from toolkit.parallel.compile import apply_compile
@@ -57,6 +60,8 @@ def parallelize(
         group = mesh.tp.get_group() if mesh.tp and parallelism.enable_async_tensor_parallel else None
         apply_compile(model, compiling, group)
     if outside:
+        from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
+
         apply_activation_checkpoint(model.layers, checkpointing, pareto_folder=pareto_folder)
     if parallelism.fsdp_wrap_policy == "block":
         units = fsdp_units(model)

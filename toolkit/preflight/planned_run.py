@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.data.tokenizers.files import vocabulary_size
@@ -20,7 +19,9 @@ from toolkit.hardware import Hardware
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import model_args, model_named, weights_folder
 from toolkit.parallel.dims import ParallelDims, degrees
-from toolkit.parallel.pipeline_schedules import Schedule, Stages, pipeline_stages, schedule_of
+
+if TYPE_CHECKING:
+    from toolkit.parallel.pipeline_schedules import Schedule, Stages
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class PlannedRun:
 
     @property
     def schedule(self) -> Schedule:
+        from toolkit.parallel.pipeline_schedules import schedule_of
+
         return schedule_of(self.config.parallelism)
 
     @cached_property
@@ -115,6 +118,8 @@ class PlannedRun:
         """The stages of a pipeline as they are asked for, which may be no cut of the model."""
         if self.pp == 1 or self.model is None:
             return None
+        from toolkit.parallel.pipeline_schedules import pipeline_stages
+
         return pipeline_stages(self.config.parallelism, self.model.n_layers)
 
     @property
@@ -143,6 +148,8 @@ class PlannedRun:
     @cached_property
     def steps(self) -> list[int]:
         """The run's own committed steps."""
+        from toolkit.checkpoint.manifest import committed_steps
+
         return committed_steps(self.checkpoints)
 
     @cached_property
@@ -169,10 +176,14 @@ class PlannedRun:
         if self.loaded_by == "checkpoint.initial_load_path":
             return Path(os.path.expanduser(options.initial_load_path or ""))
         step = max(self.steps) if options.load_step == -1 else options.load_step
+        from toolkit.checkpoint.manifest import step_folder
+
         return step_folder(self.checkpoints, step)
 
     @cached_property
     def _manifest(self) -> dict[str, Any] | CheckpointError:
+        from toolkit.checkpoint.manifest import read_manifest
+
         try:
             return read_manifest(self.loaded)
         except CheckpointError as error:

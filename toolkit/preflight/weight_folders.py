@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from toolkit.checkpoint.manifest import MANIFEST, committed_steps
-from toolkit.models.common.hf_config import CONFIG
-from toolkit.models.common.spec import PARAMS
+from toolkit.models.common.spec import CONFIG, PARAMS
 from toolkit.preflight.hub import download_line
 
 

@@ -21,7 +21,8 @@ from toolkit.errors import DataError, either, first_few
 from toolkit.io.json_fields import read_object
 from toolkit.io.work_folder import refuse_existing
 from toolkit.launcher.environment import threads
-from toolkit.models.common.hf_config import CONFIG, GENERATION_CONFIG
+from toolkit.models.common.hf_config import GENERATION_CONFIG
+from toolkit.models.common.spec import CONFIG
 from toolkit.models.registry import spec
 from toolkit.weights.dcp_write import write_dcp
 from toolkit.weights.folder_write import Progress, no_progress
@@ -117,7 +118,7 @@ def prepare(
         raise DataError(f"{path} is not what {what} reads: use {ways}")
     if to == "meta" and spec(there.args.family).meta_params() is None:
         raise DataError(
-            f"{path} is of {spec(there.args.family).hf_config.called}, which Meta's files cannot hold"
+            f"{path} is of {spec(there.args.family).hf_config().called}, which Meta's files cannot hold"
         )
     check_complete(there)
     source = there
@@ -160,7 +161,7 @@ def convert(conversion: Conversion, *, verify: bool = False, progress: Progress 
 def mapping(conversion: Conversion) -> Iterator[str]:
     """A line a tensor: what it is, and what and where it will be."""
     source = conversion.source
-    tensors, adapter = in_order(source), spec(source.args.family).adapter
+    tensors, adapter = in_order(source), spec(source.args.family).adapter()
     shards = cut_into_files(tensors, conversion.max_bytes)
     files = {
         name: file for file, shard in zip(shard_names(len(shards)), shards, strict=True) for name in shard

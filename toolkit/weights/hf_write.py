@@ -20,7 +20,8 @@ from torch import Tensor
 
 from toolkit.distributed.agreement import Ranks
 from toolkit.launcher.environment import threads
-from toolkit.models.common.hf_config import CONFIG, GENERATION_CONFIG, generation_config_json
+from toolkit.models.common.hf_config import GENERATION_CONFIG, generation_config_json
+from toolkit.models.common.spec import CONFIG
 from toolkit.models.common.state_dict_adapter import hf_row_order
 from toolkit.models.registry import spec
 from toolkit.weights.folder_write import Folder, Progress, no_progress, write_folder
@@ -83,7 +84,7 @@ def shard_names(count: int) -> list[str]:
 
 def _save(source: WeightSource, progress: Progress, path: Path, names: Sequence[str]) -> None:
     """Write one file, which is in memory whole: its tensors are read by several threads."""
-    args, adapter = source.args, spec(source.args.family).adapter
+    args, adapter = source.args, spec(source.args.family).adapter()
 
     def one(name: str) -> Tensor:
         tensor = source.read(name)
@@ -99,7 +100,7 @@ def _save(source: WeightSource, progress: Progress, path: Path, names: Sequence[
 
 
 def _index(source: WeightSource, files: Mapping[str, Sequence[str]]) -> dict[str, bytes]:
-    to_hf = spec(source.args.family).adapter.to_hf
+    to_hf = spec(source.args.family).adapter().to_hf
     weight_map = {to_hf(name): file for file, names in files.items() for name in names}
     total = sum(stored.nbytes for stored in source.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -110,7 +111,7 @@ def _configs(source: WeightSource, tokens: SpecialTokens) -> dict[str, bytes]:
     [(dtype, _)] = Counter(stored.dtype for stored in source.tensors.values()).most_common(1)
     name = str(dtype).removeprefix("torch.")
     return {
-        CONFIG: _json(spec(source.args.family).hf_config.write(source.args, dtype=name, **asdict(tokens))),
+        CONFIG: _json(spec(source.args.family).hf_config().write(source.args, dtype=name, **asdict(tokens))),
         **generation_config(tokens),
     }
 

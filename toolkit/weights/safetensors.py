@@ -26,7 +26,7 @@ class SafetensorsFolder:
     def __init__(self, place: Path):
         self.place = place
         self.args = read_hf_config(place)
-        self._adapter = spec(self.args.family).adapter
+        self._adapter = spec(self.args.family).adapter()
         self._places: dict[str, TensorPlace] = {}
         for theirs, entry in folder_entries(place).items():
             name = self._adapter.from_hf(theirs)

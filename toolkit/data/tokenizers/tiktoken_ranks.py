@@ -51,7 +51,7 @@ def form_of(n_ranks: int, path: Path) -> TiktokenForm:
 
 def other_model(what: str) -> DataError:
     """The error for a tiktoken file of another model, from ``what`` shows it."""
-    forms = tiktoken_forms()
+    forms = list(tiktoken_forms())
     known = [f"{form.n_ranks:,} ranks are {form.called}'s" for form in forms]
     known += [
         f"fewer are those of tools/train_tokenizer, for {form.called}'s word pattern"

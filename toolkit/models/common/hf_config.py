@@ -17,7 +17,6 @@ from toolkit.config.types import MAX_LAYERS
 from toolkit.io.json_fields import Fields, check_heads
 from toolkit.models.common.args import ModelArgs, RopeScaling
 
-CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
 _MUST_BE_FALSE = {

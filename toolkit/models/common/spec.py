@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.hf_config import HFConfig
-from toolkit.models.common.state_dict_adapter import StateDictAdapter
 
 if TYPE_CHECKING:
     from toolkit.data.chat.base import ChatFormat
+    from toolkit.models.common.hf_config import HFConfig
     from toolkit.models.common.hub import Hub
+    from toolkit.models.common.state_dict_adapter import StateDictAdapter
     from toolkit.models.common.tiktoken_form import TiktokenForm
 
+CONFIG = "config.json"
+"""The shape of a model beside weights in Hugging Face's form."""
 PARAMS = "params.json"
 """The shape of a model beside weights in Meta's form, consolidated.00.pth and so on."""
 
@@ -39,20 +41,24 @@ class MetaParams(Protocol):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A family: the sizes of its models, its form at Hugging Face, and its tokenizers and prompts.
+    """A family: the sizes of its models, its forms on disk and at Hugging Face, its tokenizers and prompts.
 
     Attributes:
         sizes: shapes by ``model.name`` and ``model.flavor``. Of equal shapes, messages name the first.
         ffn_rule: for a name and a flavor, the feed-forward width that follows from another ``model.dim``;
             None keeps the width.
-        hf_config: config.json.
-        adapter: names of tensors, and the order of their rows.
     """
 
     sizes: Mapping[str, Mapping[str, ModelArgs]]
-    hf_config: HFConfig
-    adapter: StateDictAdapter
     ffn_rule: Callable[[str, str], Callable[[int], int] | None] = lambda name, flavor: None
+
+    def hf_config(self) -> HFConfig:
+        """Hugging Face's config.json."""
+        raise NotImplementedError
+
+    def adapter(self) -> StateDictAdapter:
+        """Hugging Face's names of tensors, and the order of their rows."""
+        raise NotImplementedError
 
     def meta_params(self) -> MetaParams | None:
         """params.json, where Meta publishes the family as that and consolidated.*.pth."""

@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.models.common.hf_config import HFConfig
 from toolkit.models.common.spec import MetaParams, ModelSpec
 from toolkit.models.llama.args import PRESETS, ffn_rule
-from toolkit.models.llama.state_dict_adapter import ADAPTER
 
 if TYPE_CHECKING:
     from toolkit.data.chat.base import ChatFormat
+    from toolkit.models.common.hf_config import HFConfig
     from toolkit.models.common.hub import Hub
+    from toolkit.models.common.state_dict_adapter import StateDictAdapter
     from toolkit.models.common.tiktoken_form import TiktokenForm
 
 
 class _Llama(ModelSpec):
+    def hf_config(self) -> HFConfig:
+        from toolkit.models.common.hf_config import HFConfig
+
+        extra = {"mlp_bias": False, "pretraining_tp": 1}
+        return HFConfig("llama", "LlamaForCausalLM", "a Llama", 2048, extra=extra)
+
+    def adapter(self) -> StateDictAdapter:
+        from toolkit.models.llama.state_dict_adapter import ADAPTER
+
+        return ADAPTER
+
     def meta_params(self) -> MetaParams:
         from toolkit.models.llama import meta_params
 
@@ -38,11 +49,4 @@ class _Llama(ModelSpec):
         return HUB
 
 
-SPEC = _Llama(
-    sizes=PRESETS,
-    ffn_rule=ffn_rule,
-    hf_config=HFConfig(
-        "llama", "LlamaForCausalLM", "a Llama", 2048, extra={"mlp_bias": False, "pretraining_tp": 1}
-    ),
-    adapter=ADAPTER,
-)
+SPEC = _Llama(PRESETS, ffn_rule)

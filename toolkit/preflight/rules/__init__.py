@@ -38,7 +38,13 @@ FILES: dict[str, tuple[str, ...]] = {
     "files": (),
     "data": (),
     "mixture": ("data.mixture",),
-    "checkpoint": ("checkpoint", "job.time_limit"),
+    "saving": (
+        "checkpoint.keep_every_n",
+        "checkpoint.async_mode",
+        "checkpoint.create_seed_checkpoint",
+        "checkpoint.load_only",
+    ),
+    "checkpoint": ("checkpoint.enable",),
     "weights": (
         "checkpoint.initial_load",
         "checkpoint.last_save_in_hf",

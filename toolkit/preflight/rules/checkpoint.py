@@ -10,8 +10,7 @@ from toolkit.config.values import dotted
 from toolkit.errors import CheckpointError, DataError, Problem, first_few, shown
 from toolkit.models.common.args import ModelArgs
 from toolkit.preflight.planned_run import PlannedRun, note, rule
-from toolkit.preflight.rules.weights import CHANGEABLE
-from toolkit.preflight.weight_folders import instead_of_checkpoint
+from toolkit.preflight.rules.model import CHANGEABLE
 
 _CURVE = ("model", "data", "training", "validation", "optimizer", "lr_scheduler", "debug")
 """Tables that a run which goes on is expected to share with the run so far."""
@@ -21,36 +20,17 @@ _SINCE_0_2 = {
 }  # with what was meant before
 
 
-@rule()
-def saves_are_made(run: PlannedRun) -> list[Problem]:
-    """What is to be kept is saved, by a way that this device has."""
-    options, problems = run.config.checkpoint, []
-    if options.keep_every_n and options.keep_every_n % options.interval:
-        rule = (
-            f"must be a multiple of checkpoint.interval, which is {options.interval}: no other step is saved"
-        )
-        near = options.interval * -(-options.keep_every_n // options.interval)
-        problems.append(run.problem("checkpoint.keep_every_n", rule, f"the nearest is {near}"))
-    if options.async_mode == "async_with_pinned_mem" and run.hardware.device == "cpu":
-        rule = "pinned memory is for copies from a GPU, and this is a CPU"
-        problems.append(run.problem("checkpoint.async_mode", rule, 'set it to "async"'))
-    if options.create_seed_checkpoint and options.load_only:
-        rule = "saves nothing beside checkpoint.create_seed_checkpoint, which does nothing but save"
-        problems.append(run.problem("checkpoint.load_only", rule, "leave one of them out"))
-    if options.create_seed_checkpoint and run.steps:
-        rule = f"is for a new run, and {run.checkpoints} has step {max(run.steps)} already"
-        fix = "leave it out to go on from there, or name another job.dump_folder"
-        problems.append(run.problem("checkpoint.create_seed_checkpoint", rule, fix))
-    return problems
-
-
 @rule(CheckpointError)
 def checkpoint_complete(run: PlannedRun) -> list[Problem]:
     """The checkpoint was committed, and its files are there in their full size."""
     if run.manifest_error:
         others = ", ".join(map(str, run.steps)) or "none"
         own = f"the steps in {run.checkpoints} are: {others}; -1 takes the newest"
-        fix = own if run.loaded_by == "checkpoint.load_step" else instead_of_checkpoint(run.loaded)
+        if run.loaded_by == "checkpoint.load_step":
+            return [run.problem(run.loaded_by, run.manifest_error, own)]
+        from toolkit.preflight.weight_folders import instead_of_checkpoint
+
+        fix = instead_of_checkpoint(run.loaded)
         return [run.problem(run.loaded_by, run.manifest_error, fix)]
     if run.manifest is None:
         return []

@@ -7,15 +7,20 @@ import os
 from toolkit.errors import DataError, Problem, either
 from toolkit.models.from_config import architecture_key, config_folder
 from toolkit.models.registry import FAMILIES, spec
-from toolkit.preflight.hub import download_line, published
 from toolkit.preflight.planned_run import PlannedRun, rule
+
+CHANGEABLE = {"norm_eps": "norm_eps", "rope_theta": "rope_theta", "rope_scaling": "rope_scaling_factor"}
+"""Fields that change no shape, and the keys of model.* by which a user may change them on purpose."""
 
 
 @rule()
 def model_exists(run: PlannedRun) -> list[Problem]:
     """The preset exists, and its changed fields go together."""
-    name = run.config.model.name
-    found = published(name or "")
+    if not run.model_problems:
+        return []
+    from toolkit.preflight.hub import published
+
+    found = published(run.config.model.name or "")
     if found is None:
         return [run.located(problem) for problem in run.model_problems]
     hub, meant = found
@@ -34,7 +39,7 @@ def architecture_readable(run: PlannedRun) -> list[Problem]:
     """config.json says what the model is, where nothing else does."""
     if not run.architecture_error or run.weights == config_folder(run.config):
         return []  # of the folder of the weights another rule says more
-    readable = either(spec(family).hf_config.called for family in FAMILIES)
+    readable = either(spec(family).hf_config().called for family in FAMILIES)
     fix = (
         f"name the folder of {readable}; where only its tokenizer is wanted, "
         "set model.name and model.flavor, which go before config.json"
@@ -48,6 +53,8 @@ def tokenizer_readable(run: PlannedRun) -> list[Problem]:
     if not run.tokenizer_error:
         return []
     key = "model.tokenizer_path" if run.config.model.tokenizer_path else "model.hf_assets_path"
+    from toolkit.preflight.hub import download_line
+
     download = None if os.path.exists(run.tokenizer_path) else download_line(run.tokenizer_path)
     said, _, fix = run.tokenizer_error.partition("\n  fix:  ")
     fix = download or fix or "name a folder that has tokenizer.model or tokenizer.json"

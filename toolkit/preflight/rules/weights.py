@@ -10,15 +10,14 @@ from pathlib import Path
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import DataError, Problem, first_few
 from toolkit.models.common.args import ModelArgs, parameter_shapes
-from toolkit.models.common.hf_config import CONFIG
+from toolkit.models.common.spec import CONFIG
 from toolkit.models.registry import presets, read_hf_config, spec
 from toolkit.preflight.planned_run import PlannedRun, note, rule
+from toolkit.preflight.rules.model import CHANGEABLE
 from toolkit.preflight.weight_folders import instead_of_hugging_face
 from toolkit.weights.safetensors_header import folder_entries
 
 _SHOWN = 4
-CHANGEABLE = {"norm_eps": "norm_eps", "rope_theta": "rope_theta", "rope_scaling": "rope_scaling_factor"}
-"""Fields that change no shape, and the keys of model.* by which a user may change them on purpose."""
 
 
 @rule()
@@ -118,7 +117,7 @@ def weights_readable(run: PlannedRun) -> list[Problem]:
     except DataError as error:
         said, _, fix = str(error).partition("\n  fix:  ")
         return [run.problem(key, said, fix or "take a folder of safetensors that is whole")]
-    adapter = spec(theirs.family).adapter
+    adapter = spec(theirs.family).adapter()
     found = {name: entry.shape for name, entry in entries.items() if adapter.from_hf(name) is not None}
     if theirs.tie_embeddings:
         found.pop(adapter.to_hf("output.weight"), None)

@@ -1,0 +1,29 @@
+"""Rules about what is saved."""
+
+from __future__ import annotations
+
+from toolkit.errors import Problem
+from toolkit.preflight.planned_run import PlannedRun, rule
+
+
+@rule()
+def saves_are_made(run: PlannedRun) -> list[Problem]:
+    """What is to be kept is saved, by a way that this device has."""
+    options, problems = run.config.checkpoint, []
+    if options.keep_every_n and options.keep_every_n % options.interval:
+        rule = (
+            f"must be a multiple of checkpoint.interval, which is {options.interval}: no other step is saved"
+        )
+        near = options.interval * -(-options.keep_every_n // options.interval)
+        problems.append(run.problem("checkpoint.keep_every_n", rule, f"the nearest is {near}"))
+    if options.async_mode == "async_with_pinned_mem" and run.hardware.device == "cpu":
+        rule = "pinned memory is for copies from a GPU, and this is a CPU"
+        problems.append(run.problem("checkpoint.async_mode", rule, 'set it to "async"'))
+    if options.create_seed_checkpoint and options.load_only:
+        rule = "saves nothing beside checkpoint.create_seed_checkpoint, which does nothing but save"
+        problems.append(run.problem("checkpoint.load_only", rule, "leave one of them out"))
+    if options.create_seed_checkpoint and run.steps:
+        rule = f"is for a new run, and {run.checkpoints} has step {max(run.steps)} already"
+        fix = "leave it out to go on from there, or name another job.dump_folder"
+        problems.append(run.problem("checkpoint.create_seed_checkpoint", rule, fix))
+    return problems
