@@ -156,6 +156,11 @@ def test_every_key_that_accelerate_and_a_trainer_read_is_known() -> None:
     assert sorted(named - set(KEYS) - set(ALIASES)) == []
 
 
+def test_a_strategy_that_is_none_is_told_once() -> None:
+    found = explained(fsdp_sharding_strategy=7, fsdp_reshard_after_forward=True)
+    assert [problem.key for problem in found.problems] == ["fsdp_sharding_strategy"]
+
+
 TPU = "TPUs need separate APIs"
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     *(({name: value}, TPU, "leave it out") for name, value in {

@@ -340,6 +340,17 @@ def test_a_trainers_switch_without_words(capsys: pytest.CaptureFixture[str]) -> 
     assert code == 0 and said.startswith('mixed_precision = "bf16" -> ')
 
 
+def test_yaml_without_its_library_is_a_message_and_json_needs_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    code, said = _import(capsys, _file(tmp_path, CORRECTED))
+    assert code == 2 and "PyYAML, which is not installed" in said and "pip install" in said
+    settings = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": 2}}
+    code, said = _import(capsys, _file(tmp_path, json.dumps(settings), "accelerate.json"))
+    assert code == 0 and 'sharding_strategy = "SHARD_GRAD_OP"' in said
+
+
 def test_all_that_is_refused_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = EXAMPLE.replace("bf16\n", "fp16\n").replace("tpu_use_sudo: false", "tpu_use_sudo: true")
     code, said = _import(capsys, _file(tmp_path, text))

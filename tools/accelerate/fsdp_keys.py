@@ -67,16 +67,24 @@ def _strategy(value: Any, values: Values) -> Meaning:
     return Meaning(f"replicas, {each}, of a model that is sharded as by {_PLAIN[name]}", meant)
 
 
+def _strategy_beside(values: Values) -> str | None:
+    """The strategy that ``fsdp_sharding_strategy`` names, if it does."""
+    try:
+        return strategy_name(values.get("fsdp_sharding_strategy"))
+    except Refused:  # which that key tells
+        return None
+
+
 def _reshard(value: Any, values: Values) -> Meaning:
+    name = _strategy_beside(values)
     if str(value).strip().lower() not in ("true", "false"):  # in version 1 it has the strategy
-        if "fsdp_sharding_strategy" not in values:
+        if name is None:
             return _strategy(value, values)
-        if strategy_name(value) != (other := strategy_name(values["fsdp_sharding_strategy"])):
-            raise Refused(f"fsdp_sharding_strategy is {other}", "keep one of the two")
+        if strategy_name(value) != name:
+            raise Refused(f"fsdp_sharding_strategy is {name}", "keep one of the two")
         return Meaning("fsdp_sharding_strategy says the same")
     reshard = switch(value)
-    if "fsdp_sharding_strategy" in values:
-        name = strategy_name(values["fsdp_sharding_strategy"])
+    if name:
         if name != "NO_SHARD" and reshard == (name in _KEEPS):
             does = "keeps" if name in _KEEPS else "frees"
             rule = f"fsdp_sharding_strategy is {name}, which {does} gathered parameters after forward"
