@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import pickle
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -31,6 +30,7 @@ from toolkit.checkpoint.coverage import coverage_problem
 from toolkit.checkpoint.manifest import ADVICE
 from toolkit.config.local_paths import open_regular
 from toolkit.errors import CheckpointError
+from toolkit.io.pickles import PlainUnpickler
 from toolkit.io.tensor_file import FilePart, SavedFile, TensorPlace, read_region
 
 METADATA = ".metadata"
@@ -171,21 +171,7 @@ def _enum_member(kind: Any, name: str) -> Any:
     return kind[name]
 
 
-_Unpickler: Any = pickle._Unpickler
-"""Python's own: C's hashes whatever is the key of a dict, and tuples of tuples of tuples take as long as
-their writer likes; and it makes room for as many objects as the file says."""
-_OPERATIONS = """PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE
-    SHORT_BINUNICODE EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM
-    SETITEMS MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD"""
-"""All that a .metadata needs."""
-
-
-class _MetadataUnpickler(_Unpickler):
-    dispatch = {
-        code: _Unpickler.dispatch[code]
-        for code in (getattr(pickle, operation)[0] for operation in _OPERATIONS.split())
-    }
-
+class _MetadataUnpickler(PlainUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
@@ -193,28 +179,11 @@ class _MetadataUnpickler(_Unpickler):
             raise CheckpointError(f"it names {module}.{name}, which no checkpoint of tensors needs")
         return super().find_class(module, name)
 
-    def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self.stack[-1][_plain_key(key)] = value
-
-    def load_setitems(self) -> None:
-        items = self.pop_mark()
-        keys = map(_plain_key, items[::2])
-        self.stack[-1].update(zip(keys, items[1::2], strict=True))
-
-    dispatch[pickle.SETITEM[0]] = load_setitem
-    dispatch[pickle.SETITEMS[0]] = load_setitems
-
-
-def _plain_key(key: Any) -> Any:
-    if type(key) is MetadataIndex:
+    def is_plain(self, key: Any) -> bool:
+        if type(key) is not MetadataIndex:
+            return type(key) is str
         plain = type(key.fqn) is str and type(key.offset) in (torch.Size, type(None))
-        plain = plain and type(key.index) in (int, type(None))
-    else:
-        plain = type(key) is str
-    if not plain:
-        raise CheckpointError("it has keys that are no names of tensors")
-    return key
+        return plain and type(key.index) in (int, type(None))
 
 
 def read_metadata(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Metadata:
@@ -281,10 +250,10 @@ def tensor_place(folder: Path, metadata: Metadata, name: str, number: int) -> Te
     stored = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
     file = folder / stored.relative_path
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             part = io.BufferedReader(FilePart(stream, stored.offset, stored.length))
-            tensor = torch.load(part, map_location="meta", weights_only=True)
-            place = SavedFile(file, part, begin=stored.offset).place(tensor)
+            saved = SavedFile(file, part, begin=stored.offset)
+            place = saved.place(saved.load())
     except Exception as error:  # what is damaged raises nearly anything
         raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     if place.shape != tuple(chunk.sizes) or place.dtype != entry.properties.dtype:

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.compat import file_digest
+from toolkit.config.local_paths import open_regular, read_bytes
 from toolkit.data.sources import Corpus
 from toolkit.errors import DataError, Problem, printable
 from toolkit.hardware import cores
+from toolkit.io.json_fields import MAX_BYTES, parse_json
 
 SETTLED_SECONDS = 2.0  # a younger file could change again within its time stamp's resolution
 CORE_BYTES_PER_SECOND = 12e6  # benchmarks/results/tokenize_corpus.md, with tiktoken
@@ -105,14 +107,21 @@ def _record(source: Corpus, root: Path) -> Path:
 
 
 def _known(record: Path) -> dict[str, list]:
+    """Stamps and hash of each file, as they were remembered; what is no such entry is not."""
+    found = {}
     with contextlib.suppress(OSError, ValueError):
-        return json.loads(record.read_text())
-    return {}
+        found = parse_json(read_bytes(record, at_most=MAX_BYTES))
+    entries = found.items() if isinstance(found, dict) else ()
+    return {
+        path: entry
+        for path, entry in entries
+        if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
+    }
 
 
 def _file_hash(path: Path) -> str:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}") from error

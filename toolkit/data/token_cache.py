@@ -34,6 +34,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from toolkit.config.local_paths import read_bytes
+from toolkit.config.types import MAX_SIZE
 from toolkit.data.content_hash import content_hashes, locked, say, stamps, too_large, unread
 from toolkit.data.sources import Corpus, kind
 from toolkit.data.text_files import PIECE_BYTES
@@ -42,6 +44,7 @@ from toolkit.errors import DataError
 from toolkit.hardware import cores
 from toolkit.io.atomic import sync_file, sync_folder
 from toolkit.io.block_hashes import BLOCK_BYTES, HashedFile, first_damaged
+from toolkit.io.json_fields import MAX_BYTES, Fields, parse_object
 
 if TYPE_CHECKING:
     from toolkit.data.tokenize import Encoded, TokenizeBar
@@ -136,25 +139,35 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
 
     Raises FileNotFoundError, or DataError where a file is not as meta.json says.
     """
-    meta = json.loads((folder / "meta.json").read_text())
-    if "blocks" not in meta:
+    content = read_bytes(folder / "meta.json", at_most=MAX_BYTES)
+    meta = Fields(parse_object(content, folder / "meta.json"))
+    if "blocks" not in meta.values:
         raise DataError(f"{folder} was built before caches had hashes that tell whether it is sound")
-    n_tokens, n_documents, dtype = (meta["tokens"], meta["documents"], np.dtype(meta["dtype"]))
+    dtype = np.dtype({"uint16": "uint16"}.get(str(meta.values.get("dtype")), "uint32"))
+    n_tokens, n_documents, n_words = (
+        meta.count(key, at_most=2**62 if key != "n_words" else MAX_SIZE)
+        for key in ("tokens", "documents", "n_words")
+    )
+    fingerprint, blocks = meta.values.get("fingerprint"), meta.inner("blocks") or Fields({})
+    if not isinstance(fingerprint, str):
+        meta.refuse("fingerprint", "must be a hash")
+    meta.finish(f"{folder / 'meta.json'} is damaged")
     expected = {"tokens.bin": n_tokens * dtype.itemsize, "offsets.bin": (n_documents + 1) * 8}
     for name, size in expected.items():
         actual = (folder / name).stat().st_size
         if actual != size:
             raise DataError(f"{folder / name} is damaged: it has {actual:,} bytes and should have {size:,}")
-        hashes = meta["blocks"][name]
-        if len(hashes) != max(1, -(-size // BLOCK_BYTES)):
-            raise DataError(f"{folder / 'meta.json'} is damaged: it has {len(hashes):,} hashes for {name}")
+        hashes = blocks.values.get(name)
+        if not isinstance(hashes, list) or len(hashes) != max(1, -(-size // BLOCK_BYTES)):
+            raise DataError(f"{folder / 'meta.json'} is damaged: it has no hash for each block of {name}")
         if (begin := first_damaged(folder / name, hashes, every=verify)) is not None:
             raise DataError(f"{folder / name} is damaged: its block at byte {begin:,} was altered")
     tokens = np.asarray(np.memmap(folder / "tokens.bin", dtype, "r"))  # plain views: slices cost less
     offsets = np.asarray(np.memmap(folder / "offsets.bin", np.int64, "r"))
     if offsets[0] != 0 or offsets[-1] != n_tokens:
         raise DataError(f"{folder / 'offsets.bin'} is damaged: it does not span the {n_tokens:,} tokens")
-    return TokenCache(folder, meta["fingerprint"], n_documents, n_tokens, meta["n_words"], tokens, offsets)
+    assert isinstance(fingerprint, str)
+    return TokenCache(folder, fingerprint, n_documents, n_tokens, n_words, tokens, offsets)
 
 
 def _open_if_sound(folder: Path, progress: bool, *, verify: bool) -> TokenCache | None:
@@ -163,7 +176,7 @@ def _open_if_sound(folder: Path, progress: bool, *, verify: bool) -> TokenCache 
     except FileNotFoundError:
         if folder.exists():
             say(progress, f"{folder} lacks a file; tokenising again")
-    except (DataError, ValueError, KeyError, TypeError) as error:
+    except DataError as error:
         say(progress, f"{error}; tokenising again")
     return None
 

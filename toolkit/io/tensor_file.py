@@ -13,13 +13,15 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from pickle import UnpicklingError
+from typing import IO, TYPE_CHECKING, Any
 from zipfile import ZIP_STORED, ZipFile
 
 import torch
 from torch import Tensor
 
 from toolkit.errors import DataError
+from toolkit.io.pickles import PickleCheck
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 Region = Sequence[slice]
 """A slice with a start and a stop, without a step, for each dimension."""
 
+_MAX_PICKLE = 100_000_000
 BUFFER_BYTES = 8 << 20
 """Of the buffer, unless one row, or one head, has more. Small enough to stay in a processor's cache."""
 
@@ -76,9 +79,26 @@ class SavedFile:
     """
 
     def __init__(self, file: Path, stream: IO[bytes], *, begin: int = 0):
-        self._file, self._begin = file, begin
+        self._file, self._begin, self._stream = file, begin, stream
         self._records = sorted(ZipFile(stream).infolist(), key=lambda record: record.header_offset)
         self._headers = [record.header_offset for record in self._records]
+
+    def load(self) -> Any:
+        """What is in the file, its tensors on the meta device: names, shapes and places, and no numbers.
+
+        Raises:
+            UnpicklingError: it holds more than tensors.
+            Exception: of any kind, for what is damaged.
+        """
+        for record in self._records:
+            if record.filename.endswith(".pkl"):
+                if record.file_size > _MAX_PICKLE:
+                    raise UnpicklingError(f"it has a pickle of {record.file_size:,} bytes")
+                with ZipFile(self._stream) as archive, archive.open(record) as pickle:
+                    pickle._expected_crc = None  # type: ignore[attr-defined]  # checkpoints are without
+                    PickleCheck(pickle).load()
+        self._stream.seek(0)
+        return torch.load(self._stream, map_location="meta", weights_only=True)
 
     def place(self, tensor: Tensor) -> TensorPlace:
         """Find where the numbers of a ``tensor`` lie that torch.load has put on the meta device.
@@ -86,7 +106,8 @@ class SavedFile:
         Raises:
             ValueError: its rows do not follow one another, or it is larger than what is stored of it.
         """
-        storage = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        strided = isinstance(tensor, Tensor) and tensor.layout is torch.strided
+        storage = getattr(tensor.untyped_storage(), "_checkpoint_offset", None) if strided else None
         if storage is None or not tensor.is_contiguous():
             raise ValueError("its rows do not follow one another")
         record = self._records[bisect_right(self._headers, storage) - 1]

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import torch
 from torch import Tensor
 
+from toolkit.config.local_paths import open_regular
 from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import BUFFER_BYTES, SavedFile, TensorPlace, new_output, read_region, whole
 from toolkit.models.common.args import ModelArgs
@@ -27,6 +27,8 @@ _EMBEDDING = "tok_embeddings.weight"
 _NO_WEIGHT = "rope.freqs"
 _BY_ROWS = ("wq.weight", "wk.weight", "wv.weight", "w1.weight", "w3.weight", "output.weight")
 _BY_COLUMNS = ("wo.weight", "w2.weight")
+_BEFORE_ZIP = b"\x80\x02\x8a\n"
+"""What files of torch before 1.6 begin with."""
 _SHOWN = 5
 
 
@@ -118,6 +120,8 @@ def _read_piece(piece: TensorPlace, region: Region, out: Tensor) -> None:
 
 
 def _join(name: str, pieces: list[TensorPlace], args: ModelArgs) -> _Joined:
+    if name.endswith((*_BY_COLUMNS, *_BY_ROWS)) and any(len(piece.shape) != 2 for piece in pieces):
+        raise DataError(f"{pieces[0].file.parent} holds {name}, a matrix, in another shape")
     if name.endswith(_BY_COLUMNS):
         return _Joined(pieces, 1)
     if not name.endswith(_BY_ROWS):
@@ -137,9 +141,7 @@ def _part_files(folder: Path) -> list[Path]:
     found = sorted(folder.glob("consolidated.*.pth"))
     if not found:
         raise DataError(f"{folder} has no weights: there is no consolidated.00.pth")
-    last = found[-1].name.split(".")[1]
-    count = int(last) + 1 if last.isdigit() else len(found)
-    expected = [folder / f"consolidated.{index:02}.pth" for index in range(count)]
+    expected = [folder / f"consolidated.{index:02}.pth" for index in range(len(found))]
     missing = [path.name for path in expected if path not in found]
     if missing:
         raise DataError(f"{folder} lacks parts of the model: {first_few(missing, _SHOWN)}")
@@ -157,21 +159,22 @@ def _check_alike(folder: Path, parts: Sequence[Mapping[str, TensorPlace]]) -> No
 
 def _read_part(path: Path) -> dict[str, TensorPlace]:
     try:
-        found = torch.load(path, map_location="meta", weights_only=True)
+        with open_regular(path) as stream:
+            if stream.read(len(_BEFORE_ZIP)) == _BEFORE_ZIP:
+                raise DataError(f"{path} cannot be read in pieces: save it again with a newer torch")
+            saved = SavedFile(path, stream)
+            found = saved.load()
+    except DataError:
+        raise
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
     except pickle.UnpicklingError as error:
         raise DataError(f"{path} holds more than tensors, and is not loaded: {error}") from None
     except Exception as error:  # what torch raises depends on the damage
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(f"{path} is damaged, or cut short: {reason}") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds no dictionary of tensors")
-    try:
-        with path.open("rb") as stream:
-            saved = SavedFile(path, stream)
-    except BadZipFile:
-        raise DataError(f"{path} cannot be read in pieces: save it again with a newer torch") from None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise DataError(f"{path} holds no dictionary of tensors by name")
     return {name: _place(saved, path, name, tensor) for name, tensor in found.items() if name != _NO_WEIGHT}
 
 
