@@ -460,6 +460,42 @@ MORE = [
 
 LAYOUTS = FAST + MORE
 
+FINETUNED_FAST = [
+    "shard2 lora AC-full accumulate3",
+    "tp2 lora tied",
+    "cp2 dora AC-op",
+    "pp2 1F1B lora",
+    "tp2 dora",
+    "shard2 prefix AC-2",
+    "cp2 prefix",
+    "tp2 prefix",
+    "tp2 llama-adapter",
+    "cp2 llama-adapter-peft AC-full",
+    "pp2 1F1B freeze-first tied",
+    "tp2 norms-only",
+    "replicate2 shard2 dora",
+    "pp2 tp2 1F1B rslora tied",
+    "shard2 tp2 freeze-last",
+]
+"""What CI runs of fine-tuning."""
+
+FINETUNED_MORE = [
+    f"{mesh} {word}"
+    for word in FINETUNED
+    for mesh in (
+        "shard2 compiled",
+        "shard4 AC-op",
+        "replicate2 shard2 accumulate3 reduce-once",
+        "tp2 AC-2 compiled",
+        "cp2 head-first",
+        "pp2 Interleaved1F1B AC-full",
+        "pp2 ZBVZeroBubble",
+        "shard2 cp2 tp2 AC-full",
+        "pp2 shard2 tp2 1F1B",
+        "shard2 by-class never",
+    )
+] + [f"{mesh} lora qwen3" for mesh in ("shard2", "tp2", "pp2 1F1B")]
+
 SINCE_2_13 = torch.__version__ >= (2, 13)
 """Before, gloo cannot send to the own rank, as V-shaped pipelines do, compiled code has no backward in
 halves, and inductor no attention in fp64 on a CPU: the preflight refuses all three."""

@@ -96,11 +96,11 @@ def build_model(
                 attention=_attention(config, device),
                 loss_chunk_tokens=config.training.loss_chunk_tokens,
             )
-        model.to(DTYPES[config.training.dtype])
         if modules:
             from toolkit.parallel.pipeline_parallel import cut
 
             cut(model, modules)
+        model.to(DTYPES[config.training.dtype])
         if config.finetune.chooses:
             from toolkit.finetune.converters import apply_finetune
 

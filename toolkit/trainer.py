@@ -240,6 +240,7 @@ class Trainer:
             seq_len=training.seq_len,
             device=self.device,
             dtype=self.param_dtype,
+            frozen=self.config.finetune.adds,
         )
         state = self.train_state
         first = state.step + 1

@@ -92,14 +92,21 @@ class SpeedMeter:
 
 
 def build_speed_meter(
-    options: Metrics, args: ModelArgs, *, seq_len: int, device: torch.device, dtype: torch.dtype
+    options: Metrics,
+    args: ModelArgs,
+    *,
+    seq_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    frozen: bool = False,
 ) -> SpeedMeter:
-    """Build the meter of a run's steps; it knows no peak of a device that is not in our table."""
+    """Build the meter of a run's steps; it knows no peak of a device that is not in our table. ``frozen`` is
+    a model of which an adapter alone is trained."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     peak = options.peak_tflops
     per_device = peak * 1e12 if peak else peak_flops(name, str(dtype).removeprefix("torch."))
     return SpeedMeter(
-        flops_per_token=flops_per_token(args, seq_len=seq_len),
+        flops_per_token=flops_per_token(args, seq_len=seq_len, frozen=frozen),
         peak_flops=per_device * dist.get_world_size() if per_device else None,
         mark=torch.profiler.record_function,
     )

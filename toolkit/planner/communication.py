@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape
 from toolkit.distributed.process_group import DTYPES
-from toolkit.models.common.args import block_parameters
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.dims import reshard_after_forward
 from toolkit.parallel.mesh import Mesh
@@ -157,10 +156,16 @@ def _of_unit(record: Any, passes: Sequence[str], work: StepWork) -> Iterator[Exc
         ranks = _ranks(fewer.shard_process_group)
         yield Exchange(work.shards, "all_gather", ranks, partly * whole * work.size)
     reduced = DTYPES[work.config.training.mixed_precision_reduce].itemsize
-    yield Exchange(work.shards, "reduce_scatter", shard, work.reductions(passes) * whole * reduced)
+    trained = sum(
+        parameter.padded_sharded_param_size.numel()
+        for parameter in record.fsdp_params
+        if parameter.sharded_param.requires_grad
+    )
+    times = work.reductions(passes)
+    yield Exchange(work.shards, "reduce_scatter", shard, times * trained * len(shard) * reduced)
     if hasattr(info, "replicate_process_group"):
         replicas = _ranks(info.replicate_process_group)
-        yield Exchange("dp_replicate", "all_reduce", replicas, part * reduced)
+        yield Exchange("dp_replicate", "all_reduce", replicas, trained * reduced)
 
 
 def _gathers(record: Any, passes: Sequence[str], work: StepWork) -> tuple[int, int]:
@@ -220,16 +225,15 @@ def _tensor(
     hidden = work.tokens * model.args.dim * work.size
     yield Exchange("tp", "all_gather", ranks, (once + repeated) * hidden)
     yield Exchange("tp", "reduce_scatter", ranks, (once + scattered) * hidden)
-    # Gradients of norms are shares until they are reduced, and accumulate as such.
+    # Gradients of what every rank has whole, as norms, are shares until they are reduced, and accumulate so.
     each_batch = config.parallelism.fsdp_sync_each_batch or batches == 1
     size = (
         work.size
         if each_batch and not work.pipeline
         else DTYPES[config.training.mixed_precision_reduce].itemsize
     )
-    of_block = block_parameters(model.args)[2]
-    norms = of_block * len(model.layers) + model.args.dim * (model.norm is not None)
-    yield Exchange("tp", "all_reduce", ranks, reductions * norms * size)
+    whole = sum(it.numel() for it in model.parameters() if it.requires_grad and _is_whole(it))
+    yield Exchange("tp", "all_reduce", ranks, reductions * whole * size)
     if model.output is not None:
         chunks = 0 < config.training.loss_chunk_tokens < work.tokens  # checkpointed as well
         tokens = (batches + (_again(model, passes, weights=1) if chunks else 0)) * work.tokens
@@ -237,6 +241,13 @@ def _tensor(
             yield Exchange("tp", "all_gather", ranks, tokens * model.args.vocab_size * work.size)
         else:
             yield Exchange("tp", "all_reduce", ranks, tokens * 3 * work.precise_size)
+
+
+def _is_whole(parameter: nn.Parameter) -> bool:
+    """Say if each rank of a tp group has all of ``parameter``, or of what FSDP leaves it."""
+    assert isinstance(parameter, DTensor)
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return parameter.placements[names.index("tp")].is_replicate()
 
 
 def _context(

@@ -222,7 +222,7 @@ def _memory(run: PlannedRun, found: Holding) -> Iterator[tuple[str, int, str]]:
     assert run.mesh and run.batch
     where = "in CPU memory" if training.enable_cpu_offload else ""
     stored = found.parameter_bytes
-    gradients, said = stored, where
+    gradients, said = found.gradient_bytes, where
     if run.config.optimizer.early_step_in_backward and run.mesh.dp_replicate == 1:
         gradients, said = max(unit.stored for unit in found.units) * _BYTES[training.dtype], "of one unit"
     yield "parameters", stored, ", ".join(filter(None, [training.dtype, where]))

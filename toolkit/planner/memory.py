@@ -31,12 +31,13 @@ from toolkit.planner.communication import Exchange, exchanges
 
 @dataclass(frozen=True)
 class Part:
-    """Of the parameter ``name``, of shape ``whole``, the rank stores ``local``."""
+    """Of the parameter ``name``, of shape ``whole``, the rank stores ``local``; it may be frozen."""
 
     name: str
     whole: tuple[int, ...]
     local: tuple[int, ...]
     bytes: int
+    trained: bool
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,10 @@ class Holding:
     @property
     def parameter_bytes(self) -> int:
         return sum(part.bytes for part in self.parts)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(part.bytes for part in self.parts if part.trained)
 
 
 def holding(
@@ -116,7 +121,8 @@ def _pretended(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _part(name: str, parameter: nn.Parameter) -> Part:
-    return Part(name, tuple(parameter.shape), tuple(_local(parameter).shape), _local(parameter).nbytes)
+    local = _local(parameter)
+    return Part(name, tuple(parameter.shape), tuple(local.shape), local.nbytes, parameter.requires_grad)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ _ROTATE = "parallelism.context_parallel_rotate_method"
 def lora_has_targets(run: PlannedRun) -> list[Problem]:
     """Each of LoRA's targets is a linear layer of the blocks."""
     options = run.config.finetune
-    if options.adapter != "lora" or run.model is None:
+    if run.model is None:
         return []
     args, layers = run.model, linear_layers(run.model)
     last = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))

@@ -1,0 +1,63 @@
+"""Fine-tuning on any mesh is that of one process: losses, norms, gradients of what is trained, and all
+parameters, of which the frozen ones stay as they were to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import meshes
+from tests.mesh_runs import Result, added_up, planned, problems, recording
+from tests.test_meshes import run_all
+from toolkit.finetune.parameters import is_added
+
+pytestmark = pytest.mark.timeout(600)  # the first test waits for all runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("finetuned"))
+
+
+@pytest.fixture(scope="module")
+def results(folder: str) -> dict[str, Result]:
+    return run_all(folder, meshes.FINETUNED_FAST)
+
+
+@pytest.fixture(scope="module")
+def more_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    layouts = list(filter(meshes.runs_here, meshes.FINETUNED_MORE))
+    return run_all(str(tmp_path_factory.mktemp("more_finetuned")), layouts)
+
+
+@pytest.mark.parametrize("layout", meshes.FINETUNED_FAST)
+def test_layout_gives_the_gradients_of_one_process(results: dict[str, Result], layout: str) -> None:
+    assert problems(layout, results[layout]) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("layout", list(filter(meshes.runs_here, meshes.FINETUNED_MORE)))
+def test_every_layout_does(more_results: dict[str, Result], layout: str) -> None:
+    assert problems(layout, more_results[layout]) == []
+
+
+SENT = [it for it in meshes.FINETUNED_FAST if "freeze" not in it and "dora" not in it and "norms" not in it]
+
+
+@pytest.mark.parametrize("layout", SENT)
+def test_layout_sends_what_the_planner_says(folder: str, results: dict[str, Result], layout: str) -> None:
+    assert results[layout]["sent"] == [added_up(rank) for rank in planned(folder, layout)]
+
+
+@pytest.mark.parametrize("word", sorted({meshes.reference(layout) for layout in meshes.FINETUNED_FAST}))
+def test_what_is_trained_moves_and_the_rest_does_not(
+    folder: str, results: dict[str, Result], word: str
+) -> None:
+    """Else layouts would be compared with a run in which nothing happens."""
+    run = torch.load(recording(folder, word))
+    initial, final = dict(run["initial"]), dict(run["final"])
+    moved = {name for name in initial if not torch.equal(initial[name], final[name])}
+    assert moved == {name for name, _ in run["gradients"]} != initial.keys()
+    if any(it in word for it in ("lora", "dora", "prefix", "adapter")):
+        assert {name for name in moved if not is_added(name)} <= {"tok_embeddings.weight"}
