@@ -42,7 +42,8 @@ def test_every_layout_does(more_results: dict[str, Result], layout: str) -> None
     assert problems(layout, more_results[layout]) == []
 
 
-SENT = [it for it in meshes.FINETUNED_FAST if "freeze" not in it and "dora" not in it and "norms" not in it]
+SENT = [it for it in meshes.FINETUNED_FAST if it.startswith("shard2 ") and "freeze" not in it]
+"""Of FSDP alone: torch leaves out what gradients of activations below the first trained parameter would send."""
 
 
 @pytest.mark.parametrize("layout", SENT)

@@ -82,7 +82,8 @@ def exchanges(
     model_parts: ModelParts, config: Config, mesh: Mesh, batch: BatchShape, param_dtype: torch.dtype
 ) -> Iterator[Exchange]:
     """The exchanges of this rank in a step; without those among a single rank. The model may lie on the meta
-    device, and the group be one that sends nothing."""
+    device, and the group be one that sends nothing. Gradients of activations count in every block, though
+    torch has none below the first trained parameter."""
     work = _work(model_parts, config, mesh, batch, param_dtype)
     found = [Exchange(WORLD, "all_reduce", tuple(range(dist.get_world_size())), _SCALARS)]
     for model, passes in zip(model_parts.models, work.passes, strict=True):
