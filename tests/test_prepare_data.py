@@ -71,7 +71,7 @@ def test_all_corpora_are_built_and_a_run_builds_none(config_file: Path, tmp_path
     ):
         assert prepare_data.main(words) == EXIT_FINISHED
         data = open_data(load_config(words), progress=False)
-    caches = [part.corpus for part in data.train] + [data.validation]  # type: ignore[union-attr]
+    caches = data.caches.values()
     for built, (documents, tokens, n_bytes, _, folder) in zip(caches, lines.values(), strict=True):
         assert (built.n_documents, built.n_tokens) == (int(documents), int(tokens.replace(",", "")))
         assert folder == str(built.folder)

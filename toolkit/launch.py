@@ -30,6 +30,7 @@ from pathlib import Path
 from toolkit import preflight
 from toolkit.config import Config, load_config
 from toolkit.data.build import open_data
+from toolkit.data.run_data import TOKENS
 from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ToolkitError, report
 from toolkit.hardware import CHECKED_DEVICE, Hardware, detect
 from toolkit.io import standard_streams
@@ -86,13 +87,13 @@ def main(argv: Sequence[str]) -> int:
             launch = launch_from(os.environ, hardware)
             tell = launch.node_rank == 0
             preflight.check_and_tell(config, world_size=launch.world_size, hardware=hardware, tell=tell)
-            open_data(config, progress=True)
+            data = open_data(config, progress=True)
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)
     except Stopped as stopped:
         say(f"{stopped.name}: stopped before the ranks started; the same command starts again")
         return EXIT_REQUEUE
-    os.environ[CHECKED_DEVICE] = hardware.device
+    os.environ |= {CHECKED_DEVICE: hardware.device, TOKENS: data.text()}
     ranks = f"{launch.processes} ranks" if launch.processes > 1 else "1 rank"
     say(f"configuration checked, corpus tokenised; starting {ranks}")
     reports = None

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from toolkit.config import Config, load_config
-from toolkit.data.build import open_data
+from toolkit.data.run_data import TOKENS, RunData, from_text
 from toolkit.errors import (
     EXIT_ERROR,
     EXIT_FINISHED,
@@ -51,7 +51,7 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     chief = rank_environment(os.environ).rank == 0
     phases = Phases(enabled=chief)
     with phases("tokenizer and tokens"):
-        data = open_data(config, progress=chief)
+        data = _data(config, progress=chief)
     device = process_group.local_device(checked_device)
     if faults:
         faults.record_collectives(config.comm.trace_buf_size)
@@ -72,6 +72,15 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     # Only here: after an error, leaving the group would wait for peers that wait for us.
     process_group.stop()
     return code
+
+
+def _data(config: Config, *, progress: bool) -> RunData:
+    """The data that the launcher has prepared; without one each rank looks for itself."""
+    if SUPERVISED in os.environ and (told := os.environ.get(TOKENS)):
+        return from_text(told)
+    from toolkit.data.build import open_data
+
+    return open_data(config, progress=progress)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,8 +17,8 @@ from toolkit import __version__
 from toolkit.build import build_model, compiles, compute_dtype
 from toolkit.config import Config
 from toolkit.data.batch_size import batch_shape
-from toolkit.data.build import RunData
 from toolkit.data.dataloader import training_loader, validation_loader
+from toolkit.data.run_data import RunData
 from toolkit.distributed import process_group
 from toolkit.distributed.garbage_collection import GarbageCollection
 from toolkit.distributed.seeds import seed_step, set_deterministic
@@ -142,7 +142,7 @@ class Trainer:
 
     def _build(self) -> None:
         config = self.config
-        self.args = model_args(config, tokenizer_vocab=self.data.tokenizer.n_words)
+        self.args = model_args(config, tokenizer_vocab=self.data.n_words)
         self.param_dtype = compute_dtype(config, self.device)
         self.model_parts = build_model(
             config,

@@ -28,8 +28,9 @@ from typing import Any
 
 from toolkit import preflight
 from toolkit.config import Config, load_config, local_paths
-from toolkit.data.build import RunData, corpora, run_tokenizer
+from toolkit.data.build import corpora, run_tokenizer
 from toolkit.data.dataloader import validation_loader
+from toolkit.data.run_data import RunData
 from toolkit.data.sources import open_corpus, open_text
 from toolkit.data.token_cache import tokenized
 from toolkit.distributed import process_group
@@ -141,7 +142,7 @@ def of_validation_set(loaded: Loaded, evaluator: Evaluator, config: Config) -> L
     mesh = loaded.mesh
     loader = validation_loader(
         config,
-        RunData(tokenizer, (), cache),
+        RunData(tokenizer.n_words, tokenizer.pad_id, {"validation": cache}),
         dp_rank=mesh.dp_rank if mesh else 0,
         dp_size=mesh.dp_size if mesh else 1,
     )

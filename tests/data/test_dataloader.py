@@ -24,7 +24,8 @@ from toolkit.data.batch_size import BatchShape
 from toolkit.data.dataloader import FIELDS, Loader, build_loader, lost_worker
 from toolkit.data.mixture import BLOCK, MixtureOrder
 from toolkit.data.sources import Corpus
-from toolkit.data.token_cache import MixturePart, TokenCache, tokenized
+from toolkit.data.token_cache import tokenized
+from toolkit.data.token_files import MixturePart, TokenCache
 from toolkit.errors import DataError
 from toolkit.loss import IGNORED_LABEL
 

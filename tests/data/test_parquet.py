@@ -20,7 +20,8 @@ import pytest
 from tests.data.byte_tokenizer import ByteTokenizer
 from toolkit.data import parquet, text_files
 from toolkit.data.sources import check_source, open_corpus
-from toolkit.data.token_cache import TokenCache, tokenized
+from toolkit.data.token_cache import tokenized
+from toolkit.data.token_files import TokenCache
 from toolkit.errors import DataError
 
 ROOT = Path(__file__).parents[2]

@@ -20,11 +20,12 @@ import pytest
 
 from tests.data.byte_tokenizer import ByteTokenizer, ModuleProbe
 from toolkit.config import load_config
-from toolkit.data import content_hash, sources, text_files
+from toolkit.data import content_hash, sources, text_files, token_files
 from toolkit.data import token_cache as cache_module
 from toolkit.data.build import run_tokenizer
 from toolkit.data.sources import Corpus
-from toolkit.data.token_cache import TokenCache, open_cache, tokenized
+from toolkit.data.token_cache import tokenized
+from toolkit.data.token_files import TokenCache, open_cache
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import DataError
 from toolkit.io import block_hashes
@@ -271,7 +272,7 @@ def _alter(file: Path, place: int) -> None:
 def test_a_start_looks_at_some_blocks_and_verify_at_all(tmp_path: Path, source: Corpus, name: str) -> None:
     with (
         mock.patch.multiple(block_hashes, BLOCK_BYTES=32, SAMPLED=3),
-        mock.patch.object(cache_module, "BLOCK_BYTES", 32),
+        mock.patch.object(token_files, "BLOCK_BYTES", 32),
     ):
         good = _build(source, ByteTokenizer(), tmp_path / "cache")
         size = (good.folder / name).stat().st_size

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from toolkit.config import Config
+from toolkit.data.run_data import RunData
 from toolkit.data.sources import open_corpus
-from toolkit.data.token_cache import MixturePart, TokenCache, tokenized
+from toolkit.data.token_cache import tokenized
+from toolkit.data.token_files import TokenCache
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-
-
-@dataclass(frozen=True)
-class RunData:
-    """A tokenizer and the corpora that it made into tokens; ``train`` is one, or the parts of a mixture."""
-
-    tokenizer: Tokenizer
-    train: TokenCache | tuple[MixturePart, ...]
-    validation: TokenCache | None
 
 
 def open_data(config: Config, *, progress: bool) -> RunData:
     """Load the tokenizer and open the token caches, building them where they are missing.
 
-    The launcher calls this before it starts the ranks, where a progress bar has the terminal to itself;
-    a rank calls it before it meets the others, so that a slow tokenisation is no collective's time-out.
+    The launcher calls this before it starts the ranks, where a progress bar has the terminal to itself, and
+    hands on what it found; a rank without a launcher calls it before it meets the others, so that a slow
+    tokenisation is no collective's time-out.
 
     Raises:
         DataError: a corpus or the tokenizer is missing, empty or unreadable; a corpus that is not tokenised
@@ -34,9 +27,7 @@ def open_data(config: Config, *, progress: bool) -> RunData:
     tokenizer = run_tokenizer(config)
     limit = config.data.max_inline_gb
     caches = dict(open_corpora(config, tokenizer, progress=progress, max_inline_gb=limit))
-    mixture = sorted(config.data.mixture.items())
-    parts = tuple(MixturePart(name, part.weight, caches[f"data.mixture.{name}"]) for name, part in mixture)
-    return RunData(tokenizer, parts or caches["training"], caches.get("validation"))
+    return RunData(tokenizer.n_words, tokenizer.pad_id, caches)
 
 
 def run_tokenizer(config: Config) -> Tokenizer:

@@ -24,10 +24,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from toolkit.config import Config
 from toolkit.config.training import Data, DataLoader, Training, Validation
 from toolkit.data.batch_size import BatchShape
-from toolkit.data.build import RunData
 from toolkit.data.packing import PADDING, Rows, Sample, corpus_rows
+from toolkit.data.run_data import RunData
 from toolkit.data.sampler import corpus_indices
-from toolkit.data.token_cache import MixturePart, TokenCache
+from toolkit.data.token_files import MixturePart, TokenCache
 from toolkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -308,17 +308,17 @@ def training_loader(
 ) -> Loader:
     """The micro-batches of this rank that the model is trained on."""
     return build_loader(
-        data.train, config.training, config.data, batch,
-        pad_id=data.tokenizer.pad_id, dp_rank=dp_rank, dp_size=dp_size, seed=seed,
+        data.train(config), config.training, config.data, batch,
+        pad_id=data.pad_id, dp_rank=dp_rank, dp_size=dp_size, seed=seed,
     )  # fmt: skip
 
 
 def validation_loader(config: Config, data: RunData, *, dp_rank: int, dp_size: int) -> Loader | None:
     """Those of the held-out corpus; None where there is no validation."""
-    if data.validation is None:
+    if "validation" not in data.caches:
         return None
     size = config.validation.local_batch_size
     return build_loader(
-        data.validation, config.validation, config.data, BatchShape(size * dp_size, size, 1),
-        pad_id=data.tokenizer.pad_id, dp_rank=dp_rank, dp_size=dp_size,
+        data.caches["validation"], config.validation, config.data, BatchShape(size * dp_size, size, 1),
+        pad_id=data.pad_id, dp_rank=dp_rank, dp_size=dp_size,
     )  # fmt: skip

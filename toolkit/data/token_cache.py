@@ -28,59 +28,26 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from toolkit.config.local_paths import read_bytes
-from toolkit.config.types import MAX_SIZE
 from toolkit.data.content_hash import content_hashes, locked, say, stamps, too_large, unread
 from toolkit.data.sources import Corpus, kind
 from toolkit.data.text_files import PIECE_BYTES
+from toolkit.data.token_files import TokenCache, open_cache
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 from toolkit.hardware import cores
 from toolkit.io.atomic import sync_file, sync_folder
-from toolkit.io.block_hashes import BLOCK_BYTES, HashedFile, first_damaged
-from toolkit.io.json_fields import MAX_BYTES, Fields, parse_object
+from toolkit.io.block_hashes import HashedFile
 
 if TYPE_CHECKING:
     from toolkit.data.tokenize import Encoded, TokenizeBar
 
 FORMAT = 1  # raise it when pieces are cut, or documents are framed, in another way
 ALONE_BYTES = 16 << 20  # of text: up to here helpers would hardly be under way before one process is done
-
-
-@dataclass(frozen=True, eq=False)
-class TokenCache:
-    """A tokenised corpus, mapped into memory.
-
-    ``tokens`` (n_tokens,) uint16 or uint32, the documents end to end; ``offsets`` (n_documents + 1,)
-    int64. Every id is below ``n_words``. ``fingerprint`` names the content, whatever the place. Pickles as
-    its folder's name.
-    """
-
-    folder: Path
-    fingerprint: str
-    n_documents: int
-    n_tokens: int
-    n_words: int
-    tokens: np.ndarray = field(repr=False)
-    offsets: np.ndarray = field(repr=False)
-
-    def __reduce__(self) -> tuple:
-        return open_cache, (self.folder,)
-
-
-@dataclass(frozen=True)
-class MixturePart:
-    """One corpus of a mixture, under the name that its order is keyed by."""
-
-    name: str
-    weight: float
-    corpus: TokenCache
 
 
 def tokenized(
@@ -132,42 +99,6 @@ def tokenized(
 
             _build(found, tokenizer, key, folder, progress, processes or _process_count(found), unchanged)
     return open_cache(folder)
-
-
-def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
-    """Map a built cache, of which ``verify`` reads every block, and otherwise some are.
-
-    Raises FileNotFoundError, or DataError where a file is not as meta.json says.
-    """
-    content = read_bytes(folder / "meta.json", at_most=MAX_BYTES)
-    meta = Fields(parse_object(content, folder / "meta.json"))
-    if "blocks" not in meta.values:
-        raise DataError(f"{folder} was built before caches had hashes that tell whether it is sound")
-    dtype = np.dtype({"uint16": "uint16"}.get(str(meta.values.get("dtype")), "uint32"))
-    n_tokens, n_documents, n_words = (
-        meta.count(key, at_most=2**62 if key != "n_words" else MAX_SIZE)
-        for key in ("tokens", "documents", "n_words")
-    )
-    fingerprint, blocks = meta.values.get("fingerprint"), meta.inner("blocks") or Fields({})
-    if not isinstance(fingerprint, str):
-        meta.refuse("fingerprint", "must be a hash")
-    meta.finish(f"{folder / 'meta.json'} is damaged")
-    expected = {"tokens.bin": n_tokens * dtype.itemsize, "offsets.bin": (n_documents + 1) * 8}
-    for name, size in expected.items():
-        actual = (folder / name).stat().st_size
-        if actual != size:
-            raise DataError(f"{folder / name} is damaged: it has {actual:,} bytes and should have {size:,}")
-        hashes = blocks.values.get(name)
-        if not isinstance(hashes, list) or len(hashes) != max(1, -(-size // BLOCK_BYTES)):
-            raise DataError(f"{folder / 'meta.json'} is damaged: it has no hash for each block of {name}")
-        if (begin := first_damaged(folder / name, hashes, every=verify)) is not None:
-            raise DataError(f"{folder / name} is damaged: its block at byte {begin:,} was altered")
-    tokens = np.asarray(np.memmap(folder / "tokens.bin", dtype, "r"))  # plain views: slices cost less
-    offsets = np.asarray(np.memmap(folder / "offsets.bin", np.int64, "r"))
-    if offsets[0] != 0 or offsets[-1] != n_tokens:
-        raise DataError(f"{folder / 'offsets.bin'} is damaged: it does not span the {n_tokens:,} tokens")
-    assert isinstance(fingerprint, str)
-    return TokenCache(folder, fingerprint, n_documents, n_tokens, n_words, tokens, offsets)
 
 
 def _open_if_sound(folder: Path, progress: bool, *, verify: bool) -> TokenCache | None:
