@@ -359,6 +359,8 @@ class Trainer:
                 f"{self.loader.epoch_samples:,} samples each"
             )
             yield from cut_to_fit(self.config.lr_scheduler, self.total_steps)
+        for loader, corpus in ((self.loader, "training"), (self.validation_loader, "validation")):
+            yield from (f"{corpus}: {told}" for told in (loader.conversations() if loader else ()))
         if self.loader.mixture:
             yield self.loader.mixture.describe(self.total_steps * self.batch.total)
 

@@ -63,6 +63,14 @@ def prepare(config: Config, processes: int, *, verify: bool) -> None:
             f"{time.monotonic() - start:.1f} s{', verified' if verify else ''}, in {cache.folder}",
             flush=True,
         )
+        if cache.mask is not None:
+            from toolkit.data.conversation_rows import ConversationRows, statistics
+
+            of = config.validation if table == "validation" else config.training
+            print(
+                statistics(cache, ConversationRows(cache, of.seq_len, packing=config.data.packing)),
+                flush=True,
+            )
         start = time.monotonic()
 
 

@@ -33,6 +33,8 @@ def values(annotation: Any, marks: tuple[Any, ...] = ()) -> st.SearchStrategy[An
         return st.sampled_from(arguments)
     if origin is list:
         return st.lists(values(arguments[0]), max_size=3)
+    if origin is dict:
+        return st.dictionaries(TEXT, TEXT, max_size=3)
     bounds = {
         name: value
         for mark in marks

@@ -92,12 +92,15 @@ ACTS = {
     "finetune.adapter",
     "finetune.freeze_first_layers",
     "finetune.freeze_last_layers",
+    "training.format",
+    "data.format",
     "data.packing",
     "data.document_mask",
     "data.shuffle",
     "data.cache_folder",
     "data.max_inline_gb",
     "data.mixture.NAME.weight",
+    "data.mixture.NAME.format",
     "parallelism.data_parallel_replicate_degree",
     "parallelism.data_parallel_shard_degree",
     "parallelism.sharding_strategy",
@@ -157,6 +160,8 @@ def _values(annotation: Any, marks: tuple[Any, ...] = ()) -> list[Any]:
         return list(arguments)
     if origin is list:
         return [[value] for value in _values(arguments[0])]
+    if origin is dict:
+        return [{"2": "3"}]
     if arguments:
         return [value for alternative in arguments for value in _values(alternative, marks)]
     if annotation is float and any(isinstance(mark, Interval | Lt) for mark in marks):

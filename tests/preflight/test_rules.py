@@ -11,6 +11,7 @@ import pytest
 
 from tests.preflight import (
     bad_attention,
+    bad_chat,
     bad_data,
     bad_fsdp,
     bad_memory,
@@ -275,6 +276,7 @@ PARTS = (
     bad_fsdp,
     bad_memory,
     bad_optim,
+    bad_chat,
     bad_data,
     bad_mixture,
     bad_metrics,

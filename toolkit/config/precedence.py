@@ -11,7 +11,8 @@ _PAIRS = {
 """Keys, and the other keys for the same thing."""
 
 ONE_CORPUS = tuple(
-    f"training.{name}" for name in ("dataset", "dataset_path", "dataset_subset", "dataset_split")
+    f"training.{name}"
+    for name in ("dataset", "dataset_path", "dataset_subset", "dataset_split", "format", "columns")
 )
 """The keys that [data.mixture] takes the place of."""
 

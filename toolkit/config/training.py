@@ -30,6 +30,8 @@ from toolkit.config.types import (
     Table,
 )
 
+ChatFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion"]
+
 
 class Model(Table):
     """Which model. Where neither name nor flavor is set, config.json of hf_assets_path says it, if there is
@@ -186,6 +188,10 @@ class Training(Table):
     dataset_split: str = "train"
     """Split of a dataset of the Hugging Face hub, or a part of it such as train[:1%]; or of a DatasetDict
     that was saved."""
+    format: Literal["text"] | ChatFormat | None = None
+    """As data.format, which it replaces."""
+    columns: dict[str, str] | None = None
+    """As data.columns, which they replace."""
     epochs: Positive | None = None
     """Length as passes over the corpus, in place of steps. A pass over a mixture is as many samples as its
     parts have together."""
@@ -240,6 +246,10 @@ class MixtureCorpus(Table):
     """As training.dataset_split."""
     text_column: str | None = None
     """As data.text_column, which it replaces."""
+    format: Literal["text"] | ChatFormat | None = None
+    """As data.format, which it replaces."""
+    columns: dict[str, str] | None = None
+    """As data.columns, which they replace."""
 
 
 class Data(Table):
@@ -247,8 +257,26 @@ class Data(Table):
 
     text_column: str = "text"
     """Column that holds the text, or a template of columns such as "{question}\\n{answer}"; {{ is a brace."""
+    format: Literal["text"] | ChatFormat = "text"
+    """What a row of a file holds: a text, or a conversation as messages (role and content, as OpenAI's),
+    sharegpt (from and value), alpaca (instruction, input, output) or prompt_completion (two texts or lists
+    of messages)."""
+    columns: dict[str, str] = {}
+    """Other names for the columns of a conversation's format and the keys of its messages, such as
+    {conversations = "dialog", from = "speaker"}."""
+    chat_template: str | None = None
+    """How a conversation becomes text: the name of a family's format, a jinja template
+    or its file. None: the template that comes with the tokenizer, else the format whose tokens it has."""
+    chat_template_kwargs: dict[str, str] = {}
+    """Variables for the template, such as {date_string = "26 Jul 2024"}."""
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    """What of a conversation is learnt: the assistant's turns with their ends, the last of them, or all."""
+    empty_mask: Literal["error", "drop"] = "error"
+    """Conversations without a token to learn, by themselves or once they are cut at seq_len: refuse to
+    train, or train without them."""
     packing: bool = True
-    """Fill samples with documents end to end; false puts one document in a row, cut or padded."""
+    """Fill samples with documents end to end, or with whole conversations by best fit; false puts one
+    document or conversation in a row, cut or padded."""
     document_mask: bool = True
     """Attend within a document only, positions counted from its start."""
     shuffle: bool = True
@@ -274,6 +302,10 @@ class Validation(Table):
     """As training.dataset_subset."""
     dataset_split: str = "validation"
     """As training.dataset_split."""
+    format: Literal["text"] | ChatFormat | None = None
+    """As data.format, which it replaces."""
+    columns: dict[str, str] | None = None
+    """As data.columns, which they replace."""
     local_batch_size: BatchSize = 8
     """Samples that a rank takes through the model at once."""
     seq_len: Size = 2048

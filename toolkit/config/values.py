@@ -33,6 +33,8 @@ def in_words(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
     if origin is list:
         return f"a list of {_plural(arguments[0])}"
+    if origin is dict:
+        return 'a table of strings, such as {a = "b"}'
     return _WORDS[annotation] + _bounds(metadata)
 
 
@@ -69,6 +71,8 @@ def short_type(annotation: Any) -> str:
         return "|".join(str(choice) for choice in arguments)
     if origin is list:
         return f"[{short_type(arguments[0])},…]"
+    if origin is dict:
+        return "{name=str,…}"
     return _SHORT[annotation]
 
 
@@ -98,6 +102,8 @@ def _readers(annotation: Any) -> list[Callable[[str], object]]:
         return [reader for alternative in arguments for reader in _readers(alternative)]
     if origin is list:
         return [lambda text: _read_list(text, arguments[0])]
+    if origin is dict:
+        return [_read_table]
     if origin is Literal:
         return [int] if any(isinstance(choice, int) for choice in arguments) else []
     reader = _READERS.get(annotation)
@@ -135,6 +141,20 @@ def _read_list(text: str, element: Any) -> list[Any]:
     return [parse(item.strip(), element) for item in text.split(",")] if text else []
 
 
+def _read_table(text: str) -> dict[str, Any]:
+    """``name=value,…``, or an inline table of TOML."""
+    if text.lstrip().startswith("{"):
+        try:
+            table: dict[str, Any] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(text) from error
+        return table
+    pairs = [item.partition("=") for item in text.split(",")] if text else []
+    if not all(name.strip() and equals for name, equals, _ in pairs):
+        raise ValueError(text)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
 def format_toml(value: object) -> str:
     """Write one value as TOML; None, which TOML lacks, as the string "None"."""
     if isinstance(value, bool):
@@ -143,6 +163,8 @@ def format_toml(value: object) -> str:
         return _format_float(value)
     if isinstance(value, list):
         return f"[{', '.join(format_toml(item) for item in value)}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_format_string(k)} = {format_toml(v)}" for k, v in value.items()) + "}"
     if value is None or isinstance(value, str):
         return _format_string(NONE if value is None else value)
     return str(value)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.config import Config
+from toolkit.data.chat.shapes import Shape
 from toolkit.data.run_data import RunData
 from toolkit.data.sources import open_corpus
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import TokenCache
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from toolkit.data.chat.sft import ChatOptions
 
 
 def open_data(config: Config, *, progress: bool) -> RunData:
@@ -61,12 +65,26 @@ def open_corpora(
             processes=processes,
             max_inline_gb=max_inline_gb,
             verify=verify,
+            chat=_chat_options(config) if corpus.shape else None,
         )
+        if corpus.shape:
+            from toolkit.data.chat.empty_masks import check_conversations
+
+            seq_len = config.value("validation" if corpus.table == "validation" else "training").seq_len
+            check_conversations(cache, seq_len, config.data.empty_mask, corpus.table)
         yield corpus.table, cache
 
 
+def _chat_options(config: Config) -> ChatOptions:
+    from toolkit.data.chat.sft import ChatOptions  # needs jinja
+
+    data = config.data
+    return ChatOptions(data.chat_template, data.chat_template_kwargs, data.train_on)
+
+
 class CorpusOptions(NamedTuple):
-    """What one table says of a corpus. ``column_key`` is the key that its text column comes from."""
+    """What one table says of a corpus. ``column_key``, ``format_key`` and ``columns_key`` are the keys that
+    its text column, its format and its other names come from."""
 
     table: str
     dataset: str
@@ -75,6 +93,15 @@ class CorpusOptions(NamedTuple):
     dataset_split: str
     text_column: str
     column_key: str
+    format: str
+    format_key: str
+    columns: Mapping[str, str]
+    columns_key: str
+
+    @property
+    def shape(self) -> Shape | None:
+        """The shape of its conversations; None of text."""
+        return None if self.format == "text" else Shape(self.format, tuple(self.columns.items()))
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of ``data.sources.open_corpus`` and ``check_source``."""
@@ -84,6 +111,7 @@ class CorpusOptions(NamedTuple):
             "text_column": self.text_column,
             "subset": self.dataset_subset,
             "split": self.dataset_split,
+            "shape": self.shape,
         }
 
 
@@ -95,8 +123,10 @@ def corpora(config: Config) -> list[CorpusOptions]:
 
 def _options(config: Config, table: str) -> CorpusOptions:
     options = config.value(table)
-    own_column = getattr(options, "text_column", None) is not None
-    column_key = f"{table}.text_column" if own_column else "data.text_column"
+    column_key, format_key, columns_key = (
+        f"{table if getattr(options, name, None) is not None else 'data'}.{name}"
+        for name in ("text_column", "format", "columns")
+    )
     return CorpusOptions(
         table,
         options.dataset,
@@ -105,4 +135,8 @@ def _options(config: Config, table: str) -> CorpusOptions:
         options.dataset_split,
         config.value(column_key),
         column_key,
+        config.value(format_key),
+        format_key,
+        config.value(columns_key),
+        columns_key,
     )

@@ -104,6 +104,10 @@ class _MicroBatchDataset(Dataset[Batch]):
 
 
 def _rows(name: str, corpus: TokenCache, **options: Any) -> Rows:
+    if corpus.mask is not None:
+        from toolkit.data.conversation_rows import ConversationRows
+
+        return ConversationRows(corpus, **options)
     try:
         return corpus_rows(corpus.tokens, corpus.offsets, **options)
     except DataError as error:
@@ -143,6 +147,15 @@ class Loader:
     def epoch_samples(self) -> int:
         """Samples of one pass over the corpus; of a mixture, as many as its parts have together."""
         return self._sampler.n
+
+    def conversations(self) -> Iterator[str]:
+        """Tell how the conversations of each corpus that has some fill its rows."""
+        dataset = self._data.dataset
+        for (name, corpus), rows in zip(dataset.corpora.items(), dataset.rows, strict=True):
+            if corpus.mask is not None:
+                from toolkit.data.conversation_rows import statistics
+
+                yield f"{name and f'{name}: '}{statistics(corpus, rows)}"
 
     @property
     def samples(self) -> int:

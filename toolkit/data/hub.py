@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.chat.shapes import Shape
 from toolkit.data.columns import SourceError
 from toolkit.data.content_hash import locked, remember, say, too_large
 from toolkit.data.sources import Corpus
@@ -50,7 +51,9 @@ def saved_files(folder: Path, split: str) -> list[Path]:
     return files
 
 
-def named(name: str, text_column: str, subset: str | None, split: str) -> HubSource:
+def named(
+    name: str, text_column: str, subset: str | None, split: str, shape: Shape | None = None
+) -> HubSource:
     """A dataset of the hub, or one of :data:`KNOWN`, of which nothing is known but the name.
 
     Raises:
@@ -60,7 +63,7 @@ def named(name: str, text_column: str, subset: str | None, split: str) -> HubSou
     if not _ID.fullmatch(owner_and_name):
         rule = "a dataset of the Hugging Face hub is named owner/name"
         raise SourceError(Problem(rule, "correct it; own files go in dataset_path", "dataset", name))
-    return HubSource(owner_and_name, (), text_column, subset=subset or known_subset, split=split)
+    return HubSource(owner_and_name, (), text_column, shape=shape, subset=subset or known_subset, split=split)
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ class HubSource(Corpus):
                     entry = _download(self, record.with_suffix(""), progress, max_bytes)
                     remember(record, entry)
         files = tuple(map(Path, entry["files"]))
-        return Corpus(self.name, files, self.text_column, identity=f"{request} {entry['fingerprint']}")
+        identity = f"{request} {entry['fingerprint']}"
+        return Corpus(self.name, files, self.text_column, identity=identity, shape=self.shape)
 
 
 def _read(record: Path) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from toolkit.data import text_files
+from toolkit.data.chat.shapes import Shape
 from toolkit.data.columns import Template, template_for
 from toolkit.data.text_files import REPLACE
 from toolkit.errors import DataError
@@ -39,21 +40,52 @@ class RowPiece:
     data: bytes
     row: int
     n_file_bytes: int
+    unit: ClassVar[str] = "row"
     opens: ClassVar[bool] = True
     closes: ClassVar[bool] = True
 
     def texts(self, text_column: str) -> list[str]:
-        with pa.ipc.open_stream(self.data) as stream:
-            batch = stream.read_next_batch()
+        batch = self._batch()
         template = template_for(text_column, batch.schema.names, str(self.path))
-        try:
+        with self._decoding(batch):
             columns = [batch.column(name).to_pylist() for name in template.columns]
+        return [text for text in map(template.fill, zip(*columns, strict=True)) if text]
+
+    def rows(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        batch = self._batch()
+        with self._decoding(batch):
+            rows = batch.to_pylist()
+        yield from enumerate(rows, start=self.row)
+
+    def _batch(self) -> pa.RecordBatch:
+        with pa.ipc.open_stream(self.data) as stream:
+            return stream.read_next_batch()
+
+    @contextlib.contextmanager
+    def _decoding(self, batch: pa.RecordBatch) -> Iterator[None]:
+        try:
+            yield
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{self.path}, in rows {self.row:,} to {self.row + batch.num_rows - 1:,}: a text is not "
                 f"UTF-8 ({error.reason}){REPLACE}"
             ) from None
-        return [text for text in map(template.fill, zip(*columns, strict=True)) if text]
+
+
+def read_conversations(path: Path, shape: Shape) -> Iterator[RowPiece]:
+    """The pieces of a file of conversations, in order, with the columns of their shape."""
+    with _errors(path):
+        columns = tuple(shape.columns(_schema(path).names, str(path)))
+        batches = _parquet_batches if path.suffix == ".parquet" else _arrow_batches
+        row = position = 0
+        for batch, end in batches(path, columns):
+            rows = batch.select(list(columns))
+            at_once = max(1, rows.num_rows * text_files.PIECE_BYTES // max(1, rows.nbytes))
+            for start in range(0, rows.num_rows, at_once):
+                last = start + at_once >= rows.num_rows
+                piece = rows[start : start + at_once]
+                yield RowPiece(path, _stream(piece), row + start, (end - position) * last)
+            row, position = row + rows.num_rows, end
 
 
 def read_pieces(path: Path, text_column: str) -> Iterator[RowPiece]:
@@ -62,7 +94,7 @@ def read_pieces(path: Path, text_column: str) -> Iterator[RowPiece]:
         template = _template(path, _schema(path), text_column)
         batches = _parquet_batches if path.suffix == ".parquet" else _arrow_batches
         row = position = 0
-        for batch, end in batches(path, template):
+        for batch, end in batches(path, template.columns):
             strings = [_as_strings(batch.column(name)) for name in template.columns]
             rows = pa.RecordBatch.from_arrays(strings, names=list(template.columns))
             for start, stop in itertools.pairwise(_cuts(rows)):
@@ -75,6 +107,12 @@ def check_schema(path: Path, text_column: str) -> None:
     """Raises DataError where a column is missing or holds no strings, by the file's schema alone."""
     with _errors(path):
         _template(path, _schema(path), text_column)
+
+
+def check_shape(path: Path, shape: Shape) -> None:
+    """Raises DataError where a column of the shape is missing, by the file's schema alone."""
+    with _errors(path):
+        shape.columns(_schema(path).names, str(path))
 
 
 def text_bytes(paths: list[Path], text_column: str) -> int:
@@ -132,22 +170,22 @@ def _holds_strings(kind: pa.DataType) -> bool:
     return any(test(kind) for test in tests)
 
 
-def _parquet_batches(path: Path, template: Template) -> Iterator[tuple[pa.RecordBatch, int]]:
+def _parquet_batches(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[pa.RecordBatch, int]]:
     """(rows, bytes of the file so far), a row group decoded bit by bit."""
-    size, columns = path.stat().st_size, list(template.columns)
+    size = path.stat().st_size
     options = {"buffer_size": text_files.PIECE_BYTES, "page_checksum_verification": True}
     with pq.ParquetFile(path, **options) as file:
         total, done = file.metadata.num_rows, 0
         for number in range(file.metadata.num_row_groups):
             group = file.metadata.row_group(number)
-            mean = _column_bytes(group, template.columns) // max(1, group.num_rows)
+            mean = _column_bytes(group, columns) // max(1, group.num_rows)
             n_rows = min(BATCH_ROWS, max(1, text_files.PIECE_BYTES // max(1, mean)))
-            for batch in file.iter_batches(n_rows, row_groups=[number], columns=columns):
+            for batch in file.iter_batches(n_rows, row_groups=[number], columns=list(columns)):
                 done += batch.num_rows
                 yield batch, size * done // total
 
 
-def _arrow_batches(path: Path, template: Template) -> Iterator[tuple[pa.RecordBatch, int]]:
+def _arrow_batches(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[pa.RecordBatch, int]]:
     """(rows, bytes of the file so far), without copying what is mapped into memory."""
     with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
         for batch in stream:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.data import text_files
+from toolkit.data.chat.shapes import Shape
 from toolkit.data.columns import SourceError
 from toolkit.data.text_files import Piece, is_json
 from toolkit.errors import ConfigError, DataError, Problem, closest, did_you_mean, install
@@ -40,13 +41,15 @@ COMPRESSION = 3  # compressed text is about three times as long as its file
 class Corpus:
     """An ordered list of files. ``name`` is what the user called it.
 
-    ``identity`` names the contents where they are known without reading the files.
+    ``identity`` names the contents where they are known without reading the files. With a ``shape`` its
+    rows are conversations, and no column holds a text.
     """
 
     name: str
     files: tuple[Path, ...]
     text_column: str
     identity: str = ""
+    shape: Shape | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -59,12 +62,16 @@ class Corpus:
         rows = [path for path in self.files if kind(path) == "rows"]
         others = [path for path in self.files if kind(path) != "rows"]
         size = sum(path.stat().st_size * (COMPRESSION if path.suffix == ".gz" else 1) for path in others)
+        if self.shape:
+            return size + sum(path.stat().st_size * COMPRESSION for path in rows)
         return size + (_parquet().text_bytes(rows, self.text_column) if rows else 0)
 
     def pieces(self) -> Iterator[Piece]:
         """Every file, in order, as pieces. Raises DataError for a file that cannot be read."""
         for path in self.files:
-            if kind(path) == "rows":
+            if kind(path) == "rows" and self.shape:
+                yield from _parquet().read_conversations(path, self.shape)
+            elif kind(path) == "rows":
                 yield from _parquet().read_pieces(path, self.text_column)
             else:
                 yield from text_files.read_pieces(path)
@@ -88,6 +95,7 @@ def open_corpus(
     *,
     subset: str | None = None,
     split: str = "train",
+    shape: Shape | None = None,
 ) -> Corpus:
     """Find a corpus: the files at ``path`` where it is given, else what is called ``name``.
 
@@ -100,11 +108,11 @@ def open_corpus(
         SourceError: unknown name, no such path, no text files there, missing column or package.
     """
     if path is not None:
-        source = Corpus(path, _find(path, split=split), text_column)
+        source = Corpus(path, _find(path, split=split), text_column, shape=shape)
     elif name in EMBEDDED:
-        source = Corpus(name, (EMBEDDED_FOLDER / EMBEDDED[name],), "text")
+        source = Corpus(name, (EMBEDDED_FOLDER / EMBEDDED[name],), "text", shape=shape)
     else:
-        return _hub_source(name, text_column, subset, split)
+        return _hub_source(name, text_column, subset, split, shape)
     _check_columns(source)
     return source
 
@@ -131,10 +139,11 @@ def check_source(
     *,
     subset: str | None = None,
     split: str = "train",
+    shape: Shape | None = None,
 ) -> Problem | None:
     """What is wrong with a corpus, as far as can be seen in milliseconds, or None."""
     try:
-        open_corpus(name, path, text_column, subset=subset, split=split)
+        open_corpus(name, path, text_column, subset=subset, split=split, shape=shape)
     except SourceError as error:
         return error.problems[0]
     except DataError as error:
@@ -165,7 +174,7 @@ def check_name(name: str) -> Problem | None:
     return Problem("there is no dataset of this name", fix, "dataset", name)
 
 
-def _hub_source(name: str, text_column: str, subset: str | None, split: str) -> Corpus:
+def _hub_source(name: str, text_column: str, subset: str | None, split: str, shape: Shape | None) -> Corpus:
     from toolkit.data import hub
 
     if unknown := check_name(name):
@@ -174,7 +183,7 @@ def _hub_source(name: str, text_column: str, subset: str | None, split: str) -> 
         rule = "this is a file or folder here, where dataset names a corpus"
         raise SourceError(Problem(rule, f"set dataset_path = {name!r}", "dataset", name))
     _require("datasets", "a dataset of the Hugging Face hub", "dataset", name)
-    return hub.named(name, text_column, subset, split)
+    return hub.named(name, text_column, subset, split, shape)
 
 
 def _require(package: str, what: str, key: str, value: str | None) -> None:
@@ -262,9 +271,22 @@ def _path_error(path: str, rule: str, fix: str) -> SourceError:
 
 def _check_columns(source: Corpus) -> None:
     """See a missing column before anything is started, by the first file of each kind."""
-    first = {kind(path): path for path in reversed(source.files)}
-    if "json" in first:
-        text_files.check_first_line(first["json"], source.text_column)
+    first, shape = {kind(path): path for path in reversed(source.files)}, source.shape
+    if shape and "text" in first:
+        rule = f"{first['text'].name} is plain text, and format {shape.format} is read from columns"
+        fix = 'name .jsonl or .parquet files, or set the format to "text"'
+        raise SourceError(Problem(rule, fix, "dataset_path", source.name))
+    if "json" in first and (line := text_files.first_line(first["json"])):
+        if not shape:
+            line.texts(source.text_column)
+        else:
+            for number, row in line.rows():
+                where = f"{line.path}, line {number}"
+                shape.columns(row, where)
+                shape.conversation(row, where)
     if "rows" in first:
         _require("pyarrow", f"reading {first['rows'].name}", "dataset_path", source.name)
-        _parquet().check_schema(first["rows"], source.text_column)
+        if shape:
+            _parquet().check_shape(first["rows"], shape)
+        else:
+            _parquet().check_schema(first["rows"], source.text_column)

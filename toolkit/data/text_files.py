@@ -15,10 +15,10 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, ClassVar, Protocol
 
 from toolkit.data.columns import template_for
 from toolkit.errors import DataError
@@ -32,9 +32,14 @@ class Piece(Protocol):
     """About 1 MiB of a file, which a process can turn into texts by itself.
 
     ``opens`` and ``closes`` say whether its first and its last text begin and end a document.
-    ``n_file_bytes`` is how many bytes of the file on disk it covers.
+    ``n_file_bytes`` is how many bytes of the file on disk it covers. ``unit`` is what its rows are counted
+    in.
     """
 
+    unit: ClassVar[str]
+
+    @property
+    def path(self) -> Path: ...
     @property
     def opens(self) -> bool: ...
     @property
@@ -44,6 +49,10 @@ class Piece(Protocol):
     def texts(self, text_column: str) -> list[str]:
         """The texts of this piece, empty ones left out. Raises DataError with file and place."""
 
+    def rows(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """The rows of this piece, each with its line or row in the file. Raises DataError with file and
+        place."""
+
 
 @dataclass(frozen=True)
 class TextPiece:
@@ -51,6 +60,8 @@ class TextPiece:
 
     ``offset`` and ``line`` (from 1) say where in the (decompressed) file it begins.
     """
+
+    unit: ClassVar[str] = "line"
 
     path: Path
     is_json: bool
@@ -62,6 +73,18 @@ class TextPiece:
     n_file_bytes: int
 
     def texts(self, text_column: str) -> list[str]:
+        if not self.is_json:
+            # An empty middle of a document cannot be: only an empty file gives an empty text.
+            return [text] if (text := self._text()) else []
+        found = (_row_text(row, text_column, self.path, line) for line, row in self.rows())
+        return [text for text in found if text]
+
+    def rows(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        for line, row in enumerate(self._text().split("\n"), start=self.line):
+            if row and not row.isspace():
+                yield line, _read_row(row, self.path, line)
+
+    def _text(self) -> str:
         try:
             text = self.data.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -71,16 +94,7 @@ class TextPiece:
                 f"0x{self.data[error.start]:02x} is not UTF-8 ({error.reason})\n"
                 f"  fix:  convert the file, for example with `iconv -t UTF-8`"
             ) from None
-        if self.offset == 0:
-            text = text.removeprefix(_BOM)
-        if not self.is_json:
-            # An empty middle of a document cannot be: only an empty file gives an empty text.
-            return [text] if text else []
-        rows = enumerate(text.split("\n"), start=self.line)
-        found = (
-            _row_text(row, text_column, self.path, line) for line, row in rows if row and not row.isspace()
-        )
-        return [text for text in found if text]
+        return text.removeprefix(_BOM) if self.offset == 0 else text
 
 
 def is_json(path: Path) -> bool:
@@ -97,18 +111,18 @@ def read_pieces(path: Path) -> Iterator[TextPiece]:
         raise DataError(f"{path}: cannot be read: {error}{REPLACE}") from error
 
 
-def check_first_line(path: Path, text_column: str) -> None:
-    """See a missing column before anything is started; a line longer than a piece waits for the reading."""
+def first_line(path: Path) -> TextPiece | None:
+    """The first line of a file, to see a missing column before anything is started; None where it is longer
+    than a piece, which waits for the reading."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
             line = stream.readline(PIECE_BYTES)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {error}{REPLACE}") from error
-    if line.endswith(b"\n"):
-        TextPiece(path, True, line, 0, 1, True, True, 0).texts(text_column)
+    return TextPiece(path, True, line, 0, 1, True, True, 0) if line.endswith(b"\n") else None
 
 
-def _row_text(row: str, text_column: str, path: Path, line: int) -> str:
+def _read_row(row: str, path: Path, line: int) -> dict[str, Any]:
     try:
         values = json.loads(row)
     except (ValueError, RecursionError) as error:
@@ -119,6 +133,10 @@ def _row_text(row: str, text_column: str, path: Path, line: int) -> str:
         raise DataError(
             f"{path}, line {line}: a JSON {_json_type(values)}\n  fix:  each line must be one JSON object"
         )
+    return values
+
+
+def _row_text(values: Mapping[str, Any], text_column: str, path: Path, line: int) -> str:
     template = template_for(text_column, values, f"{path}, line {line}")
     for column in template.columns:
         _check_value(values[column], f"{path}, line {line}: column {column!r}")

@@ -2,6 +2,8 @@
 
     <cache folder>/tokens/<key>/tokens.bin    the ids end to end, uint16 or uint32
                                /offsets.bin   int64: where each document begins, and the end
+                               /mask.bin            of conversations: uint8, which tokens are learnt
+                               /conversations.bin   and int64, where each was read and what of it is learnt
                                /meta.json     counts, type, key, size of the vocabulary, hashes of blocks
     <cache folder>/tokens/<key>.building/     a build in progress, or what a killed one left
     <cache folder>/tokens/<key>.lock          held (flock) by the process that builds
@@ -9,10 +11,11 @@
     <cache folder>/hub/                       what a dataset of the Hugging Face hub was when it was fetched
 
 The key is the SHA-256 of the files' contents in order (for a dataset of the hub, of what names its
-revision), the tokenizer's fingerprint, the text column and ``FORMAT``. A folder under its final name is
-complete: it gets there by one atomic rename after fsync. The kernel releases the lock of a process that
-dies, however it dies; whoever takes the lock next owns the ``.building`` folder and removes it; a build
-also removes those of other corpora that nobody builds.
+revision), the tokenizer's fingerprint, the text column (of conversations, their shape, chat format and what
+of them is learnt) and ``FORMAT``. A folder under its final name is complete: it gets there by one atomic
+rename after fsync. The kernel releases the lock of a process that dies, however it dies; whoever takes the
+lock next owns the ``.building`` folder and removes it; a build also removes those of other corpora that
+nobody builds.
 
 Opening a cache compares some blocks of its files with their hashes, of a small one all, and what is damaged
 is built again. The loader refuses ids that the tokenizer does not have.
@@ -27,9 +30,10 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -44,7 +48,8 @@ from toolkit.io.atomic import sync_file, sync_folder
 from toolkit.io.block_hashes import HashedFile
 
 if TYPE_CHECKING:
-    from toolkit.data.tokenize import Encoded, TokenizeBar
+    from toolkit.data.chat.sft import ChatOptions, ConversationEncoder
+    from toolkit.data.tokenize import Encoded, Encoder, TokenizeBar
 
 FORMAT = 1  # raise it when pieces are cut, or documents are framed, in another way
 ALONE_BYTES = 16 << 20  # of text: up to here helpers would hardly be under way before one process is done
@@ -59,8 +64,11 @@ def tokenized(
     processes: int = 0,
     max_inline_gb: float = math.inf,
     verify: bool = False,
+    chat: ChatOptions | None = None,
 ) -> TokenCache:
     """The tokenised ``source``: opened where it has been built before and is sound, else built now.
+
+    A source with a shape needs ``chat``, which says how its conversations become tokens.
 
     Any number of processes may call this at once: one builds, the others wait. ``progress`` shows on
     stderr what is going on. ``processes`` 0 is one a core, or none but this one for a small corpus.
@@ -71,6 +79,7 @@ def tokenized(
             ``max_inline_gb`` gigabytes of text that is not built yet; a cache folder that cannot be written.
     """
     root = Path(cache_folder).expanduser().absolute()
+    encoder = _encoder(source, tokenizer, chat)
     max_bytes = max_inline_gb * 1e9
     for again in (False, True):
         with _cache_errors(root):
@@ -79,7 +88,7 @@ def tokenized(
             _refuse_large(found, max_bytes)  # before all of it is read for its hash
         here = all(path.exists() for path in found.files)  # of the hub the tokens may be all that is left
         before = stamps(found) if here else None  # the key is of what the files hold from here on
-        key = _key(found, tokenizer, root, progress)
+        key = _key(found, tokenizer, encoder, root, progress)
         folder = root / "tokens" / key[:32]
         with _cache_errors(root):
             if (cache := _open_if_sound(folder, progress, verify=verify)) is not None:
@@ -95,9 +104,18 @@ def tokenized(
             _remove_leftovers(folder.parent)
 
             def unchanged() -> bool:  # a file that is too young to be known by its stamp is read again
-                return stamps(found) == before and _key(found, tokenizer, root, progress) == key
+                return stamps(found) == before and _key(found, tokenizer, encoder, root, progress) == key
 
-            _build(found, tokenizer, key, folder, progress, processes or _process_count(found), unchanged)
+            _build(
+                found,
+                tokenizer,
+                encoder,
+                key,
+                folder,
+                progress,
+                processes or _process_count(found),
+                unchanged,
+            )
     return open_cache(folder)
 
 
@@ -138,8 +156,30 @@ def _refuse_large(source: Corpus, max_bytes: float) -> None:
         raise DataError(f"{source.name}: {problem}")
 
 
-def _key(source: Corpus, tokenizer: Tokenizer, root: Path, progress: bool) -> str:
-    column = source.text_column if any(kind(path) != "text" for path in source.files) else None
+def _encoder(source: Corpus, tokenizer: Tokenizer, chat: ChatOptions | None) -> ConversationEncoder | None:
+    """What makes tokens of conversations; None for text."""
+    if source.shape is None:
+        return None
+    from toolkit.data.chat.sft import ConversationEncoder  # needs jinja
+
+    assert chat is not None
+    return ConversationEncoder(tokenizer, source.shape, chat, _dtype(tokenizer))
+
+
+def _dtype(tokenizer: Tokenizer) -> str:
+    return "uint16" if tokenizer.n_words <= 1 << 16 else "uint32"
+
+
+def _key(
+    source: Corpus,
+    tokenizer: Tokenizer,
+    encoder: ConversationEncoder | None,
+    root: Path,
+    progress: bool,
+) -> str:
+    column: Any = source.text_column if any(kind(path) != "text" for path in source.files) else None
+    if encoder:
+        column = encoder.fingerprint
     contents: list | str = source.identity
     if not contents:
         kinds = map(kind, source.files)
@@ -156,6 +196,7 @@ def _process_count(source: Corpus) -> int:
 def _build(
     source: Corpus,
     tokenizer: Tokenizer,
+    encoder: ConversationEncoder | None,
     key: str,
     folder: Path,
     progress: bool,
@@ -164,19 +205,23 @@ def _build(
 ) -> None:
     """Write the cache under a temporary name and commit it, if the text is ``unchanged`` since its key was
     made. The caller holds the lock."""
-    from toolkit.data.tokenize import TokenizeBar, encode_all  # only where something is built
+    from toolkit.data.tokenize import TextEncoder, TokenizeBar, encode_all  # only where something is built
 
     building = folder.with_suffix(".building")
     for leftover in (building, folder):  # of a killed build; a damaged cache
         if leftover.exists():
             shutil.rmtree(leftover)
     building.mkdir()
-    dtype = "uint16" if tokenizer.n_words <= 1 << 16 else "uint32"
+    dtype = _dtype(tokenizer)
+    encode: Encoder = TextEncoder(source.text_column, tokenizer, dtype)
+    extra: Sequence[str] = ()
+    if encoder:
+        encode, extra = replace(encoder, files=source.files), encoder.EXTRA
     try:
         with TokenizeBar(source.name, source.n_bytes, processes, shown=progress) as bar:
-            pieces = encode_all(source.pieces(), source.text_column, tokenizer, dtype, processes=processes)
+            pieces = encode_all(source.pieces(), encode, processes=processes)
             with contextlib.closing(pieces):
-                n_tokens, n_documents, blocks = _write(pieces, building, bar)
+                n_tokens, n_documents, blocks = _write(pieces, building, bar, extra)
         if n_documents == 0:
             files = "file" if len(source.files) == 1 else f"{len(source.files):,} files"
             raise DataError(
@@ -195,7 +240,7 @@ def _build(
             "blocks": blocks,
         }
         with open(building / "meta.json", "wb") as file:
-            file.write(json.dumps(meta | {"corpus": source.name}).encode())
+            file.write(json.dumps(meta | _about(source)).encode())
             sync_file(file)
         sync_folder(building)
         os.rename(building, folder)
@@ -204,20 +249,28 @@ def _build(
         shutil.rmtree(building, ignore_errors=True)
 
 
+def _about(source: Corpus) -> dict[str, Any]:
+    """What meta.json tells of the source, which others of the same content may not have."""
+    files = {"files": [str(path) for path in source.files]} if source.shape else {}
+    return {"corpus": source.name, **files}
+
+
 def _write(
-    pieces: Iterator[Encoded], building: Path, bar: TokenizeBar
+    pieces: Iterator[Encoded], building: Path, bar: TokenizeBar, extra: Sequence[str]
 ) -> tuple[int, int, dict[str, list[str]]]:
-    """Stream pieces to disk; returns the number of tokens and of documents, and the hashes of the files."""
+    """Stream pieces to disk, with files for what is ``extra``; returns the number of tokens and of
+    documents, and the hashes of the files."""
     n_tokens = n_documents = 0
     unfinished = 0  # tokens so far of a document that the next piece goes on with
-    with (
-        open(building / "tokens.bin", "wb") as tokens_file,
-        open(building / "offsets.bin", "wb") as offsets_file,
-    ):
-        tokens, offsets = HashedFile(tokens_file), HashedFile(offsets_file)
-        offsets.write(bytes(8))
+    with contextlib.ExitStack() as opened:
+        names = ("tokens.bin", "offsets.bin", *extra)
+        raw = {name: opened.enter_context(open(building / name, "wb")) for name in names}
+        files = {name: HashedFile(file) for name, file in raw.items()}
+        files["offsets.bin"].write(bytes(8))
         for piece in pieces:
-            tokens.write(piece.tokens)
+            files["tokens.bin"].write(piece.tokens)
+            for name, values in (piece.extra or {}).items():
+                files[name].write(values)
             lengths = piece.lengths.copy()
             if not piece.opens:
                 lengths[0] += unfinished
@@ -225,9 +278,9 @@ def _write(
                 unfinished, lengths = int(lengths[-1]), lengths[:-1]
             lengths = lengths[lengths > 0]  # a tokenizer without BOS and EOS may have nothing for a text
             ends = n_tokens + np.cumsum(lengths)
-            offsets.write(ends)
+            files["offsets.bin"].write(ends)
             n_tokens, n_documents = (int(ends[-1]) if len(ends) else n_tokens, n_documents + len(ends))
             bar.advance(piece.n_file_bytes, n_tokens)
-        sync_file(tokens_file)
-        sync_file(offsets_file)
-    return n_tokens, n_documents, {"tokens.bin": tokens.hashes(), "offsets.bin": offsets.hashes()}
+        for file in raw.values():
+            sync_file(file)
+    return n_tokens, n_documents, {name: file.hashes() for name, file in files.items()}

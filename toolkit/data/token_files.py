@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +18,11 @@ from toolkit.io.json_fields import MAX_BYTES, Fields, parse_object
 class TokenCache:
     """A tokenised corpus, mapped into memory.
 
-    ``tokens`` (n_tokens,) uint16 or uint32, the documents end to end; ``offsets`` (n_documents + 1,)
-    int64. Every id is below ``n_words``. ``fingerprint`` names the content, whatever the place. Pickles as
-    its folder's name.
+    ``tokens`` (n_tokens,) uint16 or uint32, the documents end to end; ``offsets`` (n_documents + 1,) int64.
+    Every id is below ``n_words``. ``fingerprint`` names the content, whatever the place. Of conversations
+    there are also ``mask`` (n_tokens,) uint8, 1 where a token is learnt, ``conversations`` (n_documents, 4)
+    int64 as :mod:`toolkit.data.chat.empty_masks` has it, and ``files``, the names that they had when they
+    were tokenised. Pickles as its folder's name.
     """
 
     folder: Path
@@ -30,6 +32,9 @@ class TokenCache:
     n_words: int
     tokens: np.ndarray = field(repr=False)
     offsets: np.ndarray = field(repr=False)
+    mask: np.ndarray | None = field(default=None, repr=False)
+    conversations: np.ndarray | None = field(default=None, repr=False)
+    files: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple:
         return open_cache, (self.folder,)
@@ -61,8 +66,13 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
     fingerprint, blocks = meta.values.get("fingerprint"), meta.inner("blocks") or Fields({})
     if not isinstance(fingerprint, str):
         meta.refuse("fingerprint", "must be a hash")
+    files = meta.values.get("files")
+    if not (files is None or (isinstance(files, list) and all(isinstance(name, str) for name in files))):
+        meta.refuse("files", "must be the names of files")
     meta.finish(f"{folder / 'meta.json'} is damaged")
     expected = {"tokens.bin": n_tokens * dtype.itemsize, "offsets.bin": (n_documents + 1) * 8}
+    if files is not None:
+        expected |= {"mask.bin": n_tokens, "conversations.bin": n_documents * 32}
     for name, size in expected.items():
         actual = (folder / name).stat().st_size
         if actual != size:
@@ -77,4 +87,12 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
     if offsets[0] != 0 or offsets[-1] != n_tokens:
         raise DataError(f"{folder / 'offsets.bin'} is damaged: it does not span the {n_tokens:,} tokens")
     assert isinstance(fingerprint, str)
-    return TokenCache(folder, fingerprint, n_documents, n_tokens, n_words, tokens, offsets)
+    cache = TokenCache(folder, fingerprint, n_documents, n_tokens, n_words, tokens, offsets)
+    if files is None:
+        return cache
+    return replace(
+        cache,
+        mask=np.asarray(np.memmap(folder / "mask.bin", np.uint8, "r")),
+        conversations=np.asarray(np.memmap(folder / "conversations.bin", np.int64, "r")).reshape(-1, 4),
+        files=tuple(files),
+    )

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from types import TracebackType
 from typing import NamedTuple
@@ -29,44 +30,55 @@ AHEAD = 4  # pieces that may wait, a process, for an earlier one that takes long
 
 
 class Encoded(NamedTuple):
-    """A piece's ``tokens``, the ``lengths`` of its texts in tokens (int64), and what it said of itself."""
+    """A piece's ``tokens``, the ``lengths`` of its documents in tokens (int64), what it said of itself, and
+    what else is kept of it, by the names of files."""
 
     tokens: np.ndarray
     lengths: np.ndarray
     opens: bool
     closes: bool
     n_file_bytes: int
+    extra: Mapping[str, np.ndarray] | None = None
 
 
-def encode_piece(piece: Piece, text_column: str, tokenizer: Tokenizer, dtype: str) -> Encoded:
-    """Token ids of a piece: each document is BOS (where the tokenizer adds it), its text, EOS (if any)."""
-    texts = piece.texts(text_column)
-    bos = [tokenizer.bos_id] if tokenizer.adds_bos else []
-    eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    parts = []
-    for number, ids in enumerate(tokenizer.encode_batch(texts)):
-        begins, ends = piece.opens or number > 0, piece.closes or number < len(texts) - 1
-        parts.append(np.array(bos * begins + ids + eos * ends, dtype=dtype))
-    tokens = np.concatenate(parts) if parts else np.zeros(0, dtype)
-    lengths = np.array([len(part) for part in parts], dtype=np.int64)
-    return Encoded(tokens, lengths, piece.opens, piece.closes, piece.n_file_bytes)
+Encoder = Callable[[Piece], Encoded]
+"""Tokens of a piece, by any process: it is pickled."""
 
 
-def encode_all(
-    pieces: Iterator[Piece], text_column: str, tokenizer: Tokenizer, dtype: str, *, processes: int
-) -> Generator[Encoded, None, None]:
-    """:func:`encode_piece` of every piece, in order, by ``processes`` (1: this one).
+@dataclass(frozen=True)
+class TextEncoder:
+    """Each document is BOS (where the tokenizer adds it), its text, EOS (if any)."""
+
+    text_column: str
+    tokenizer: Tokenizer
+    dtype: str
+
+    def __call__(self, piece: Piece) -> Encoded:
+        texts, tokenizer = piece.texts(self.text_column), self.tokenizer
+        bos = [tokenizer.bos_id] if tokenizer.adds_bos else []
+        eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        parts = []
+        for number, ids in enumerate(tokenizer.encode_batch(texts)):
+            begins, ends = piece.opens or number > 0, piece.closes or number < len(texts) - 1
+            parts.append(np.array(bos * begins + ids + eos * ends, dtype=self.dtype))
+        tokens = np.concatenate(parts) if parts else np.zeros(0, self.dtype)
+        lengths = np.array([len(part) for part in parts], dtype=np.int64)
+        return Encoded(tokens, lengths, piece.opens, piece.closes, piece.n_file_bytes)
+
+
+def encode_all(pieces: Iterator[Piece], encode: Encoder, *, processes: int) -> Generator[Encoded, None, None]:
+    """Encode every piece, in order, by ``processes`` (1: this one).
 
     Memory is bounded by ``AHEAD`` pieces a process, however long the corpus. An error is raised when the
     turn of its piece comes, so that it is the same one for any number of processes.
     """
     if processes == 1:
-        yield from (encode_piece(piece, text_column, tokenizer, dtype) for piece in pieces)
+        yield from map(encode, pieces)
         return
     helpers = [_Helper() for _ in range(processes)]
     try:
         for helper in helpers:
-            helper.send((text_column, tokenizer, dtype))
+            helper.send(encode)
         yield from _in_order(pieces, helpers)
     finally:
         for helper in helpers:
@@ -147,15 +159,15 @@ class _Helper:
 
 
 def serve(descriptor: int) -> None:
-    """The life of a helper: the tokenizer first, then pieces, until the pipe closes."""
+    """The life of a helper: the encoder first, then pieces, until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     connection = Connection(descriptor)
     try:
-        text_column, tokenizer, dtype = connection.recv()
+        encode: Encoder = connection.recv()
         while True:
             piece = connection.recv()
             try:
-                answer: Encoded | Exception = encode_piece(piece, text_column, tokenizer, dtype)
+                answer: Encoded | Exception = encode(piece)
             except DataError as error:
                 answer = DataError(str(error))
             except Exception:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
 Message = Mapping[str, Any]
+
+
+class Turns(NamedTuple):
+    """The ``ids`` of a whole dialog, and of each answer in it from which to before which id it is the
+    assistant's: its text and the end of its turn."""
+
+    ids: list[int]
+    answers: list[tuple[int, int]]
 
 
 class ChatFormat(ABC):
@@ -18,10 +26,12 @@ class ChatFormat(ABC):
     Attributes:
         name: what it is called, or the file of a template.
         stop_ids: the tokens at which an answer ends.
+        fingerprint: says what the ids depend on besides the tokenizer.
     """
 
     name: str
     stop_ids: tuple[int, ...]
+    fingerprint: str
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -38,6 +48,14 @@ class ChatFormat(ABC):
 
         Raises:
             DataError: messages that the format has no place for.
+        """
+
+    @abstractmethod
+    def encode_turns(self, messages: Sequence[Message]) -> Turns:
+        """Ids of the dialog, which are those of ``encode`` without a generation prompt, with the answers.
+
+        Raises:
+            DataError: as ``encode``; answers that cannot be told from the rest.
         """
 
 

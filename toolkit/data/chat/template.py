@@ -10,29 +10,59 @@ but the values handed in. Names and filters are those that transformers offers.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from toolkit.data.chat.base import ChatFormat, Message
+from toolkit.data.chat.base import ChatFormat, Message, Turns
 from toolkit.data.tokenizers.files import read_json
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
+TRAINING_DAY = datetime(2024, 7, 26)
+"""What a template is told of the day in training, so that a cache does not depend on when it was made."""
 _PRIVATE_USE = range(0xE000, 0xF8FF)
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class _Marks(NamedTuple):
+    """Characters that neither the template nor the messages hold: in names of special tokens that messages
+    hold, and where what ``{% generation %}`` marks begins and ends."""
+
+    text: str
+    begin: str
+    end: str
+
+
+class _Rendered(NamedTuple):
+    """A dialog as ``text`` without marks; ``special`` are the places of the special tokens that the
+    template wrote, ``generated`` those of what it marks as the assistant's."""
+
+    text: str
+    special: list[tuple[int, int]]
+    generated: list[tuple[int, int]]
+
+    def named(self) -> list[tuple[str, int]]:
+        """The special tokens, with where they begin."""
+        return [(self.text[begin:end], begin) for begin, end in self.special]
 
 
 class ChatTemplate(ChatFormat):
     """A jinja template over ``messages``, ``add_generation_prompt`` and the names of special tokens.
 
-    ``variables`` are further names that the template may use, such as ``date_string``.
+    ``variables`` are further names that the template may use, such as ``date_string``. For ``training`` the
+    day that it may ask for is always that of :data:`TRAINING_DAY`.
     """
 
     def __init__(
@@ -42,74 +72,188 @@ class ChatTemplate(ChatFormat):
         *,
         name: str = "template",
         variables: Mapping[str, Any] | None = None,
+        training: bool = False,
     ):
         self.name = name
         self._source = source
         self._tokenizer = tokenizer
         named = _named_tokens(tokenizer)
         self._variables = {"tools": None, "documents": None, **named, **(variables or {})}
+        told = json.dumps([source, self._variables], sort_keys=True, default=str)
+        self.fingerprint = hashlib.sha256(told.encode()).hexdigest()
         ends = {tokenizer.special_tokens[token] for token in [named["eos_token"]] if token}
         self.stop_ids = tuple(sorted({*tokenizer.stop_ids, *ends}))
         by_length = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, by_length)) or "(?!)")
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise DataError(f"chat template {name}: {error}") from error
-
-    @classmethod
-    def from_file(
-        cls, tokenizer: Tokenizer, path: Path, *, variables: Mapping[str, Any] | None = None
-    ) -> ChatTemplate:
-        """The template in ``path``.
-
-        Raises:
-            DataError: no such file, or no template.
-        """
-        try:
-            source = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"chat template {str(path)!r}: {error}") from error
-        return cls(tokenizer, source, name=str(path), variables=variables)
+        self._template = compiled(name, source, variables or {}, TRAINING_DAY if training else None)
 
     def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
+        rendered = self._render(messages, self._marks(messages), generation_prompt=generation_prompt)
+        return [token for text, after in _runs(rendered) for token in self._ids(text, after)]
+
+    def encode_turns(self, messages: Sequence[Message]) -> Turns:
+        marks = self._marks(messages)
+        rendered = self._render(messages, marks, generation_prompt=False)
+        places = rendered.generated
+        if not _GENERATION.search(self._source):
+            roles = [message.get("role") for message in messages]
+            places = [
+                self._answer(messages, index, rendered, marks)
+                for index, role in enumerate(roles)
+                if role == "assistant"
+            ]
+        ids, starts = self._ids_with_starts(rendered)
+        return Turns(ids, [_tokens_at(starts, place) for place in places])
+
+    def _marks(self, messages: Sequence[Message]) -> _Marks:
         if not messages:
             raise DataError("a dialog needs at least one message")
-        mark = _unused_character(self._source + json.dumps([*messages], ensure_ascii=False, default=str))
+        held = set(self._source + json.dumps([*messages], ensure_ascii=False, default=str))
+        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in held)
+        return _Marks(next(free), next(free), next(free))
+
+    def _render(self, messages: Sequence[Message], marks: _Marks, *, generation_prompt: bool) -> _Rendered:
         kept = _in_strings(
             [dict(message) for message in messages],
-            lambda text: self._special.sub(lambda found: found[0][:1] + mark + found[0][1:], text),
+            lambda text: self._special.sub(lambda found: found[0][:1] + marks.text + found[0][1:], text),
         )
+        places = {_BEGIN: marks.begin, _END: marks.end}
         try:
             text = self._template.render(
-                messages=kept, add_generation_prompt=generation_prompt, **self._variables
+                messages=kept, add_generation_prompt=generation_prompt, **self._variables, **places
             )
         except Exception as error:  # whatever an expression of the template raises
             raise DataError(f"chat template {self.name}: {error}") from error
-        return self._ids(text, mark)
+        return self._without_marks(text, marks)
 
-    def _ids(self, text: str, mark: str) -> list[int]:
-        first, *rest = self._special.split(text)
-        ids = self._tokenizer.encode(first.replace(mark, "")) if first else []
-        for name, following in zip(self._special.findall(text), rest, strict=True):
-            special = self._tokenizer.special_tokens[name]
-            ids.append(special)
-            if following:
-                ids += self._tokenizer.encode_after(special, following.replace(mark, ""))
-        return ids
+    def _without_marks(self, text: str, marks: _Marks) -> _Rendered:
+        found, special, begins, ends = "", [], [], []
+        for part in re.split(f"([{''.join(marks)}]|{self._special.pattern})", text):
+            if part == marks.begin:
+                begins.append(len(found))
+            elif part == marks.end:
+                ends.append(len(found))
+            elif part != marks.text:
+                if self._special.fullmatch(part):
+                    special.append((len(found), len(found) + len(part)))
+                found += part
+        return _Rendered(found, special, list(zip(begins, ends, strict=True)))
+
+    def _answer(
+        self, messages: Sequence[Message], index: int, full: _Rendered, marks: _Marks
+    ) -> tuple[int, int]:
+        """The place of message ``index`` in the dialog: from where its prompt ends to the special token
+        that ends it, or to where the next message begins if there is none."""
+        if index == 0:
+            raise DataError(f"chat template {self.name}: the assistant speaks first\n  fix:  {_MARK_IT}")
+        before = self._render(messages[:index], marks, generation_prompt=True).text
+        through = self._render(messages[: index + 1], marks, generation_prompt=False)
+        if not full.text.startswith(before) or not through.text.startswith(before):
+            raise DataError(
+                f"chat template {self.name}: message {index + 1} does not begin with the generation prompt, "
+                f"or what is before it changes with it\n  fix:  {_MARK_IT}"
+            )
+        begin = len(before)
+        alone = [name for name, place in through.named() if place >= begin]
+        here = [(name, place) for name, place in full.named() if place >= begin]
+        common = list(takewhile(lambda pair: pair[0] == pair[1][0], zip(alone, here, strict=False)))
+        if common:  # what follows them ends the whole dialog, or is the next message
+            name, place = common[-1][1]
+            return begin, place + len(name)
+        if alone or not full.text.startswith(through.text):
+            raise DataError(
+                f"chat template {self.name}: the end of message {index + 1} cannot be told\n"
+                f"  fix:  {_MARK_IT}"
+            )
+        return begin, len(through.text)
+
+    def _ids(self, text: str, after: str) -> list[int]:
+        """Ids of the text that follows a special token, and before them that token; ``after`` may be
+        nothing."""
+        if not after:
+            return self._tokenizer.encode(text) if text else []
+        special = self._tokenizer.special_tokens[after]
+        return [special, *(self._tokenizer.encode_after(special, text) if text else [])]
+
+    def _ids_with_starts(self, rendered: _Rendered) -> tuple[list[int], list[int]]:
+        ids, starts, place = [], [], 0
+        for text, after in _runs(rendered):
+            special = self._tokenizer.special_tokens[after] if after else None
+            if special is not None:
+                ids.append(special)
+                starts.append(place)
+                place += len(after)
+            if text:
+                of_text, begin = self._tokenizer.encode_with_starts(text, special)
+                ids += of_text
+                starts += [place + start for start in begin]
+                place += len(text)
+        return ids, starts
 
 
-def template_beside(tokenizer: Tokenizer) -> ChatTemplate | None:
+def _runs(rendered: _Rendered) -> list[tuple[str, str]]:
+    """The texts between special tokens, each with the name of the token before it, the first with none."""
+    text, found, place, after = rendered.text, [], 0, ""
+    for begin, end in rendered.special:
+        found.append((text[place:begin], after))
+        place, after = end, text[begin:end]
+    return [*found, (text[place:], after)]
+
+
+def _tokens_at(starts: Sequence[int], place: tuple[int, int]) -> tuple[int, int]:
+    """The tokens that hold the characters of ``place``; one that holds others too is one of them."""
+    begin, end = bisect_left(starts, place[0]), bisect_left(starts, place[1])
+    if place[0] < place[1] and (begin == len(starts) or starts[begin] > place[0]):
+        begin -= 1
+    return begin, max(begin, end)
+
+
+def read_template(path: Path) -> str:
+    """The text of the template in ``path``.
+
+    Raises:
+        DataError: no such file, or no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"chat template {str(path)!r}: {error}") from error
+
+
+def compiled(
+    name: str, source: str, variables: Mapping[str, Any], day: datetime | None = None
+) -> jinja2.Template:
+    """The template, which ``day`` is told as today, if any.
+
+    Raises:
+        DataError: it is no template, or does not use one of ``variables``.
+    """
+    environment = _environment(day)
+    try:
+        used = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        template = environment.from_string(source)
+    except jinja2.TemplateError as error:
+        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise DataError(f"chat template {name}{line}: {error}\n  fix:  correct the template") from error
+    if unused := [variable for variable in variables if variable not in used]:
+        raise DataError(
+            f"chat template {name} has no variable {unused[0]!r}\n"
+            f"  fix:  remove it; the template uses {', '.join(sorted(used - {_BEGIN, _END}))}"
+        )
+    return template
+
+
+def template_beside(tokenizer: Tokenizer, **options: Any) -> ChatTemplate | None:
     """The template of the tokenizer's folder: chat_template.jinja, or what tokenizer_config.json holds."""
     folder = tokenizer.folder
     if (file := folder / "chat_template.jinja").is_file():
-        return ChatTemplate.from_file(tokenizer, file)
+        return ChatTemplate(tokenizer, read_template(file), name=str(file), **options)
     held = read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(held, list):  # several, by name
         held = {entry.get("name"): entry.get("template") for entry in held}.get("default")
     if not isinstance(held, str):
         return None
-    return ChatTemplate(tokenizer, held, name=str(folder / "tokenizer_config.json"))
+    return ChatTemplate(tokenizer, held, name=str(folder / "tokenizer_config.json"), **options)
 
 
 def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
@@ -124,24 +268,30 @@ def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     return names
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment(day: datetime | None) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = lambda form: (day or datetime.now()).strftime(form)
     return environment
 
 
+_BEGIN, _END = "__generation_begins", "__generation_ends"
+_MARK_IT = "put {% generation %} and {% endgeneration %} around what the assistant writes in it"
+
+
 class _Generation(Extension):
-    """``{% generation %}`` marks what the model wrote, for loss masks; here its content is just rendered."""
+    """``{% generation %}`` marks what the model wrote: its content is rendered between two marks."""
 
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (jinja2.nodes.Output([jinja2.nodes.Name(name, "load")]) for name in (_BEGIN, _END))
+        return [begin, *body, end]
 
 
 def _to_json(
@@ -159,11 +309,6 @@ def _to_json(
 
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _unused_character(text: str) -> str:
-    """A character of Unicode's private use that ``text`` does not hold."""
-    return next(chr(code) for code in _PRIVATE_USE if chr(code) not in text)
 
 
 def _in_strings(value: Any, change: Callable[[str], str]) -> Any:

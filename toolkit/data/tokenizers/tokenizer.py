@@ -106,6 +106,17 @@ class Tokenizer(ABC):
         before the first word of a prompt alone, or drop those after a token."""
         return self._encode(without_surrogates(text))
 
+    def encode_with_starts(self, text: str, after: int | None = None) -> tuple[list[int], list[int]]:
+        """Ids of ``text``, at the start of a prompt or where it follows the special token ``after``, and at
+        which character each begins. Of a character that is several tokens, all begin there.
+
+        Raises:
+            DataError: the tokenizer rewrites this text, so that its tokens cannot be found in it.
+        """
+        text = without_surrogates(text)
+        ids = self.encode(text) if after is None else self.encode_after(after, text)
+        return ids, self._starts(ids, text)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text without BOS and EOS, on the calling thread: the fast path for a corpus."""
         return self._encode_batch([without_surrogates(text) for text in texts])
@@ -142,6 +153,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def _decode(self, ids: list[int]) -> str:
         """Text of ``ids``, special tokens by name."""
+
+    @abstractmethod
+    def _starts(self, ids: list[int], text: str) -> list[int]:
+        """At which character of ``text``, which has no surrogates, each of its ``ids`` begins."""
 
 
 def without_surrogates(text: str) -> str:

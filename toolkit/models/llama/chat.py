@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.data.chat.base import ChatFormat, Message, special_ids, texts
+from toolkit.data.chat.base import ChatFormat, Message, Turns, special_ids, texts
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
@@ -18,7 +18,7 @@ class Llama3Format(ChatFormat):
     folder with such a template gets.
     """
 
-    name = "llama3"
+    name = fingerprint = "llama3"
 
     @classmethod
     def fits(cls, tokenizer: Tokenizer) -> bool:
@@ -31,13 +31,20 @@ class Llama3Format(ChatFormat):
         self.stop_ids = tokenizer.stop_ids
 
     def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
-        ids = [self._bos]
+        return self.encode_turns(messages).ids + (self._header("assistant") if generation_prompt else [])
+
+    def encode_turns(self, messages: Sequence[Message]) -> Turns:
+        ids, answers = [self._bos], []
         for role, content in texts(messages):
             role = "ipython" if role == "tool" else role
             if role not in _ROLES_LLAMA3:
                 raise DataError(f"message role {role!r}: Llama 3 has {', '.join(_ROLES_LLAMA3)}")
-            ids += [*self._header(role), *self._tokenizer.encode(content.strip()), self._eot]
-        return ids + (self._header("assistant") if generation_prompt else [])
+            ids += self._header(role)
+            begin = len(ids)
+            ids += [*self._tokenizer.encode(content.strip()), self._eot]
+            if role == "assistant":
+                answers.append((begin, len(ids)))
+        return Turns(ids, answers)
 
     def _header(self, role: str) -> list[int]:
         encode = self._tokenizer.encode
@@ -52,7 +59,7 @@ class Llama2Format(ChatFormat):
     the question's end: there is no generation prompt.
     """
 
-    name = "llama2"
+    name = fingerprint = "llama2"
 
     @classmethod
     def fits(cls, tokenizer: Tokenizer) -> bool:
@@ -65,6 +72,9 @@ class Llama2Format(ChatFormat):
         self.stop_ids = tokenizer.stop_ids
 
     def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
+        return self.encode_turns(messages).ids
+
+    def encode_turns(self, messages: Sequence[Message]) -> Turns:
         system = ""
         (role, content), *rest = texts(messages)
         if role == "system":
@@ -80,10 +90,14 @@ class Llama2Format(ChatFormat):
         questions = [f"[INST] {(system + rest[0][1]).strip()} [/INST]"]
         questions += [f"[INST] {content.strip()} [/INST]" for _, content in rest[2::2]]
         answers = [content.strip() for _, content in rest[1::2]]
-        encode, ids = self._tokenizer.encode, []
+        encode, turns = self._tokenizer.encode, Turns([], [])
         for question, answer in zip(questions, answers, strict=False):
-            ids += encode(f"{question} {answer} ", bos=True, eos=True)
-        return ids + (encode(questions[-1], bos=True) if len(questions) > len(answers) else [])
+            # No token of such a tokenizer holds a space and what is before it.
+            begin = len(turns.ids) + len(encode(question, bos=True))
+            turns.ids.extend(encode(f"{question} {answer} ", bos=True, eos=True))
+            turns.answers.append((begin, len(turns.ids)))
+        turns.ids.extend(encode(questions[-1], bos=True) if len(questions) > len(answers) else [])
+        return turns
 
 
 FORMATS = {chat_format.name: chat_format for chat_format in (Llama2Format, Llama3Format)}

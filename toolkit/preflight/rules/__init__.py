@@ -37,6 +37,18 @@ FILES: dict[str, tuple[str, ...]] = {
     "finetune": ("finetune",),
     "files": (),
     "data": (),
+    "chat": (
+        "data.format",
+        "data.columns",
+        "data.chat_template",
+        "data.train_on",
+        "data.empty_mask",
+        "data.mixture",
+        "training.format",
+        "training.columns",
+        "validation.format",
+        "validation.columns",
+    ),
     "mixture": ("data.mixture",),
     "saving": (
         "checkpoint.keep_every_n",

@@ -41,6 +41,10 @@ def corpus_readable(run: PlannedRun) -> list[Problem]:
             if corpus.table.startswith("data.mixture.") and corpus.column_key == "data.text_column":
                 fix = f"set {corpus.table}.text_column, or {fix.removeprefix('set ')}"
             problems.append(run.problem(corpus.column_key, found.rule, fix))
+        elif found and found.key == "columns":
+            fix = found.fix.replace("data.columns", corpus.columns_key)
+            fix = fix.replace("data.format", corpus.format_key)
+            problems.append(run.problem(corpus.format_key, found.rule, fix))
         elif found:
             problems.append(run.problem(f"{corpus.table}.{found.key}", found.rule, found.fix))
     return list(dict.fromkeys(problems))
@@ -117,9 +121,10 @@ def text_column_acts(run: PlannedRun) -> list[Problem]:
     for corpus in corpora(config):
         readers[corpus.column_key].append(corpus)
     return [
-        run.problem(key, "no corpus that it is for has columns", "remove it")
+        run.problem(key, "no text that it is for has columns", "remove it")
         for key, read_by in readers.items()
-        if config.value(key) != "text" and not any(map(_has_columns, read_by))
+        if config.value(key) != "text"
+        and not any(corpus.shape is None and _has_columns(corpus) for corpus in read_by)
     ]
 
 

@@ -1,0 +1,127 @@
+"""Runs that break the rules of ``rules.chat``, and what rules of corpora say of conversations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.preflight.bad_runs import bad
+
+CODE = "data.mixture.code"
+ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+
+
+def _rows(folder: Path) -> None:
+    (folder / "a.jsonl").write_text(json.dumps(ROW) + "\n")
+
+
+def _text(folder: Path) -> None:
+    (folder / "a.jsonl").write_text(json.dumps({"text": "hello"}) + "\n")
+    (folder / "b.txt").write_text("hello")
+
+
+def _narrator(folder: Path) -> None:
+    (folder / "a.jsonl").write_text(json.dumps({"messages": [{"role": "narrator", "content": "a"}]}) + "\n")
+
+
+def _template(text: str):  # type: ignore[no-untyped-def]
+    def prepare(folder: Path) -> None:
+        _rows(folder)
+        (folder / "mine.jinja").write_text(text)
+
+    return prepare
+
+
+HERE = "training.dataset_path=a.jsonl data.format=messages"
+
+CASES = [
+    bad("formats_act", "data.train_on=all", "no corpus of the run holds conversations", "set data.format"),
+    bad("formats_act", "data.empty_mask=drop", "no corpus of the run holds conversations"),
+    bad("formats_act", "data.chat_template=llama3", "no corpus of the run holds conversations"),
+    bad(
+        "formats_act",
+        "data.format=alpaca training.format=messages training.dataset_path=a.jsonl",
+        "every corpus has its own format",
+        prepare=_rows,
+    ),
+    bad(
+        "formats_act",
+        f"data.columns=messages=dialog training.columns=role=role {HERE}",
+        "every corpus has its own columns",
+        prepare=_rows,
+    ),
+    bad("columns_known", "data.columns=messages=dialog", "which text_column names", "set data.text_column"),
+    bad(
+        "columns_known",
+        f"data.columns=instruction=ask {HERE}",
+        "messages has no 'instruction': its names are messages, role, content",
+        prepare=_rows,
+    ),
+    bad(
+        "corpus_readable",
+        f"data.columns=messages=dialog {HERE}",
+        "a.jsonl, line 1 has no column 'dialog', which format messages reads; it has 'messages'",
+        'set data.columns, such as {messages = "messages"}',
+        key="data.format",
+        prepare=_rows,
+    ),
+    bad(
+        "corpus_readable",
+        f"{CODE}.format=messages {CODE}.dataset_path=a.jsonl",
+        "no column 'messages', which format messages reads; it has 'text'",
+        f"or another {CODE}.format",
+        prepare=_text,
+    ),
+    bad(
+        "corpus_readable",
+        "data.format=messages",
+        "it has 'text'",
+        "or another data.format",
+    ),
+    bad(
+        "corpus_readable",
+        "training.dataset_path=b.txt data.format=messages",
+        "b.txt is plain text, and format messages is read from columns",
+        prepare=_text,
+    ),
+    bad(
+        "corpus_readable",
+        HERE,
+        "line 1, message 1: role 'narrator'",
+        "roles are system",
+        prepare=_narrator,
+    ),
+    bad(
+        "chat_template_readable",
+        f"data.chat_template=mine.jinja {HERE}",
+        "chat template mine.jinja, line 2:",
+        "correct the template",
+        prepare=_template("{{ bos_token }}\n{% for %}"),
+    ),
+    bad(
+        "chat_template_readable",
+        f"data.chat_template=other.jinja {HERE}",
+        "there is no such format or file",
+        "or the file of a jinja template",
+        prepare=_rows,
+    ),
+    bad(
+        "chat_template_readable",
+        f"data.chat_template=mine.jinja data.chat_template_kwargs=day=1 {HERE}",
+        "has no variable 'day'",
+        "the template uses bos_token, messages",
+        prepare=_template("{{ bos_token }}{{ messages }}"),
+    ),
+    bad(
+        "chat_template_readable",
+        f"data.chat_template=llama3 data.chat_template_kwargs=day=1 {HERE}",
+        "the format llama3 has no variables, and is given day",
+        prepare=_rows,
+    ),
+    bad(
+        "text_column_acts",
+        f"data.text_column=body {HERE}",
+        "no text that it is for has columns",
+        prepare=_rows,
+    ),
+]

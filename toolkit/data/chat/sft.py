@@ -1,0 +1,130 @@
+"""Conversations as token ids, with a mask of those that the model learns (supervised fine-tuning).
+
+By ``train_on`` these are the assistant's texts with the ends of its turns, those of its last turn alone, or
+all. The first token of a conversation is never learnt: nothing predicts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from toolkit.data.chat.base import ChatFormat
+from toolkit.data.chat.empty_masks import NO_LOSS
+from toolkit.data.chat.formats import chat_format
+from toolkit.data.chat.shapes import Conversation, Shape
+from toolkit.data.text_files import Piece
+from toolkit.data.tokenize import Encoded
+from toolkit.data.tokenizers.tokenizer import Tokenizer
+from toolkit.errors import DataError
+
+VERSION = 1  # raise it when conversations become other ids or masks
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What the configuration says of conversations, for all corpora."""
+
+    template: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    train_on: str = "assistant"
+
+    def format_for(self, tokenizer: Tokenizer) -> ChatFormat:
+        """The chat format of ``tokenizer``'s model, or that of the configuration."""
+        return chat_format(tokenizer, self.template, variables=self.variables, training=True)
+
+
+@dataclass(frozen=True)
+class ConversationEncoder:
+    """Turns pieces into tokens and masks, in any process: the template is compiled where it is first
+    needed."""
+
+    tokenizer: Tokenizer
+    shape: Shape
+    options: ChatOptions
+    dtype: str
+    files: tuple[Path, ...] = ()
+    EXTRA: ClassVar[tuple[str, ...]] = ("mask.bin", "conversations.bin")
+
+    @cached_property
+    def form(self) -> ChatFormat:
+        return self.options.format_for(self.tokenizer)
+
+    def __reduce__(self) -> tuple:
+        return ConversationEncoder, (self.tokenizer, self.shape, self.options, self.dtype, self.files)
+
+    @property
+    def fingerprint(self) -> list[Any]:
+        """What ids and masks depend on besides the text and the tokenizer."""
+        shape = [self.shape.format, sorted(self.shape.names.items())]
+        return [VERSION, *shape, self.form.fingerprint, self.options.train_on]
+
+    def __call__(self, piece: Piece) -> Encoded:
+        tokens, masks, about = [], [], []
+        file = self.files.index(piece.path)
+        for place, row in piece.rows():
+            where = f"{piece.path}, {piece.unit} {place}"
+            ids, mask = self.encode(self.shape.conversation(row, where), where)
+            learnt = np.flatnonzero(mask)
+            tokens.append(ids)
+            masks.append(mask)
+            about.append((file, place, learnt[0] if len(learnt) else NO_LOSS, len(learnt)))
+        lengths = np.array([len(ids) for ids in tokens], np.int64)
+        extra = {
+            self.EXTRA[0]: np.concatenate([np.zeros(0, np.uint8), *masks]),
+            self.EXTRA[1]: np.array(about, np.int64).reshape(-1, 4),
+        }
+        joined = np.concatenate([np.zeros(0, self.dtype), *tokens])
+        return Encoded(joined, lengths, True, True, piece.n_file_bytes, extra)
+
+    def encode(self, conversation: Conversation, where: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids (``dtype``) and mask (uint8) of a conversation.
+
+        Raises:
+            DataError: the format has no place for it; ``where`` is told.
+        """
+        try:
+            turns = self.form.encode_turns(conversation.messages)
+            if not turns.ids:
+                raise DataError(f"chat format {self.form.name} makes nothing of it")
+            mask = loss_mask(conversation, turns.answers, len(turns.ids), self.options.train_on)
+        except DataError as error:
+            rule, _, rest = str(error).partition("\n  fix:  ")
+            fix = rest or "correct it, or set data.chat_template to a template that has a place for it"
+            raise DataError(f"{where}: {rule}\n  fix:  {fix}") from None
+        return np.array(turns.ids, self.dtype), mask
+
+
+def loss_mask(
+    conversation: Conversation, answers: list[tuple[int, int]], n_ids: int, train_on: str
+) -> np.ndarray:
+    """uint8 (n_ids,): 1 where a token is learnt. ``answers`` are the assistant's tokens, a pair for each
+    turn.
+
+    Raises:
+        DataError: the template marks more or fewer parts than there are turns, where single turns are meant.
+    """
+    indices = [at for at, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    left_out = [index in conversation.unweighted for index in indices]
+    in_prompt = [index < conversation.first for index in indices]
+    single = any(left_out) or any(in_prompt) or train_on == "last_assistant"
+    if single and len(indices) != len(answers):
+        raise DataError(
+            f"the template marks {len(answers)} parts for {len(indices)} turns of the assistant, so that "
+            "single turns cannot be told\n  fix:  put {% generation %} around each turn once, or set "
+            'data.train_on = "assistant" and no weights'
+        )
+    mask = np.full(n_ids, train_on == "all", np.uint8)
+    for number, (begin, end) in enumerate(answers):
+        learnt = not (single and left_out[number])
+        if train_on != "all":
+            learnt &= not (single and in_prompt[number])
+            learnt &= train_on == "assistant" or number == len(answers) - 1
+        mask[begin:end] = learnt
+    mask[0] = 0
+    return mask

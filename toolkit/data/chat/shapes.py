@@ -1,0 +1,241 @@
+"""Conversations in the shapes that data sets have, as one: a list of messages with ``role`` and ``content``.
+
+    messages           {"messages": [{"role": "user", "content": "…"}, …]}                       OpenAI's
+    sharegpt           {"conversations": [{"from": "human", "value": "…"}, …], "system": "…"}
+    alpaca             {"instruction": "…", "input": "…", "output": "…", "system": "…"}
+    prompt_completion  {"prompt": "…", "completion": "…"}, either of them a text or a list of messages
+
+``system`` and ``input`` may be absent or empty. Names of columns, and of the keys of a message, can be others
+(``data.columns``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from toolkit.data.columns import SourceError
+from toolkit.errors import DataError, Problem, did_you_mean, either
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
+_SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "bot": "assistant", "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+}  # fmt: skip
+_NAMES = {
+    "messages": ("messages", "role", "content"),
+    "sharegpt": ("conversations", "system", "from", "value"),
+    "alpaca": ("instruction", "input", "output", "system"),
+    "prompt_completion": ("prompt", "completion", "role", "content"),
+}
+FORMATS = tuple(_NAMES)
+_OPTIONAL = ("input", "system")
+_OF_MESSAGES = ("role", "content", "from", "value")
+
+
+class Conversation(NamedTuple):
+    """Messages with role and content, and which of the assistant's are not learnt: those of ``weight`` 0,
+    and those before message ``first``, which are part of a prompt."""
+
+    messages: list[dict[str, Any]]
+    unweighted: frozenset[int] = frozenset()
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A format, and the names that a corpus has in place of the format's own."""
+
+    format: str
+    renamed: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        return {name: name for name in _NAMES[self.format]} | self._chosen
+
+    @property
+    def _chosen(self) -> dict[str, str]:
+        return {name: other for name, other in self.renamed if name in _NAMES[self.format]}
+
+    def columns(self, there: Collection[str], where: str) -> list[str]:
+        """The columns to read, of those that are ``there``.
+
+        Raises:
+            SourceError: one is missing; it says ``where``, and which there are.
+        """
+        wanted = {name: column for name, column in self.names.items() if name not in _OF_MESSAGES}
+        chosen = self._chosen
+        missing = [
+            name
+            for name, column in wanted.items()
+            if column not in there and (name not in _OPTIONAL or name in chosen)
+        ]
+        if missing:
+            names = ", ".join(map(repr, there)) or "none"
+            column, example = wanted[missing[0]], next(iter(there), "name")
+            rule = f"{where} has no column {column!r}, which format {self.format} reads; it has {names}"
+            fix = f'set data.columns, such as {{{missing[0]} = "{example}"}}, or another data.format'
+            raise SourceError(Problem(rule, fix, "columns", chosen))
+        return [column for column in wanted.values() if column in there]
+
+    def conversation(self, row: Mapping[str, Any], where: str) -> Conversation:
+        """The conversation in a row.
+
+        Raises:
+            DataError: it has another shape, an unknown role or an empty turn; ``where`` is told, and the fix.
+        """
+        try:
+            self.columns(row, where)
+        except SourceError as error:
+            problem = error.problems[0]
+            raise DataError(f"{problem.rule}\n  fix:  {problem.fix}") from None
+        found = _READERS[self.format](self, row, where)
+        if not found.messages:
+            raise DataError(f"{where}: the conversation has no message\n  fix:  remove it")
+        for number, message in enumerate(found.messages):
+            _check(message, f"{where}, message {number + 1}")
+        return found
+
+    def _value(self, row: Mapping[str, Any], name: str) -> Any:
+        return row.get(self.names[name])
+
+    def _text(self, row: Mapping[str, Any], name: str, where: str) -> str:
+        value = self._value(row, name)
+        if value is None:
+            value = ""
+        if not isinstance(value, str):
+            raise DataError(
+                f"{where}: column {self.names[name]!r} holds {_kind(value)}\n  fix:  it must hold a text"
+            )
+        return value
+
+    def _messages(self, value: Any, name: str, where: str) -> Conversation:
+        """A list of messages, with weights."""
+        role, content = ("from", "value") if self.format == "sharegpt" else ("role", "content")
+        keys = {self.names[role]: "role", self.names[content]: "content"}
+        if not isinstance(value, list):
+            raise DataError(
+                f"{where}: column {self.names[name]!r} holds {_kind(value)}\n  fix:  it must hold a list of "
+                f'messages, each an object such as {{"{self.names[role]}": …, "{self.names[content]}": …}}'
+            )
+        messages, unweighted = [], set()
+        for number, item in enumerate(value):
+            at = f"{where}, message {number + 1}"
+            if not isinstance(item, Mapping):
+                raise DataError(f"{at}: it is {_kind(item)}\n  fix:  each message must be an object")
+            if self.names[role] not in item:
+                there = ", ".join(map(repr, item)) or "none"
+                raise DataError(
+                    f"{at} has no key {self.names[role]!r}; it has {there}\n  fix:  name the key of the role "
+                    f'in data.columns, such as {{{role} = "{next(iter(item), "name")}"}}'
+                )
+            message = {str(keys.get(key, key)): held for key, held in item.items() if held is not None}
+            if (weight := message.pop("weight", 1)) not in (0, 1):
+                fix = "0 leaves the message out of the loss, 1 does not"
+                raise DataError(f"{at}: weight {weight!r}\n  fix:  {fix}")
+            unweighted |= {number} if weight == 0 else set()
+            messages.append(message)
+        return Conversation(messages, frozenset(unweighted))
+
+    def _openai(self, row: Mapping[str, Any], where: str) -> Conversation:
+        return self._messages(self._value(row, "messages"), "messages", where)
+
+    def _sharegpt(self, row: Mapping[str, Any], where: str) -> Conversation:
+        found = self._messages(self._value(row, "conversations"), "conversations", where)
+        for number, message in enumerate(found.messages):
+            said = message.get("role")
+            if said not in _SHAREGPT_ROLES:
+                raise DataError(
+                    f"{where}, message {number + 1}: {self.names['from']} is {said!r}\n"
+                    f"  fix:  {did_you_mean(str(said), _SHAREGPT_ROLES, f'use {either(_SHAREGPT_ROLES)}')}"
+                )
+            message["role"] = _SHAREGPT_ROLES[said]
+        system = self._text(row, "system", where)
+        if not system:
+            return found
+        moved = frozenset(number + 1 for number in found.unweighted)
+        return Conversation([{"role": "system", "content": system}, *found.messages], moved)
+
+    def _alpaca(self, row: Mapping[str, Any], where: str) -> Conversation:
+        asked = [self._text(row, name, where) for name in ("instruction", "input")]
+        texts = {
+            "system": self._text(row, "system", where),
+            "user": "\n\n".join(text for text in asked if text),
+            "assistant": self._text(row, "output", where),
+        }
+        return Conversation(
+            [{"role": role, "content": text} for role, text in texts.items() if text or role != "system"]
+        )
+
+    def _prompt_completion(self, row: Mapping[str, Any], where: str) -> Conversation:
+        parts = []
+        for name, role in (("prompt", "user"), ("completion", "assistant")):
+            value = self._value(row, name)
+            if isinstance(value, list):
+                parts.append(self._messages(value, name, where))
+            else:
+                parts.append(Conversation([{"role": role, "content": self._text(row, name, where)}]))
+        prompt, completion = parts
+        first = len(prompt.messages)
+        moved = frozenset(first + number for number in completion.unweighted)
+        return Conversation([*prompt.messages, *completion.messages], prompt.unweighted | moved, first)
+
+
+_READERS = {
+    "messages": Shape._openai,
+    "sharegpt": Shape._sharegpt,
+    "alpaca": Shape._alpaca,
+    "prompt_completion": Shape._prompt_completion,
+}
+
+
+def unknown_names(format: str, names: Collection[str]) -> str | None:
+    """The first of ``names`` that the format does not have, with what it has; None where it has them all."""
+    own = _NAMES[format]
+    wrong = next((name for name in names if name not in own), None)
+    return wrong and f"{format} has no {wrong!r}: its names are {', '.join(own)}"
+
+
+def _check(message: dict[str, Any], where: str) -> None:
+    """See that a message has a known role and a text; joins a text that comes in parts."""
+    role, content = message["role"], message.get("content")
+    if role not in ROLES:
+        fix = did_you_mean(str(role), ROLES, f"roles are {', '.join(ROLES)}")
+        raise DataError(f"{where}: role {role!r}\n  fix:  {fix}")
+    if isinstance(content, list):
+        content = message["content"] = "".join(_part(part, where) for part in content)
+    if content is None and message.get("tool_calls"):
+        return
+    if not isinstance(content, str):
+        said = "no content" if content is None else f"content that is {_kind(content)}"
+        raise DataError(f"{where} ({role}) has {said}\n  fix:  content must be a text")
+    if role in ("user", "assistant") and not content.strip() and not message.get("tool_calls"):
+        raise DataError(
+            f"{where}: the {role}'s turn is empty\n  fix:  remove the conversation, or write the turn"
+        )
+    try:
+        content.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} has half a surrogate pair, \\u{ord(content[error.start]):04x}, at character "
+            f"{error.start}\n  fix:  repair the line"
+        ) from None
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    raise DataError(
+        f"{where}: a part of the content is {kind or _kind(part)!r}\n"
+        "  fix:  only text can be trained on: remove it"
+    )
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
