@@ -78,19 +78,19 @@ CASES: list[Bad] = [
     bad(
         KEEPS,
         f"{STRATEGY}=FULL_SHARD {PP}=2 {SCHEDULE}=InterleavedZeroBubble",
-        'set it to "SHARD_GRAD_OP", or',
+        f'remove it for {RESHARD} = "never", or',
         world=4,
     ),
     bad(
         KEEPS,
         f"{STRATEGY}=FULL_SHARD {PP}=2 {SCHEDULE}=InterleavedZeroBubble {RESHARD}=always",
-        f'set it to "SHARD_GRAD_OP" without {RESHARD}',
+        f'remove it for {RESHARD} = "never", or',
         world=4,
     ),
     bad(
         KEEPS,
         f"{STRATEGY}=NO_SHARD {PP}=2 {SCHEDULE}=ZBVZeroBubble",
-        "replace it by parallelism.data_parallel_replicate_degree = 2",
+        "parallelism.data_parallel_replicate_degree as replicas",
         world=4,
     ),
     bad(

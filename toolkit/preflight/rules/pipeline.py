@@ -81,16 +81,11 @@ def split_backward_keeps_parameters(run: PlannedRun) -> list[Problem]:
         f"{_which(run)} computes gradients of weights apart from those of inputs, which torch does for "
         "parameters that stay gathered; of others the gradients are wrong"
     )
-    keeping = {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "HYBRID_SHARD_ZERO2"}
-    if name in keeping:
-        also = "" if options.fsdp_reshard_after_forward == "default" else f" without {_RESHARD}"
-        return [run.problem(_STRATEGY, rule, f'set it to "{keeping[name]}"{also}, or {_whole(file)}')]
+    key = _RESHARD if name is None else _STRATEGY
+    fix = 'set it to "never"' if name is None else f'remove it for {_RESHARD} = "never"'
     if name == "NO_SHARD":
-        replicas = "parallelism.data_parallel_replicate_degree"
-        dp = run.mesh.dp if run.mesh else "the data-parallel degree"
-        fix = f"replace it by {replicas} = {dp}, or {_whole(file)}"
-        return [run.problem(_STRATEGY, rule, fix)]
-    return [run.problem(_RESHARD, rule, f'set it to "never", or {_whole(file)}')]
+        fix += " and parallelism.data_parallel_replicate_degree as replicas"
+    return [run.problem(key, rule, f"{fix}, or {_whole(file)}")]
 
 
 @rule()

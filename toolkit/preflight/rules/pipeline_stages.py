@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
 from itertools import pairwise
 
 from toolkit.errors import Problem, did_you_mean, either, first_few
@@ -79,57 +79,24 @@ def parts_are_a_cut(run: PlannedRun) -> list[Problem]:
     parts = run.config.parallelism.module_fqns_per_model_part
     if parts is None or run.model is None:
         return []
-    names = module_names(run.model.n_layers)
-    places: dict[str, list[int]] = {}
-    for stage, part in enumerate(parts):
-        for name in part:
-            places.setdefault(name, []).append(stage)
-    found = [*_unknown(places, names), *_empty_or_double(parts, places)]
-    found = found or _missing(places, names) or _out_of_order(places, names)
-    return [run.problem(_PARTS, said, fix) for said, fix in found]
-
-
-_Found = list[tuple[str, str]]
-
-
-def _unknown(places: Iterable[str], names: list[str]) -> _Found:
-    unknown = [name for name in places if name not in names]
-    if not unknown:
+    order = {name: place for place, name in enumerate(module_names(run.model.n_layers))}
+    given = [name for part in parts for name in part]
+    known, times = [name for name in given if name in order], Counter(given)
+    wrong = {
+        "the model has no": [name for name in given if name not in order],
+        "no stage holds": [name for name in order if name not in times],
+        "named more than once:": [name for name in order if times[name] > 1],
+        "nothing is in stage": [str(stage) for stage, part in enumerate(parts) if not part],
+        "out of order:": [after for before, after in pairwise(known) if order[after] < order[before]],
+        "computed as one, and in two stages:": ["norm and output"]
+        if any(("norm" in part) != ("output" in part) for part in parts)
+        else [],
+    }
+    if not any(wrong.values()):
         return []
-    modules = f"its modules are tok_embeddings, layers.0 to {names[-3]}, norm and output"
-    fix = f"{did_you_mean(unknown[0], names, 'name those that it has')} ({modules})"
-    return [(f"the model has no {first_few(unknown, _SHOWN)}", fix)]
-
-
-def _empty_or_double(parts: list[list[str]], places: dict[str, list[int]]) -> _Found:
-    found = [
-        (f"stage {stage} holds nothing", "give it modules of its neighbours, or remove it")
-        for stage, part in enumerate(parts)
-        if not part
-    ]
-    for name, stages in places.items():
-        if len(stages) > 1:
-            where = f"twice in stage {stages[0]}" if stages[0] == stages[1] else f"in stages {either(stages)}"
-            found.append((f"{name} is {where.replace(' or ', ' and ')}", "leave it in one of them"))
-    return found
-
-
-def _missing(places: dict[str, list[int]], names: list[str]) -> _Found:
-    missing = [name for name in names if name not in places]
-    if not missing:
-        return []
-    after = next((name for name in reversed(names[: names.index(missing[0])]) if name in places), None)
-    stage = places[after][0] if after else 0
-    return [(f"no stage holds {first_few(missing, _SHOWN)}", f"add {missing[0]} to stage {stage}")]
-
-
-def _out_of_order(places: dict[str, list[int]], names: list[str]) -> _Found:
-    if places["norm"] != places["output"]:
-        norm, output = places["norm"][0], places["output"][0]
-        rule = f"norm is in stage {norm} and output in stage {output}: they are computed as one"
-        return [(rule, f"put norm into stage {output}, too")]
-    for before, name in pairwise(names):
-        if places[name] < places[before]:
-            rule = f"{name} is in stage {places[name][0]}, before {before} in stage {places[before][0]}"
-            return [(rule, "keep the order of the forward: tok_embeddings, layers.0, …, norm, output")]
-    return []
+    rule = "; ".join(f"{what} {first_few(names, _SHOWN)}" for what, names in wrong.items() if names)
+    modules = f"tok_embeddings, layers.0 to layers.{run.model.n_layers - 1}, norm and output"
+    fix = f"name each of {modules} once, in this order, the last two in one stage"
+    if unknown := wrong["the model has no"]:
+        fix = f"{did_you_mean(unknown[0], order, 'name what it has')} ({fix})"
+    return [run.problem(_PARTS, rule, fix)]
