@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from toolkit.distributed.dtensor import local
+
 
 class Background:
     """One write at a time. ``pinned`` has a GPU copy into pages that stay in memory, which is faster."""
@@ -26,7 +28,7 @@ class Background:
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as they are now, on the CPU, sharded as they are; valid until the next call."""
-        parts = {name: _local(tensor) for name, tensor in tensors.items()}
+        parts = {name: local(tensor) for name, tensor in tensors.items()}
         self._copies = {name: self._like(name, part) for name, part in parts.items()}
         for name, part in parts.items():
             self._copies[name].copy_(part, non_blocking=self._pinned)
@@ -67,7 +69,3 @@ class Background:
         failure, self._thread, self._failure = self._failure, None, None
         if failure:
             raise failure
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -16,6 +16,12 @@ def clean_name(fqn: str) -> str:
     return fqn
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, DTensor or plain. Not by to_local(), which is part of autograd and waits
+    for collectives that cannot be pending here."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's part of a tensor, DTensor or plain, and where it starts in every dimension."""
     if not isinstance(tensor, DTensor):

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from toolkit.distributed.dtensor import local
+
 # torch.nn.utils.clip_grad_norm_ adds this to the norm: the same clipping as everywhere else.
 _EPSILON = 1e-6
 
@@ -41,8 +43,8 @@ def global_norm(
     distributed = _distributed(group)
     by_replicas: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        if parameter.grad is not None and _local(parameter.grad).numel():
-            by_replicas[_replicas(parameter.grad, distributed)].append(_local(parameter.grad))
+        if parameter.grad is not None and local(parameter.grad).numel():
+            by_replicas[_replicas(parameter.grad, distributed)].append(local(parameter.grad))
     squares = [
         torch.stack(_norms(gradients)).square_().sum() / replicas
         for replicas, gradients in by_replicas.items()
@@ -53,7 +55,7 @@ def global_norm(
 
 def local_square(gradient: Tensor) -> Tensor:
     """This rank's share of a gradient's squared 2-norm, an fp64 scalar: those of all ranks add up to it."""
-    return _norms([_local(gradient)])[0].square_() / _replicas(gradient, _distributed(None))
+    return _norms([local(gradient)])[0].square_() / _replicas(gradient, _distributed(None))
 
 
 def norm_over_ranks(
@@ -83,7 +85,7 @@ def clip_(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> N
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            gradient = _local(parameter.grad)
+            gradient = local(parameter.grad)
             by_kind[gradient.device, gradient.dtype].append(gradient)
     for gradients in by_kind.values():
         torch._foreach_mul_(gradients, scale)
@@ -93,7 +95,7 @@ def nonfinite_parameters(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
 ) -> list[str]:
     """Names of the parameters of which this rank's part of the gradient holds a NaN or an infinity."""
-    named = [(name, _local(p.grad)) for name, p in named_parameters if p.grad is not None]
+    named = [(name, local(p.grad)) for name, p in named_parameters if p.grad is not None]
     named = [(name, gradient) for name, gradient in named if gradient.numel()]
     if not named:
         return []
@@ -112,11 +114,6 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
 
 def _distributed(group: dist.ProcessGroup | None) -> bool:
     return dist.is_initialized() and dist.get_world_size(group) > 1
-
-
-def _local(tensor: Tensor) -> Tensor:
-    # not to_local(), which is part of autograd and waits for collectives that cannot be pending here
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _replicas(gradient: Tensor, distributed: bool) -> int:

@@ -25,8 +25,8 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
-from torch.distributed.tensor import DTensor
 
+from toolkit.distributed.dtensor import local
 from toolkit.errors import ConfigError, Problem
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.context_parallel import SequenceShards
@@ -115,9 +115,9 @@ class Pipeline(ModelParts):
             return
         first, last = self.owner[0], self.owner[self.last]
         mine = (
-            [_local(tensors[name]) for name in sorted(tensors) if TIED in name] if self.rank == first else []
+            [local(tensors[name]) for name in sorted(tensors) if TIED in name] if self.rank == first else []
         )
-        theirs = [_local(copies[name]) for name in sorted(copies)] if self.rank == last else []
+        theirs = [local(copies[name]) for name in sorted(copies)] if self.rank == last else []
         if first == last:
             for source, target in zip(mine, theirs, strict=True):
                 target.copy_(source)
@@ -220,7 +220,7 @@ class Pipeline(ModelParts):
         mine += [parameter for _, parameter in self.tied_copies()]
         if not mine or not mine[0].requires_grad:
             return
-        gradients = [_local(parameter.grad) for parameter in mine]  # type: ignore[arg-type]
+        gradients = [local(parameter.grad) for parameter in mine]  # type: ignore[arg-type]
         if first == last:
             total = gradients[0] + gradients[1]
             for gradient in gradients:
@@ -256,7 +256,3 @@ class Pipeline(ModelParts):
 
     def _hidden(self, rows: int, length: int, device: torch.device | str) -> Tensor:
         return torch.empty(rows, length // self.tp, self.args.dim, dtype=self.hidden_dtype, device=device)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()

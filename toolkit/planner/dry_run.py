@@ -69,7 +69,7 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
             run.model,
             run.mesh,
             rank,
-            param_dtype=DTYPES[_compute_dtype(run)],
+            param_dtype=DTYPES[run.precision],
             target=run.hardware.device,
         )
         print("\n".join(_describe_rank(run, found, alike.get(rank, []))), flush=True)
@@ -229,7 +229,7 @@ def _memory(run: PlannedRun, found: Holding) -> Iterator[tuple[str, int, str]]:
     yield "gradients", gradients, said
     yield "optimizer state", found.optimizer_bytes, where
     yield "together", stored + gradients + found.optimizer_bytes, "without activations"
-    dtype = _compute_dtype(run)
+    dtype = run.precision
     largest = max(found.units, key=lambda unit: unit.gathered)
     whole = sum(unit.gathered for unit in found.units)
     pipeline = run.mesh.pp > 1
@@ -254,14 +254,6 @@ def _sent(found: Holding) -> Iterator[tuple[str, int, str]]:
     for dimension, by_operation in sizes.items():
         each = ", ".join(f"{_size(size)} {operation}" for operation, size in by_operation.items())
         yield f"sent over {dimension}", by_operation.total(), f"a step: {each}"
-
-
-def _compute_dtype(run: PlannedRun) -> str:
-    """The precision of forward and backward."""
-    asked = run.config.training.mixed_precision_param
-    if asked != "auto":
-        return asked
-    return "bfloat16" if run.hardware.native_bf16 else "float32"
 
 
 def _rows(parts: Sequence[Part]) -> Iterator[tuple[str, str, str]]:

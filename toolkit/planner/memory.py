@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from toolkit.build import build_model
 from toolkit.config import Config
 from toolkit.data.batch_size import batch_shape
-from toolkit.distributed.dtensor import clean_name
+from toolkit.distributed.dtensor import clean_name, local
 from toolkit.models.common.args import ModelArgs
 from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
 from toolkit.parallel.dims import ParallelDims, takes_ring
@@ -121,12 +121,8 @@ def _pretended(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _part(name: str, parameter: nn.Parameter) -> Part:
-    local = _local(parameter)
-    return Part(name, tuple(parameter.shape), tuple(local.shape), local.nbytes, parameter.requires_grad)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    here = local(parameter)
+    return Part(name, tuple(parameter.shape), tuple(here.shape), here.nbytes, parameter.requires_grad)
 
 
 def _optimizer_bytes(config: Config, named: Sequence[tuple[str, nn.Parameter]]) -> int:
@@ -134,7 +130,7 @@ def _optimizer_bytes(config: Config, named: Sequence[tuple[str, nn.Parameter]]) 
     changes = {"implementation": "for-loop", "early_step_in_backward": False}  # which change no state
     options = config.optimizer.model_copy(update=changes)
     optimizer = build_optimizer(named, options)
-    return sum(_local(tensor).nbytes for tensor in optimizer_tensors(named, optimizer).values())
+    return sum(local(tensor).nbytes for tensor in optimizer_tensors(named, optimizer).values())
 
 
 def _units(model_parts: ModelParts) -> Iterator[Unit]:
@@ -155,7 +151,7 @@ def _units(model_parts: ModelParts) -> Iterator[Unit]:
             yield Unit(
                 ", ".join(names),
                 gathered=sum(_gathered(parameter) for parameter in parameters),
-                stored=sum(_local(parameter).numel() for parameter in parameters),
+                stored=sum(local(parameter).numel() for parameter in parameters),
             )
 
 

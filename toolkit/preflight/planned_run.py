@@ -92,6 +92,12 @@ class PlannedRun:
         return model_named(self.config)
 
     @property
+    def precision(self) -> str:
+        """The dtype of forward and backward."""
+        asked = self.config.training.mixed_precision_param
+        return asked if asked != "auto" else "bfloat16" if self.hardware.native_bf16 else "float32"
+
+    @property
     def batch(self) -> BatchShape | None:
         """How a global batch is cut."""
         if self.mesh is None:

@@ -22,14 +22,6 @@ def attention_of(run: PlannedRun) -> str:
     )
 
 
-def precision_of(run: PlannedRun) -> str:
-    """What the run computes in."""
-    precision = run.config.training.mixed_precision_param
-    if precision == "auto":
-        return "bfloat16" if run.hardware.native_bf16 else "float32"
-    return precision
-
-
 def _chooser(run: PlannedRun) -> str:
     """The key that chose it."""
     named = run.config.model.attention == "auto" and flavor_attention(run.config.model.flavor or "")
@@ -64,7 +56,7 @@ def attention_keeps_documents_apart(run: PlannedRun) -> list[Problem]:
 def attention_takes_precision(run: PlannedRun) -> list[Problem]:
     """The flash kernel multiplies in 16 bits only."""
     choice = attention_of(run)
-    if run.hardware.device == "cpu" or choice not in _FLASH_KERNEL or precision_of(run) == "bfloat16":
+    if run.hardware.device == "cpu" or choice not in _FLASH_KERNEL or run.precision == "bfloat16":
         return []
     fix = 'set model.attention = "flex" or "sdpa"'
     if run.hardware.native_bf16:

@@ -8,7 +8,7 @@ import os
 from toolkit.errors import Problem, either, nearest_multiple
 from toolkit.parallel.dims import takes_ring
 from toolkit.preflight.planned_run import PlannedRun, divisors, note, rule
-from toolkit.preflight.rules.attention import attention_of, precision_of
+from toolkit.preflight.rules.attention import attention_of
 
 _TP = "parallelism.tensor_parallel_degree"
 _CP = "parallelism.context_parallel_degree"
@@ -97,7 +97,7 @@ def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
     misfits = [
         (choice not in ("sdpa", "flash"), f"is not {choice}", 'model.attention = "flash"'),
         (
-            on_gpu and precision_of(run) != "bfloat16",
+            on_gpu and run.precision != "bfloat16",
             "computes in bfloat16, this run in float32",
             'training.mixed_precision_param = "bfloat16"',
         ),
