@@ -43,9 +43,8 @@ def cut(model: Decoder, modules: Sequence[str]) -> None:
     """
     if "tok_embeddings" not in modules:
         if model.args.tie_embeddings and model.output is not None:
-            model.output.weight = nn.Parameter(
-                torch.empty(model.args.vocab_size, model.args.dim, device="meta")
-            )
+            assert model.tok_embeddings is not None
+            model.output.weight = nn.Parameter(torch.empty_like(model.tok_embeddings.weight))
         model.tok_embeddings = None
     for name in list(model.layers):
         if f"layers.{name}" not in modules:

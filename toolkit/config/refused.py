@@ -1,0 +1,43 @@
+"""torchtitan's keys that do not act here. Its files run as they are: the default is taken, and nothing else."""
+
+from __future__ import annotations
+
+NO_MOE = "mixture-of-experts models are not supported"
+NO_MX = (
+    "MX formats are not supported, nor planned: only GPUs of compute capability 10.0 and above multiply "
+    "them, and on none of these has this toolkit run"
+)
+NOT_BUILT = "it is not built yet"
+_NO_TORCHFT = "fault tolerance through torchft is not supported"
+_NO_MODULE = "the schema is extended in toolkit/config, not by importing a module at start-up"
+_NO_QUANTISED = "quantised Hugging Face weights are only published for mixture-of-experts models"
+
+REFUSED: dict[str, tuple[bool | int | str | list[str] | None, str]] = {
+    "job.custom_config_module": ("", _NO_MODULE),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": (True, NO_MOE),
+    "parallelism.expert_parallel_degree": (1, NO_MOE),
+    "parallelism.expert_tensor_parallel_degree": (1, NO_MOE),
+    "parallelism.expert_parallel_comm_backend": ("standard", NO_MOE),
+    "checkpoint.enable_ft_dataloader_checkpoints": (True, _NO_TORCHFT),
+    "checkpoint.initial_load_in_hf_quantized": (False, _NO_QUANTISED),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (["moe.router.gate"], NO_MOE),
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": ("triton", NO_MX),
+    "quantize.linear.mx.recipe_name": ("mxfp8_cublas", NO_MX),
+    "quantize.linear.mx.filter_fqns": (["output"], NO_MX),
+    "quantize.grouped_mm.float8.fqns": ([], NO_MOE),
+    "quantize.grouped_mm.mx.recipe_name": ("mxfp8", NO_MOE),
+    "quantize.grouped_mm.mx.fqns": ([], NO_MOE),
+    "memory_estimation.enable": (False, NOT_BUILT),
+    "memory_estimation.disable_fake_mode": (False, NOT_BUILT),
+    "fault_tolerance.enable": (False, _NO_TORCHFT),
+    "fault_tolerance.process_group": ("gloo", _NO_TORCHFT),
+    "fault_tolerance.process_group_timeout_ms": (10000, _NO_TORCHFT),
+    "fault_tolerance.replica_id": (0, _NO_TORCHFT),
+    "fault_tolerance.group_size": (0, _NO_TORCHFT),
+    "fault_tolerance.min_replica_size": (1, _NO_TORCHFT),
+    "fault_tolerance.semi_sync_method": (None, _NO_TORCHFT),
+    "experimental.custom_import": ("", "a config file runs no code"),
+    "experimental.custom_args_module": ("", _NO_MODULE),
+    "debug.moe_force_load_balance": (False, NO_MOE),
+}
+"""Key → torchtitan's default, and why no other value is taken."""
