@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.help import meaning
+from toolkit.config.refused import REFUSED
 from toolkit.config.schema import Config, fields, tables
 from toolkit.config.types import NONE
 
@@ -34,6 +35,13 @@ def json_schema() -> dict[str, Any]:
             elif "patternProperties" in info:  # a table of tables
                 kept = {key: info[key] for key in ("description", "type", "patternProperties")}
                 table["properties"][name] = kept | {"additionalProperties": False}
+    for key, (default, reason) in REFUSED.items():
+        *path, name = key.split(".")
+        table = schema
+        for part in path:
+            inner = table["properties"].setdefault(part, {"type": "object", "properties": {}})
+            table = definitions[inner["$ref"].rpartition("/")[2]] if "$ref" in inner else inner
+        table["properties"][name] = {"const": NONE if default is None else default, "description": reason}
     extends = {"type": "string", "description": "TOML file that this one changes, relative to this one"}
     return schema | {"properties": {"extends": extends} | schema["properties"]}
 

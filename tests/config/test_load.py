@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 
 from toolkit.config import Config, load_config
+from toolkit.config.refused import REFUSED
 from toolkit.config.schema import Field, fields
 from toolkit.config.values import format_toml
 from toolkit.errors import ConfigError
@@ -358,3 +359,17 @@ def test_help_whose_reader_has_gone_ends_quietly():
     )
     told.stdout.close()
     assert (told.stderr.read(), told.wait()) == (b"", -signal.SIGPIPE)
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_key_that_does_not_act_takes_its_default_and_nothing_else(key: str, tmp_path: Path) -> None:
+    default, reason = REFUSED[key]
+    table, _, name = key.rpartition(".")
+    load(tmp_path, f"[{table}]\n{name} = {format_toml(default)}\n")
+    word = ",".join(default) if isinstance(default, list) else format_toml(default).strip('"')
+    assert load_config([f"--{key}={word}"]) == load_config([])
+    other = {bool: not default, int: 2}.get(type(default), "other")
+    with pytest.raises(ConfigError) as error:
+        load_config([f"--{key}={str(other).lower()}"])
+    [problem] = error.value.problems
+    assert problem.key == key and problem.rule == reason and "the default" in problem.fix

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from toolkit.config.schema import Field, fields, schema_name, tables
-from toolkit.config.types import ActsWith, DefaultOnly, NotBuilt
+from toolkit.config.types import ActsWith, RefusedValues
 from toolkit.config.values import format_toml, short_type
 from toolkit.errors import ConfigError, Problem, did_you_mean
 
@@ -64,17 +64,8 @@ def _default(field: Field) -> str:
 
 def meaning(field: Field) -> str:
     """Describe a key, and say where it does not act."""
-    notes = [note for note in map(_note, field.marks) if note]
+    refused = [mark for mark in field.marks if isinstance(mark, RefusedValues)]
+    notes = [f"[not {' or '.join(map(format_toml, mark.values))}: {mark.reason}]" for mark in refused]
     switches = [str(mark) for mark in field.marks if isinstance(mark, ActsWith)]
-    acts = [f"[acts with {' or '.join(switches)}]"] if switches else []
+    acts = [f"[acts with {' or '.join(dict.fromkeys(switches))}]"] if switches else []
     return " ".join([field.description, *notes, *acts])
-
-
-def _note(mark: object) -> str:
-    if isinstance(mark, NotBuilt):
-        refused = " and ".join(format_toml(value) for value in mark.values) or "another value"
-        return f"[{refused} is not built yet]"
-    if isinstance(mark, DefaultOnly):
-        allowed = f"not {' or '.join(map(format_toml, mark.values))}" if mark.values else "only the default"
-        return f"[{allowed}: {mark.reason}]"
-    return ""

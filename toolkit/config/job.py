@@ -5,18 +5,15 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from toolkit.config.types import (
-    NO_MOE,
     ActsWith,
-    DefaultOnly,
     LocalPath,
     NonNegative,
-    NotBuilt,
     Positive,
     PositiveFloat,
+    RefusedValues,
     Table,
 )
 
-_TORCHFT = DefaultOnly("fault tolerance through torchft is not supported")
 _PROFILER = ActsWith("profiling.enable_profiling")
 _SNAPSHOT = ActsWith("profiling.enable_memory_snapshot")
 _SAVES = ActsWith("checkpoint.enable", refused=True)
@@ -36,10 +33,6 @@ class Job(Table):
     """Print the resolved config, with the origin of each value, at start-up."""
     save_config_file: Annotated[str | None, LocalPath()] = None
     """Also save the resolved config under this name in dump_folder (config.toml is always written)."""
-    custom_config_module: Annotated[
-        str, DefaultOnly("the schema is extended in toolkit/config, not by importing a module at start-up")
-    ] = ""
-    """torchtitan's module of further config classes."""
     time_limit: Annotated[PositiveFloat | None, _SAVES] = None
     """Minutes of wall time within which a rank saves and stops, with exit code 75. The end of a Slurm job is
     heeded without it."""
@@ -90,8 +83,6 @@ class Checkpoint(Table):
 
     enable: bool = False
     """Save checkpoints, and resume from the newest one in the folder."""
-    enable_ft_dataloader_checkpoints: Annotated[bool, _TORCHFT] = True
-    """torchtitan's per-replica data loader checkpoints."""
     folder: Annotated[str, LocalPath()] = "checkpoint"
     """Folder of the checkpoints, inside job.dump_folder."""
     interval: Positive = 500
@@ -107,10 +98,6 @@ class Checkpoint(Table):
     initial_load_broadcast: bool = False
     """With initial_load_in_hf, rank 0 alone reads the folder and sends the others their parts: for storage
     that only its node sees."""
-    initial_load_in_hf_quantized: Annotated[
-        bool, DefaultOnly("quantised Hugging Face weights are only published for mixture-of-experts models")
-    ] = False
-    """initial_load_path holds quantised Hugging Face safetensors."""
     last_save_model_only: bool = False
     """Save only the weights after the last step (torchtitan's default is true). A run that ended so cannot
     go on."""
@@ -160,52 +147,13 @@ class Comm(Table):
     """First part of the name of a flight recorder's trace."""
     mode: Annotated[
         Literal["default", "fake_backend", "local_tensor"],
-        DefaultOnly(
-            "one process does not compute for several ranks; each parallelism runs on the CPU with real ones",
+        RefusedValues(
             ("local_tensor",),
+            "one process does not compute for several ranks; each parallelism runs on the CPU with real ones",
         ),
     ] = "default"
     """fake_backend checks and describes a run of NGPU x NNODES ranks, the mesh and what each rank holds, in
     one process without GPUs, and trains nothing. LOG_RANK names the ranks to describe."""
-
-
-class MemoryEstimation(Table):
-    """torchtitan's estimate of memory without a run."""
-
-    enable: Annotated[bool, NotBuilt()] = False
-    """Estimate instead of training."""
-    disable_fake_mode: bool = False
-    """Estimate with real tensors."""
-
-
-class FaultTolerance(Table):
-    """torchtitan's torchft options."""
-
-    enable: Annotated[bool, _TORCHFT] = False
-    """Train with torchft."""
-    process_group: Annotated[str, _TORCHFT] = "gloo"
-    """Back end of torchft's process group."""
-    process_group_timeout_ms: Annotated[int, _TORCHFT] = 10000
-    """Time-out of torchft's process group."""
-    replica_id: Annotated[int, _TORCHFT] = 0
-    """Replica that this process belongs to."""
-    group_size: Annotated[int, _TORCHFT] = 0
-    """Number of replicas."""
-    min_replica_size: Annotated[int, _TORCHFT] = 1
-    """Replicas that a step needs."""
-    semi_sync_method: Annotated[str | None, _TORCHFT] = None
-    """Semi-synchronous training method."""
-
-
-class Experimental(Table):
-    """torchtitan's hooks for code outside the repository."""
-
-    custom_import: Annotated[str, DefaultOnly("a config file runs no code")] = ""
-    """Module to import at start-up."""
-    custom_args_module: Annotated[
-        str, DefaultOnly("the schema is extended in toolkit/config, not by importing a module at start-up")
-    ] = ""
-    """Older name of job.custom_config_module."""
 
 
 class Debug(Table):
@@ -217,5 +165,3 @@ class Debug(Table):
     """Deterministic algorithms only, at some cost in speed; an operation without one is an error."""
     deterministic_warn_only: Annotated[bool, ActsWith("debug.deterministic", refused=True)] = False
     """With deterministic, an operation without such an algorithm is only a warning."""
-    moe_force_load_balance: Annotated[bool, DefaultOnly(NO_MOE)] = False
-    """Spread tokens evenly over experts."""

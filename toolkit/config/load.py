@@ -15,9 +15,10 @@ from pydantic import ValidationError
 
 from toolkit.config.cli import read_arguments
 from toolkit.config.local_paths import path_problem
+from toolkit.config.refused import REFUSED
 from toolkit.config.schema import Config, Field, find_field
 from toolkit.config.toml import Setting, read_files
-from toolkit.config.types import LocalPath
+from toolkit.config.types import NONE, LocalPath
 from toolkit.config.values import choices, format_toml, in_words, parse
 from toolkit.errors import ConfigError, Problem, closest
 
@@ -46,6 +47,7 @@ def load_config(argv: Sequence[str]) -> Config:
         settings |= layer.settings
         problems += layer.problems
     settings |= arguments.settings
+    problems += _refused({key: settings.pop(key) for key in settings.keys() & REFUSED.keys()})
     problems += _no_paths(settings)
     try:
         config = _build(settings)
@@ -63,6 +65,15 @@ def _no_paths(settings: Mapping[str, Setting]) -> Iterator[Problem]:
         is_path = field and any(isinstance(mark, LocalPath) for mark in field.marks)
         if is_path and (found := path_problem(str(setting.value))):
             yield Problem(*found, key, setting.value, setting.origin)
+
+
+def _refused(settings: Mapping[str, Setting]) -> Iterator[Problem]:
+    """torchtitan's keys that do not act, at other than their defaults."""
+    for key, setting in sorted(settings.items()):
+        default, reason = REFUSED[key]
+        if setting.value not in (default, NONE if default is None else default):
+            fix = f"remove it, or set {key.rpartition('.')[2]} = {format_toml(default)}, the default"
+            yield Problem(reason, fix, key, setting.value, setting.origin)
 
 
 def _build(settings: Mapping[str, Setting]) -> Config:

@@ -8,12 +8,9 @@ from annotated_types import Ge
 
 from toolkit.config.types import (
     FLOAT8,
-    NO_MOE,
-    NO_MX,
     ActsWith,
     AutoOrDegree,
     BatchSize,
-    DefaultOnly,
     Degree,
     Fraction,
     LocalPath,
@@ -22,8 +19,6 @@ from toolkit.config.types import (
     Table,
 )
 
-_MOE = DefaultOnly(NO_MOE)
-_MX = DefaultOnly(NO_MX)
 _TP = ActsWith("parallelism.tensor_parallel_degree", above=1)
 _PP = ActsWith("parallelism.pipeline_parallel_degree", above=1)
 _CP = ActsWith("parallelism.context_parallel_degree", above=1)
@@ -113,8 +108,6 @@ class Parallelism(Table):
     pipeline_parallel_microbatch_size: Annotated[BatchSize, _PP] = 1
     """Samples of a pipeline micro-batch. All samples that a rank has of a step go through it, accumulated
     ones too."""
-    pipeline_parallel_expert_parallel_overlap: Annotated[bool, _MOE] = True
-    """Overlap of pipeline and expert communication."""
     context_parallel_degree: Degree = 1
     """Ranks over which each sequence is split."""
     context_parallel_load_balancer: Annotated[Literal["headtail"] | None, _CP] = "headtail"
@@ -123,12 +116,6 @@ class Parallelism(Table):
     context_parallel_rotate_method: Annotated[Literal["allgather", "alltoall"], _CP] = "allgather"
     """How keys and values reach the other ranks: gathered, or in a ring, from rank to rank, which keeps less
     and sends more; on CUDA with document masks they are gathered."""
-    expert_parallel_degree: Annotated[int, _MOE] = 1
-    """Ranks over which experts are spread."""
-    expert_tensor_parallel_degree: Annotated[int, _MOE] = 1
-    """Tensor parallelism within an expert."""
-    expert_parallel_comm_backend: Annotated[Literal["standard", "deepep"], _MOE] = "standard"
-    """Communication of expert parallelism."""
 
 
 class ActivationCheckpoint(Table):
@@ -139,8 +126,6 @@ class ActivationCheckpoint(Table):
     memory_budget lets torch.compile choose, and needs it."""
     selective_ac_option: Annotated[str, ActsWith("activation_checkpoint.mode", ("selective",))] = "2"
     """For selective: an integer n recomputes every n-th block; op recomputes what is cheap for its size."""
-    per_op_sac_force_recompute_mm_shapes_by_fqns: Annotated[list[str], _MOE] = ["moe.router.gate"]
-    """Matmuls that op always computes again."""
     early_stop: Annotated[bool, _AGAIN] = False
     """Stop computing again as soon as all that is needed is there."""
     memory_budget: Annotated[Fraction, _BUDGET] = 0.5
@@ -199,49 +184,13 @@ class Float8Linear(Table):
     """Compute in higher precision what float8 would give, on devices without it."""
 
 
-class MXLinear(Table):
-    """torchtitan's MX formats."""
-
-    mxfp8_dim1_cast_kernel_choice: Annotated[Literal["triton", "cuda", "torch"], _MX] = "triton"
-    """Kernel of the cast."""
-    recipe_name: Annotated[str, _MX] = "mxfp8_cublas"
-    """Recipe."""
-    filter_fqns: Annotated[list[str], _MX] = ["output"]
-    """Modules to leave alone."""
-
-
 class QuantizeLinear(Table):
     """Linear layers."""
 
     float8: Annotated[Float8Linear, ActsWith("model.converters", FLOAT8)] = Float8Linear()
-    mx: MXLinear = MXLinear()
-
-
-class Float8GroupedMM(Table):
-    """float8 for the experts of a mixture."""
-
-    fqns: Annotated[list[str] | str, _MOE] = []
-    """Modules to convert."""
-
-
-class MXGroupedMM(Table):
-    """MX formats for the experts of a mixture."""
-
-    recipe_name: Annotated[Literal["mxfp8"], _MOE] = "mxfp8"
-    """Recipe."""
-    fqns: Annotated[list[str] | str, _MOE] = []
-    """Modules to convert."""
-
-
-class QuantizeGroupedMM(Table):
-    """Grouped matmuls."""
-
-    float8: Float8GroupedMM = Float8GroupedMM()
-    mx: MXGroupedMM = MXGroupedMM()
 
 
 class Quantize(Table):
     """Low-precision matmuls."""
 
     linear: QuantizeLinear = QuantizeLinear()
-    grouped_mm: QuantizeGroupedMM = QuantizeGroupedMM()

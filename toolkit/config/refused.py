@@ -1,4 +1,4 @@
-"""torchtitan's keys that do not act here. Its files run as they are: the default is taken, and nothing else."""
+"""torchtitan's keys that do not act here: taken at their defaults, as its files have them, or refused."""
 
 from __future__ import annotations
 

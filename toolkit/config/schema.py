@@ -16,14 +16,12 @@ from toolkit.config.job import (
     Checkpoint,
     Comm,
     Debug,
-    Experimental,
-    FaultTolerance,
     Job,
-    MemoryEstimation,
     Metrics,
     Profiling,
 )
 from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism, Quantize
+from toolkit.config.refused import REFUSED
 from toolkit.config.training import (
     Data,
     LRScheduler,
@@ -61,9 +59,6 @@ class Config(Table):
     compile: Annotated[Compile, ActsWith("compile.enable")] = Compile()
     quantize: Quantize = Quantize()
     comm: Comm = Comm()
-    memory_estimation: Annotated[MemoryEstimation, ActsWith("memory_estimation.enable")] = MemoryEstimation()
-    fault_tolerance: FaultTolerance = FaultTolerance()
-    experimental: Experimental = Experimental()
     validation: Annotated[Validation, ActsWith("validation.enable")] = Validation()
     debug: Debug = Debug()
 
@@ -180,14 +175,19 @@ def schema_name(key: str) -> str:
 
 
 def find_field(key: str) -> Field | None:
-    """Return the field of a key as a user writes it, or None."""
+    """Return the field of a key as a user writes it, one that is refused too, or None."""
+    if key in REFUSED:
+        default, reason = REFUSED[key]
+        kind = {list: list[str], type(None): str | None}.get(type(default), type(default))
+        return Field(key, kind, (), default, reason)
     found = fields_by_key().get(schema_name(key))
     return found and replace(found, key=key)
 
 
 def find_table(name: str) -> type[Table] | None:
     """Return the table of a name as a user writes it, or None."""
-    return tables().get(schema_name(name))
+    holds_refused = any(key.startswith(f"{name}.") for key in REFUSED)
+    return tables().get(schema_name(name)) or (Table if holds_refused else None)
 
 
 def is_group(name: str) -> bool:

@@ -7,15 +7,13 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval
 from pydantic import Field as Constraint
 
+from toolkit.config.refused import NO_MOE, NO_MX, NOT_BUILT
 from toolkit.config.types import (
     FLOAT8,
-    NO_MOE,
-    NO_MX,
     ActsWith,
     AutoOrBatchSize,
     AutoOrPositive,
     BatchSize,
-    DefaultOnly,
     Fraction,
     Layers,
     LocalPath,
@@ -23,9 +21,9 @@ from toolkit.config.types import (
     Name,
     NonNegative,
     NonNegativeFloat,
-    NotBuilt,
     Positive,
     PositiveFloat,
+    RefusedValues,
     Size,
     Table,
 )
@@ -62,9 +60,9 @@ class Model(Table):
                 "quantize.grouped_mm.mx",
             ]
         ],
-        NotBuilt(FLOAT8),
-        DefaultOnly(NO_MX, ("mx", "quantize.linear.mx")),
-        DefaultOnly(NO_MOE, ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx")),
+        RefusedValues(FLOAT8, NOT_BUILT),
+        RefusedValues(("mx", "quantize.linear.mx"), NO_MX),
+        RefusedValues(("quantize.grouped_mm.float8", "quantize.grouped_mm.mx"), NO_MOE),
     ] = []
     """Changes of the model before sharding."""
     print_after_conversion: Annotated[bool, ActsWith("model.converters", FLOAT8)] = False

@@ -1,7 +1,7 @@
 """What a schema class is made of: the base of every table, number ranges, and marks on fields.
 
-A mark says that a key of torchtitan's is known but does not act, so that the preflight can refuse a
-value that would otherwise be ignored in silence.
+A mark says where a key, or a value of it, does not act, so that the preflight can refuse or note what would
+otherwise be ignored in silence.
 """
 
 from __future__ import annotations
@@ -42,36 +42,19 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]
 FLOAT8 = ("float8", "quantize.linear.float8")
 """What torchtitan's releases call the converter of linear layers to float8."""
 
-NO_MOE = "mixture-of-experts models are not supported"
-NO_MX = (
-    "MX formats are not supported, nor planned: only GPUs of compute capability 10.0 and above multiply "
-    "them, and on none of these has this toolkit run"
-)
-
 NONE = "None"
 """How TOML and the command line, which have no null, write it for a key that may be None."""
 
 
 @dataclass(frozen=True)
-class NotBuilt:
-    """The toolkit will do this but does not yet: refuse ``values``, or all but the default if empty."""
+class RefusedValues:
+    """Of a key, or of a list, ``values`` that torchtitan has and this toolkit has not, for the ``reason``."""
 
-    values: tuple[Any, ...] = ()
-
-    def refuses(self, value: object, default: object) -> bool:
-        return _holds(value, self.values) if self.values else value != default
-
-
-@dataclass(frozen=True)
-class DefaultOnly:
-    """A key of torchtitan's that has no meaning here for the ``reason``: refuse ``values``, or all but the
-    default if empty."""
-
+    values: tuple[Any, ...]
     reason: str
-    values: tuple[Any, ...] = ()
 
-    def refuses(self, value: object, default: object) -> bool:
-        return _holds(value, self.values) if self.values else value != default
+    def refuses(self, value: object) -> bool:
+        return _holds(value, self.values)
 
 
 @dataclass(frozen=True)

@@ -4,44 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TypeVar
 
 from toolkit.config.schema import Field
-from toolkit.config.types import ActsWith, DefaultOnly, NotBuilt
+from toolkit.config.types import ActsWith, RefusedValues
 from toolkit.config.values import format_toml
 from toolkit.errors import Problem
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
-Mark = TypeVar("Mark", NotBuilt, DefaultOnly)
-
-
-@rule()
-def built_options(run: PlannedRun) -> list[Problem]:
-    """An option that is not built yet would be ignored in silence."""
-
-    def words(field: Field) -> str:
-        return f"{field.key} = {format_toml(run.config.value(field.key))} is not built yet"
-
-    return [run.problem(field.key, words(field), _leave(field)) for field, _ in _refused(run, NotBuilt)]
-
 
 @rule()
 def supported_options(run: PlannedRun) -> list[Problem]:
-    """torchtitan's options that have no meaning here, at other than their defaults."""
-    return [run.problem(field.key, mark.reason, _leave(field)) for field, mark in _refused(run, DefaultOnly)]
-
-
-def _refused(run: PlannedRun, kind: type[Mark]) -> list[tuple[Field, Mark]]:
+    """torchtitan's choices that there are not here."""
     return [
-        (field, mark)
+        run.problem(field.key, mark.reason, f"set {field.name} = {format_toml(field.default)}, the default")
         for field in run.config.present_fields()
         for mark in field.marks
-        if isinstance(mark, kind) and mark.refuses(run.config.value(field.key), field.default)
+        if isinstance(mark, RefusedValues) and mark.refuses(run.config.value(field.key))
     ]
-
-
-def _leave(field: Field) -> str:
-    return f"remove it, or set {field.name} = {format_toml(field.default)}, the default"
 
 
 def _idle(run: PlannedRun) -> Iterator[tuple[Field, list[ActsWith]]]:
