@@ -86,8 +86,9 @@ def _copy_follows(folder: Path, name: str, **parallelism: Any) -> dict[str, Any]
     for _, parameter in model_parts.named_parameters():
         assert isinstance(parameter, DTensor)
         parameter._local_tensor.data.add_(1.0)
-    tensors = trainer.checkpointer.tensors(model_only=False)
-    copies = trainer.checkpointer.tensors(model_only=False, copies=True)
+    checkpointer = trainer._checkpointer()  # this run saves nothing by itself
+    tensors = checkpointer.tensors(model_only=False)
+    copies = checkpointer.tensors(model_only=False, copies=True)
     model_parts.refresh_tied_copies(tensors, copies)
     seen.append(parts())
     return {"seen": seen, "copies": sorted(copies), "saved": sorted(tensors)}
