@@ -5,13 +5,15 @@ that occurs nowhere else is put into every special token's name that a message h
 after the rendered text was cut at the names that the template wrote.
 
 Templates come with downloaded models: they run in jinja's sandbox, where nothing can be reached or changed
-but the values handed in. Names and filters are those that transformers offers.
+but the values handed in, and in a process of limited time and memory
+(:mod:`toolkit.data.chat.render`). Names and filters are those that transformers offers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -20,18 +22,16 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
-import jinja2.meta
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from toolkit.config.local_paths import read_text
 from toolkit.data.chat.base import ChatFormat, Message, Turns
+from toolkit.data.chat.render import BEGIN, END, LimitedTemplate, RenderError
 from toolkit.data.tokenizers.files import read_json
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
 TRAINING_DAY = datetime(2024, 7, 26)
 """What a template is told of the day in training, so that a cache does not depend on when it was made."""
+_MAX_BYTES = 1_000_000  # of a template
 _PRIVATE_USE = range(0xE000, 0xF8FF)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -117,12 +117,12 @@ class ChatTemplate(ChatFormat):
             [dict(message) for message in messages],
             lambda text: self._special.sub(lambda found: found[0][:1] + marks.text + found[0][1:], text),
         )
-        places = {_BEGIN: marks.begin, _END: marks.end}
+        places = {BEGIN: marks.begin, END: marks.end}
         try:
             text = self._template.render(
                 messages=kept, add_generation_prompt=generation_prompt, **self._variables, **places
             )
-        except Exception as error:  # whatever an expression of the template raises
+        except RenderError as error:
             raise DataError(f"chat template {self.name}: {error}") from error
         return self._without_marks(text, marks)
 
@@ -215,30 +215,27 @@ def read_template(path: Path) -> str:
         DataError: no such file, or no text.
     """
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"chat template {str(path)!r}: {error}") from error
+        return read_text(path, at_most=_MAX_BYTES)
+    except OSError as error:
+        raise DataError(f"chat template {str(path)!r}: {error.strerror}") from error
 
 
 def compiled(
     name: str, source: str, variables: Mapping[str, Any], day: datetime | None = None
-) -> jinja2.Template:
+) -> LimitedTemplate:
     """The template, which ``day`` is told as today, if any.
 
     Raises:
         DataError: it is no template, or does not use one of ``variables``.
     """
-    environment = _environment(day)
     try:
-        used = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        template = environment.from_string(source)
-    except jinja2.TemplateError as error:
-        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-        raise DataError(f"chat template {name}{line}: {error}\n  fix:  correct the template") from error
-    if unused := [variable for variable in variables if variable not in used]:
+        template = LimitedTemplate(source, day)
+    except RenderError as error:
+        raise DataError(f"chat template {name}, {error}\n  fix:  correct the template") from error
+    if unused := [variable for variable in variables if variable not in template.used]:
         raise DataError(
             f"chat template {name} has no variable {unused[0]!r}\n"
-            f"  fix:  remove it; the template uses {', '.join(sorted(used - {_BEGIN, _END}))}"
+            f"  fix:  remove it; the template uses {', '.join(sorted(template.used - {BEGIN, END}))}"
         )
     return template
 
@@ -246,11 +243,12 @@ def compiled(
 def template_beside(tokenizer: Tokenizer, **options: Any) -> ChatTemplate | None:
     """The template of the tokenizer's folder: chat_template.jinja, or what tokenizer_config.json holds."""
     folder = tokenizer.folder
-    if (file := folder / "chat_template.jinja").is_file():
+    if os.path.lexists(file := folder / "chat_template.jinja"):
         return ChatTemplate(tokenizer, read_template(file), name=str(file), **options)
     held = read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(held, list):  # several, by name
-        held = {entry.get("name"): entry.get("template") for entry in held}.get("default")
+        named = [entry for entry in held if isinstance(entry, dict) and entry.get("name") == "default"]
+        held = named[-1].get("template") if named else None
     if not isinstance(held, str):
         return None
     return ChatTemplate(tokenizer, held, name=str(folder / "tokenizer_config.json"), **options)
@@ -268,47 +266,7 @@ def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     return names
 
 
-def _environment(day: datetime | None) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: (day or datetime.now()).strftime(form)
-    return environment
-
-
-_BEGIN, _END = "__generation_begins", "__generation_ends"
 _MARK_IT = "put {% generation %} and {% endgeneration %} around what the assistant writes in it"
-
-
-class _Generation(Extension):
-    """``{% generation %}`` marks what the model wrote: its content is rendered between two marks."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (jinja2.nodes.Output([jinja2.nodes.Name(name, "load")]) for name in (_BEGIN, _END))
-        return [begin, *body, end]
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """jinja's own filter would escape <, > and & for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 def _in_strings(value: Any, change: Callable[[str], str]) -> Any:

@@ -1,0 +1,171 @@
+"""Chat templates rendered by a process of their own, with limits of time and memory.
+
+A template comes with a downloaded model. jinja's sandbox keeps it from what it is not given, and does not
+keep it from loops without end or from text of any length, some of which it makes while it compiles. The
+process serves one template, a line of JSON each way, and ends with whoever asks: it imports jinja and
+nothing of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import weakref
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.meta
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+SECONDS = 10.0
+"""For a dialog; the longest take some milliseconds."""
+MEMORY_BYTES = 1 << 30
+"""Of the process, some 50 MB of which are Python's and jinja's."""
+MAX_TEXT = 50_000_000
+BEGIN, END = "__generation_begins", "__generation_ends"
+"""Names of the marks around what ``{% generation %}`` marks."""
+_ROOT = Path(__file__).parents[3]
+
+
+class RenderError(Exception):
+    """A template that is none, that refuses its messages, or that takes too much time or memory."""
+
+
+class LimitedTemplate:
+    """The template of ``source``; each process that renders it has one of these processes.
+
+    ``day`` is what it is told of today, if any; ``used`` are the names that it does not set itself.
+
+    Raises:
+        RenderError: it is no template.
+    """
+
+    def __init__(self, source: str, day: datetime | None = None):
+        self._source, self._day = source, day
+        self._owner = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start()
+
+    def __reduce__(self) -> tuple[type, tuple[str, datetime | None]]:
+        return type(self), (self._source, self._day)
+
+    def render(self, **values: Any) -> str:
+        """The text that the template makes of ``values``, of JSON types.
+
+        Raises:
+            RenderError: it refuses them, or takes more than is good.
+        """
+        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+            self._start()
+        return self._ask(values)["text"]
+
+    def _start(self) -> None:
+        paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "MALLOC_ARENA_MAX": "1"},
+            start_new_session=True,  # Ctrl-C is for who asks
+        )
+        self._owner = os.getpid()
+        weakref.finalize(self, self._process.kill)
+        day = self._day.isoformat() if self._day else None
+        self.used = set(self._ask({"source": self._source, "day": day})["used"])
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        process = self._process
+        assert process is not None and process.stdin and process.stdout
+        ready: list[Any] = [process]
+        try:
+            process.stdin.write(json.dumps(question, default=str).encode() + b"\n")
+            process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], SECONDS)
+            reply = json.loads(process.stdout.readline()) if ready else {}
+        except (OSError, ValueError):  # it has died, for want of memory or of stack
+            reply = {}
+        if reply and "error" not in reply:
+            return reply
+        if "error" not in reply:
+            process.kill()
+            process.wait()
+        limit = f"{MEMORY_BYTES >> 20:,} MiB" if ready else f"{SECONDS:g} s"
+        raise RenderError(reply.get("error", f"it takes more than {limit}"))
+
+
+def _environment(day: datetime | None) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: (day or datetime.now()).strftime(form)
+    return environment
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what the model wrote: its content is rendered between two marks."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (jinja2.nodes.Output([jinja2.nodes.Name(name, "load")]) for name in (BEGIN, END))
+        return [begin, *body, end]
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja's own filter would escape <, > and & for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _serve() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    template = None
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            if template is None:
+                day = question["day"] and datetime.fromisoformat(question["day"])
+                environment = _environment(day)
+                parsed = environment.parse(question["source"])
+                used = sorted(jinja2.meta.find_undeclared_variables(parsed))
+                template = environment.from_string(question["source"])
+                reply = {"used": used, "text": ""}
+            else:
+                text = template.render(**question)
+                if len(text) > MAX_TEXT:
+                    raise ValueError(f"it makes a text of {len(text):,} characters")
+                reply = {"text": text}
+        except MemoryError:
+            reply = {}
+        except Exception as error:  # whatever an expression of the template raises
+            line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            reply = {"error": f"{line}{str(error)[:1000] or type(error).__name__}"}
+        print(json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
