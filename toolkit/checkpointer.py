@@ -150,6 +150,7 @@ class Checkpointer:
             state.step = manifest["step"]
             state.tokens = run["tokens"]
             state.best_validation = run["best_validation"]
+            state.best_step = run.get("best_step")
             state.run_id = run.get("id", state.run_id)
         done = 0 if "lr_scheduler" in excluded else manifest["step"] - run.get("schedule_start", 0)
         state.schedule_start = state.step - done
@@ -184,8 +185,11 @@ class Checkpointer:
             "tokens": state.tokens,
             "schedule_start": state.schedule_start,
             "best_validation": state.best_validation,
+            "best_step": state.best_step,
             "loader": self._position.state_dict(),
         }
+        if self._options.keep_best:
+            self.manager.best = state.best_step
         try:
             self.manager.save(state.step, tensors, run)
             if final:

@@ -37,6 +37,7 @@ class TrainState:
     tokens: int = 0
     schedule_start: int = 0
     best_validation: float | None = None
+    best_step: int | None = None  # of that validation loss
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # rank 0's is saved
 
 

@@ -244,6 +244,8 @@ class Trainer:
         )
         state = self.train_state
         first = state.step + 1
+        if state.step == 0 and self.validation_loader and self._begins_from_weights:
+            self._validate(speed, request)
         while state.step < self.total_steps:
             state.step += 1
             step, last = state.step, state.step == self.total_steps
@@ -300,6 +302,13 @@ class Trainer:
             steps_an_epoch=self.steps_an_epoch,
         )
 
+    @property
+    def _begins_from_weights(self) -> bool:
+        """Whether there is something to compare the end with: a model that was trained before."""
+        return (
+            pretrained_folder(self.config) is not None or self.config.checkpoint.initial_load_path is not None
+        )
+
     def _validation_due(self, last: bool) -> bool:
         return self.validation_loader is not None and (
             last or self.train_state.step % self.config.validation.freq == 0
@@ -323,8 +332,8 @@ class Trainer:
         if loss is None:
             return True
         best = self.train_state.best_validation
-        if best is None or loss < best:
-            self.train_state.best_validation = loss
+        if self.train_state.step and (best is None or loss < best):
+            self.train_state.best_validation, self.train_state.best_step = loss, self.train_state.step
         self._record({"validation_loss": loss})
         return False
 
@@ -392,6 +401,7 @@ class Trainer:
             if self.config.metrics.enable_tensorboard
             else None,
             checkpoint=saved,
+            trained=self._trained(),
         )
         self.log.say(text)
         if saved and not self.config.checkpoint.last_save_model_only:
@@ -401,6 +411,14 @@ class Trainer:
                 f"to go on: the same command with {longer}; to start anew: another --job.dump_folder"
             )
         return EXIT_FINISHED
+
+    def _trained(self) -> str:
+        """Tell which part of the model was trained, if not all of it."""
+        if not self.config.finetune.chooses:
+            return ""
+        from toolkit.finetune.parameters import describe_trained
+
+        return describe_trained(self.args, self.config.finetune)
 
     def _saved_seed(self, checkpointer: Checkpointer) -> int:
         checkpointer.save(final=True)

@@ -206,6 +206,14 @@ def test_some_steps_are_kept_for_good(tmp_path):
     assert committed_steps(tmp_path) == [20, 40, 60, 70]
 
 
+def test_the_best_step_is_kept(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_latest_k=2)
+    for step, best in ((10, 10), (20, 20), (30, 20), (40, 20), (50, 50), (60, 50), (70, 50), (80, 50)):
+        manager.best = best
+        manager.save(step, _tensors(), {})
+    assert committed_steps(tmp_path) == [50, 70, 80]
+
+
 def test_saving_a_step_again_replaces_it(saved):
     saved.save(5, _tensors(2.0), {"tokens": 18})
     target = _empty()

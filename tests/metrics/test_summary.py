@@ -15,6 +15,15 @@ def test_a_long_run_averages_its_last_ten_records():
     assert "--logdir tb" in text and "checkpoint" not in text
 
 
+def test_a_fine_tuning_run_tells_what_was_before_what_was_trained_and_its_memory():
+    losses = {0: 3.0, 20: 1.5, 40: 2.0}
+    history = [{"step": step, "validation_loss": loss} for step, loss in losses.items()]
+    history.append({"step": 40, "memory_gib": 2.0, "memory_peak_gib": 2.5})
+    text = summary(history, steps=40, tensorboard=None, checkpoint=None, trained="8 of 80 parameters")
+    assert "3.000 → 2.000 (perplexity 20.09 → 7.39), lowest 1.500 at step 20" in text
+    assert "trained          8 of 80 parameters\n  peak memory      2.50 GiB" in text
+
+
 def test_a_short_run_does_not_average_its_beginning():
     assert last(_history(8), "loss") == [9.0 - 0.6, 9.0 - 0.7]
     assert last(_history(1), "loss") == [9.0]

@@ -188,6 +188,13 @@ CHECKPOINT = [
         "checkpoint.interval, which is 200",
         "the nearest is 800",
     ),
+    bad("saves_are_made", "checkpoint.keep_best checkpoint.enable", "there is no validation"),
+    bad(
+        "saves_are_made",
+        "checkpoint.keep_best checkpoint.enable checkpoint.interval=4 validation.enable validation.freq=6",
+        "saves every 4 steps",
+        "multiple of 4",
+    ),
     bad(
         "saves_are_made",
         "checkpoint.async_mode=async_with_pinned_mem checkpoint.enable",

@@ -45,9 +45,10 @@ class CheckpointManager:
 
     Every method is collective: all ranks call it, with the same arguments but for the tensors, which
     are each rank's own. ``keep_latest_k`` is how many committed checkpoints are kept, 0 for all; those of
-    steps that ``keep_every_n`` divides stay beside them. With ``background``, saves are written while the
-    caller goes on, and the group is one that nobody else uses. ``say`` takes one line of text for the user;
-    rank 0 calls it. Tensors may be DTensors of any mesh; the group must carry CPU tensors (gloo).
+    steps that ``keep_every_n`` divides stay beside them, and so does that of the step ``best``. With
+    ``background``, saves are written while the caller goes on, and the group is one that nobody else uses.
+    ``say`` takes one line of text for the user; rank 0 calls it. Tensors may be DTensors of any mesh; the
+    group must carry CPU tensors (gloo).
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class CheckpointManager:
         self.folder = Path(folder)
         self.keep_latest_k = keep_latest_k
         self.keep_every_n = keep_every_n
+        self.best: int | None = None
         self.background = background
         self.group = group
         self.say = say
@@ -214,6 +216,7 @@ class CheckpointManager:
             newest=just_saved,
             keep_latest_k=self.keep_latest_k,
             keep_every_n=self.keep_every_n,
+            best=self.best,
         ):
             try:
                 delete(self.folder, step)

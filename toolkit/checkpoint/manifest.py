@@ -55,6 +55,7 @@ _RUN_FIELDS: dict[str, type | types.UnionType] = {
     "data_parallel_degree": int,
     "global_batch_size": int,
     "best_validation": float | int | None,
+    "best_step": int | None,
 }
 """What a manifest may tell of its run, and this toolkit reads."""
 

@@ -114,6 +114,9 @@ class Checkpoint(Table):
     """Keep this many checkpoints and delete older ones; 0 keeps all."""
     keep_every_n: Positive | None = None
     """Beside the latest, keep those of every so many steps: a multiple of interval."""
+    keep_best: bool = False
+    """Beside the latest, keep that of the lowest validation loss: validation.freq must be a multiple of
+    interval."""
     load_step: Annotated[Literal[-1] | NonNegative, _SAVES] = -1
     """Step to resume from; -1 is the newest."""
     exclude_from_loading: list[

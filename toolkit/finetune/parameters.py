@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
@@ -51,6 +52,13 @@ def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> s
         return not (first and name == "tok_embeddings.weight")
 
     return {name for name in names if is_trained(name)}
+
+
+def describe_trained(args: ModelArgs, options: Finetune) -> str:
+    """Tell how many parameters are trained: "4,194,304 of 6,742,609,920 parameters (0.062%)"."""
+    sizes = {name: math.prod(shape) for name, shape in all_shapes(args, options).items()}
+    trained, total = sum(sizes[name] for name in trained_names(sizes, args, options)), sum(sizes.values())
+    return f"{trained:,} of {total:,} parameters ({trained / total:.3%})"
 
 
 def _fits(name: str, patterns: Iterable[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -17,11 +18,19 @@ def last(history: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def summary(
-    history: Sequence[Mapping[str, Any]], *, steps: int, tensorboard: Path | None, checkpoint: Path | None
+    history: Sequence[Mapping[str, Any]],
+    *,
+    steps: int,
+    tensorboard: Path | None,
+    checkpoint: Path | None,
+    trained: str = "",
 ) -> str:
-    """A line for each result of the records that were logged, in order."""
+    """A line for each result of the records that were logged, in order.
+
+    ``trained`` tells which part of the model was trained, for a fine-tuning run, whose memory is told too.
+    """
     losses = [record["loss"] for record in history if "loss" in record]
-    validation = [record["validation_loss"] for record in history if "validation_loss" in record]
+    validation = {it["step"]: it["validation_loss"] for it in history if "validation_loss" in it}
     lines = [f"finished {steps} steps"]
     if losses:
         end = last(history, "loss")
@@ -29,7 +38,10 @@ def summary(
             f"  training loss    {losses[0]:.3f} → {mean(end):.3f} (mean of the last {len(end)} logged)"
         )
     if validation:
-        lines.append(f"  validation loss  {validation[-1]:.3f}")
+        lines.append(f"  validation loss  {_change(validation)}")
+    if trained:
+        peak = max(max(it.get("memory_peak_gib", 0), it.get("memory_gib", 0)) for it in history)
+        lines += [f"  trained          {trained}", f"  peak memory      {peak:.2f} GiB on rank 0"]
     if losses:
         speed = mean(last(history, "tokens_per_second"))
         lines.append(f"  speed            {speed:,.0f} tokens/s")
@@ -38,3 +50,14 @@ def summary(
     if checkpoint:
         lines.append(f"  checkpoint       {checkpoint}")
     return "\n".join(lines)
+
+
+def _change(losses: Mapping[int, float]) -> str:
+    """The last of ``losses`` by step; beside it that from before the first step, and the lowest."""
+    final = [*losses.values()][-1]
+    if 0 not in losses:
+        return f"{final:.3f}"
+    best = min((step for step in losses if step), key=lambda step: losses[step], default=0)
+    before, after = math.exp(losses[0]), math.exp(final)
+    text = f"{losses[0]:.3f} → {final:.3f} (perplexity {before:.2f} → {after:.2f})"
+    return text if losses[best] == final else f"{text}, lowest {losses[best]:.3f} at step {best}"

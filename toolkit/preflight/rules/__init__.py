@@ -52,6 +52,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "mixture": ("data.mixture",),
     "saving": (
         "checkpoint.keep_every_n",
+        "checkpoint.keep_best",
         "checkpoint.async_mode",
         "checkpoint.create_seed_checkpoint",
         "checkpoint.load_only",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from fnmatch import fnmatchcase
 
 from toolkit.errors import Problem, did_you_mean, first_few
 from toolkit.finetune.parameters import (
     ALL_LINEAR,
     all_shapes,
+    describe_trained,
     hf_linear_names,
     linear_layers,
     targets,
@@ -132,12 +132,7 @@ def finetune_notes(run: PlannedRun) -> list[str]:
     options = run.config.finetune
     if run.model is None:
         return []
-    sizes = {name: math.prod(shape) for name, shape in all_shapes(run.model, options).items()}
-    trained, total = (
-        sum(sizes[name] for name in trained_names(sizes, run.model, options)),
-        sum(sizes.values()),
-    )
-    notes = [f"fine-tuning: {trained:,} of {total:,} parameters are trained ({trained / total:.3%})"]
+    notes = [f"fine-tuning: trains {describe_trained(run.model, options)}"]
     if options.adapter == "lora" and options.lora.dropout:
         notes.append("finetune.lora.dropout: what is dropped depends on the mesh, and so does the curve")
     return notes

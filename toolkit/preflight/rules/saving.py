@@ -16,6 +16,15 @@ def saves_are_made(run: PlannedRun) -> list[Problem]:
         )
         near = options.interval * -(-options.keep_every_n // options.interval)
         problems.append(run.problem("checkpoint.keep_every_n", rule, f"the nearest is {near}"))
+    validation = run.config.validation
+    if options.keep_best and not validation.enable:
+        rule = "the best checkpoint is the one of the lowest validation loss, and there is no validation"
+        problems.append(run.problem("checkpoint.keep_best", rule, "set validation.enable, or leave it out"))
+    elif options.keep_best and validation.freq % options.interval:
+        rule = f"saves every {options.interval} steps, and validation is every {validation.freq}: the best "
+        rule += "step may not have been saved"
+        fix = f"set validation.freq to a multiple of {options.interval}"
+        problems.append(run.problem("checkpoint.interval", rule, fix))
     if options.async_mode == "async_with_pinned_mem" and run.hardware.device == "cpu":
         rule = "pinned memory is for copies from a GPU, and this is a CPU"
         problems.append(run.problem("checkpoint.async_mode", rule, 'set it to "async"'))

@@ -1,0 +1,115 @@
+"""Checkpoints of an adapter: what is trained and no more, at any layout, beside the model it belongs to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.helpers import run_world
+from tests.training import small_config, small_trainer
+from toolkit.checkpoint.manifest import read_manifest
+from toolkit.checkpoint.read_tensor import open_checkpoint
+from toolkit.errors import CheckpointError
+from toolkit.finetune.parameters import added_shapes
+from toolkit.models.from_config import model_args
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"adapter": "lora", "lora": {"target_modules": ["all-linear"], "use_dora": True}},
+    "prefix_tuning": {"adapter": "prefix_tuning"},
+    "llama_adapter": {"adapter": "llama_adapter", "llama_adapter": {"adapter_layers": 1}},
+    "freeze": {"freeze_first_layers": 1},
+}
+LAYOUTS: list[dict[str, int]] = [
+    {},
+    {"tensor_parallel_degree": 2},
+    {"pipeline_parallel_degree": 2},
+    {"context_parallel_degree": 2},
+]
+EXACT = {"dtype": "float64", "mixed_precision_param": "float64", "mixed_precision_reduce": "float64"}
+
+
+def configure(folder: Path, name: str, *, steps: int, layout: dict[str, int], **checkpoint: Any) -> Any:
+    return small_config(
+        folder,
+        finetune=ADAPTERS[name],
+        model={"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48},
+        training={"steps": steps, "seq_len": 32, "global_batch_size": 4, "local_batch_size": 2, **EXACT},
+        # torch's fused kernel computes what is left of a vector register in fp32.
+        optimizer={"lr": 1e-2, "implementation": "foreach"},
+        lr_scheduler={"warmup_steps": 0, "decay_type": "constant"},
+        parallelism=layout,
+        checkpoint={"enable": True, "interval": 2, **checkpoint},
+    )
+
+
+def losses(folder: Path, name: str, **options: Any) -> list[float]:
+    trainer = small_trainer(configure(folder, name, **options))
+    trainer.train()
+    return [record["loss"] for record in trainer.history]
+
+
+def _run_all(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ADAPTERS:
+        whole = losses(Path(folder, name, "whole"), name, steps=2 + 2 * len(LAYOUTS), layout={})
+        parts = losses(Path(folder, name, "parts"), name, steps=2, layout={})
+        for index, layout in enumerate(LAYOUTS):
+            steps = 4 + 2 * index
+            parts += losses(Path(folder, name, "parts"), name, steps=steps, layout=layout)
+        found[name] = whole, parts
+    if dist.get_rank() == 0:
+        return found
+    return {}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
+    return run_world(_run_all, 2, str(folder), timeout=300)[0]
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_it_goes_on_in_another_layout_as_if_it_had_never_stopped(found: dict[str, Any], name: str) -> None:
+    whole, parts = found[name]
+    assert parts == pytest.approx(whole, rel=1e-12)
+    assert len({round(loss, 6) for loss in whole}) == len(whole)
+
+
+@pytest.mark.parametrize("name", [name for name in ADAPTERS if name != "freeze"])
+def test_a_checkpoint_has_all_of_the_adapter_and_nothing_else(
+    folder: Path, found: dict[str, Any], name: str
+) -> None:
+    config = configure(folder / name / "parts", name, steps=2, layout={})
+    args = model_args(config, tokenizer_vocab=2048)
+    for step in (2, 4, 6, 8, 10):  # fsdp, fsdp, tp, pp, cp
+        _, metadata = open_checkpoint(folder / name / "parts/checkpoint" / f"step-{step}", verify=True)
+        there = {
+            key.removeprefix("model."): tuple(entry.size)
+            for key, entry in metadata.state_dict_metadata.items()
+            if key.startswith("model.")
+        }
+        assert there == added_shapes(args, config.finetune)
+
+
+def test_an_adapter_does_not_go_on_with_another_model(folder: Path, found: dict[str, Any]) -> None:
+    run = folder / "lora/parts"
+    base = read_manifest(run / "checkpoint/step-10")["run"]["base"]
+    assert base["place"] == "seed 0" and len(base["fingerprint"]) == 64
+    config = configure(run, "lora", steps=12, layout={})
+    other = config.model_copy(update={"debug": config.debug.model_copy(update={"seed": 1})})
+    assert "other weights: those of seed 0" in run_world(_refusal, 1, other)[0]
+    plain = config.model_copy(update={"finetune": type(config.finetune)()})
+    assert "there, but not in this model" in run_world(_refusal, 1, plain)[0]
+
+
+def _refusal(config: Any) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        small_trainer(config)
+    return str(raised.value)
