@@ -13,6 +13,7 @@ from tests.preflight import (
     bad_attention,
     bad_chat,
     bad_data,
+    bad_finetune,
     bad_fsdp,
     bad_memory,
     bad_metrics,
@@ -231,6 +232,12 @@ CHECKPOINT = [
         prepare=lambda folder: (save(folder, 5) / "__0_0.distcp").write_bytes(b""),
     ),
     bad(
+        "checkpoint_has_adapter",
+        "finetune.adapter=lora checkpoint.enable",
+        "a run with finetune.adapter = none",
+        prepare=lambda folder: save(folder, 5, model={}),
+    ),
+    bad(
         "checkpoint_fits_model",
         "checkpoint.enable",
         "dim 512 (this model: 256)",
@@ -282,6 +289,7 @@ PARTS = (
     bad_chat,
     bad_data,
     bad_mixture,
+    bad_finetune,
     bad_metrics,
     bad_attention,
     bad_weights,

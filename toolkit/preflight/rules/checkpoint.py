@@ -12,7 +12,7 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 from toolkit.preflight.rules.model import CHANGEABLE
 
-_CURVE = ("model", "data", "training", "validation", "optimizer", "lr_scheduler", "debug")
+_CURVE = ("model", "finetune", "data", "training", "validation", "optimizer", "lr_scheduler", "debug")
 """Tables that a run which goes on is expected to share with the run so far."""
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "head_dim", "tie_embeddings")
 _SINCE_0_2 = {
@@ -56,6 +56,19 @@ def checkpoint_fits_model(run: PlannedRun) -> list[Problem]:
     if keys := [f"model.{CHANGEABLE[name]}" for name in differing if name in CHANGEABLE]:
         fix += f"; giving {', '.join(keys)} changes it on purpose"
     return [run.problem(run.loaded_by, f"the checkpoint {run.loaded} has {said}", fix)]
+
+
+@rule(CheckpointError)
+def checkpoint_has_adapter(run: PlannedRun) -> list[Problem]:
+    """A run that goes on trains the adapter that its checkpoint holds, or none where it holds a model."""
+    if run.manifest is None or not run.resumes:
+        return []
+    saved = dotted(run.manifest["run"].get("config", "")).get("finetune.adapter", "none")
+    if saved == run.config.finetune.adapter:
+        return []
+    rule = f"the checkpoint {run.loaded} is of a run with finetune.adapter = {saved}"
+    fix = "set it as in that run, or name another job.dump_folder"
+    return [run.problem("finetune.adapter", rule, fix)]
 
 
 @rule(CheckpointError)

@@ -11,6 +11,7 @@ from toolkit.finetune.parameters import (
     describe_trained,
     hf_linear_names,
     linear_layers,
+    lora_targets,
     targets,
     trained_names,
 )
@@ -90,7 +91,8 @@ def patterns_match(run: PlannedRun) -> list[Problem]:
         for pattern in getattr(options, key)
         if not any(fnmatchcase(name, pattern) for name in names)
     ]
-    if not problems and not trained_names(names, run.model, options):
+    wanted = options.adapter != "lora" or lora_targets(run.model, options)  # else another rule tells
+    if not problems and wanted and not trained_names(names, run.model, options):
         keys = ("frozen", "freeze_first_layers", "freeze_last_layers", "trainable")
         key = next(key for key in keys if getattr(options, key))
         problems = [run.problem(f"finetune.{key}", "leaves no parameter to train", "freeze less")]
@@ -107,7 +109,7 @@ def prefix_has_a_back_end(run: PlannedRun) -> list[Problem]:
         rule = "prefix tuning attends through sdpa: the other back ends take no prefix"
         problems.append(run.problem("model.attention", rule, 'set it to "sdpa" or "auto"'))
     if run.config.parallelism.context_parallel_degree > 1 and run.config.value(_ROTATE) == "alltoall":
-        rule = "a ring takes no prefix: each of its steps has a softmax of its own"
+        rule = "a ring takes no prefix, since each of its steps has a softmax of its own"
         problems.append(run.problem(_ROTATE, rule, 'set it to "allgather"'))
     return problems
 

@@ -24,7 +24,7 @@ def saves_are_made(run: PlannedRun) -> list[Problem]:
         rule = f"saves every {options.interval} steps, and validation is every {validation.freq}: the best "
         rule += "step may not have been saved"
         fix = f"set validation.freq to a multiple of {options.interval}"
-        problems.append(run.problem("checkpoint.interval", rule, fix))
+        problems.append(run.problem("checkpoint.keep_best", rule, fix))
     if options.async_mode == "async_with_pinned_mem" and run.hardware.device == "cpu":
         rule = "pinned memory is for copies from a GPU, and this is a CPU"
         problems.append(run.problem("checkpoint.async_mode", rule, 'set it to "async"'))
