@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from toolkit.config.did_you_mean import unknown_key
 from toolkit.config.schema import Field, find_field, is_group
 from toolkit.config.toml import Setting
 from toolkit.config.values import parse
@@ -45,6 +44,8 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
             arguments.settings[denied.key] = Setting(False, flag)
             continue
         if known is None:
+            from toolkit.config.did_you_mean import unknown_key
+
             value = text if equals else _take_value(words)
             arguments.problems.append(unknown_key(key, value, flag))
             continue

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.compat import tomllib
-from toolkit.config.did_you_mean import unknown_key
 from toolkit.config.local_paths import path_problem, read_text
 from toolkit.config.schema import find_field, find_table, is_group
 from toolkit.errors import Problem, did_you_mean
@@ -111,6 +110,8 @@ def _flatten(document: dict[str, Any], prefix: Path, origin: Origin, layer: Laye
         if find_field(key):
             layer.settings[key] = Setting(value, where)
         elif not find_table(key) and not is_group(key):
+            from toolkit.config.did_you_mean import unknown_key
+
             layer.problems.append(unknown_key(key, value, where))
         elif value == {} and is_group(".".join(prefix)):
             rule, fix = f"[{key}] is empty", "write at least one key below it, or remove it"

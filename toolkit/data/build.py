@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.config import Config
-from toolkit.data.chat.shapes import Shape
 from toolkit.data.run_data import RunData
 from toolkit.data.sources import open_corpus
 from toolkit.data.token_cache import tokenized
@@ -15,6 +14,7 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from toolkit.data.chat.sft import ChatOptions
+    from toolkit.data.chat.shapes import Shape
 
 
 def open_data(config: Config, *, progress: bool) -> RunData:
@@ -101,7 +101,11 @@ class CorpusOptions(NamedTuple):
     @property
     def shape(self) -> Shape | None:
         """The shape of its conversations; None of text."""
-        return None if self.format == "text" else Shape(self.format, tuple(self.columns.items()))
+        if self.format == "text":
+            return None
+        from toolkit.data.chat.shapes import Shape
+
+        return Shape(self.format, tuple(self.columns.items()))
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of ``data.sources.open_corpus`` and ``check_source``."""

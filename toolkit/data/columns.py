@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.errors import DataError, Problem
@@ -18,6 +19,11 @@ class SourceError(DataError):
     def __init__(self, problem: Problem):
         self.problems = [problem]
         super().__init__(str(problem))
+
+
+def is_json(path: Path) -> bool:
+    """Say if the file has JSON lines (else it is plain text), by its name."""
+    return path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
 
 
 class Template(NamedTuple):

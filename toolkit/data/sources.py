@@ -15,12 +15,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from toolkit.data import text_files
-from toolkit.data.chat.shapes import Shape
-from toolkit.data.columns import SourceError
-from toolkit.data.text_files import Piece, is_json
+from toolkit.data.columns import SourceError, is_json
 from toolkit.errors import ConfigError, DataError, Problem, closest, did_you_mean, install
+
+if TYPE_CHECKING:
+    from toolkit.data.chat.shapes import Shape
+    from toolkit.data.text_files import Piece
 
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
 EMBEDDED = {
@@ -74,6 +76,8 @@ class Corpus:
             elif kind(path) == "rows":
                 yield from _parquet().read_pieces(path, self.text_column)
             else:
+                from toolkit.data import text_files
+
                 yield from text_files.read_pieces(path)
 
     def fetched(self, cache_folder: Path, *, progress: bool, max_bytes: float, again: bool) -> Corpus:
@@ -111,6 +115,8 @@ def open_corpus(
         source = Corpus(path, _find(path, split=split), text_column, shape=shape)
     elif name in EMBEDDED:
         source = Corpus(name, (EMBEDDED_FOLDER / EMBEDDED[name],), "text", shape=shape)
+        if shape is None:
+            return source  # it has this column
     else:
         return _hub_source(name, text_column, subset, split, shape)
     _check_columns(source)
@@ -161,9 +167,11 @@ def choices_read(name: str, path: str | None) -> set[str]:
 
 def check_name(name: str) -> Problem | None:
     """Check that a corpus can be called ``name``; None if so."""
+    if name in EMBEDDED or "/" in name:
+        return None
     from toolkit.data import hub
 
-    if name in EMBEDDED or name in hub.KNOWN or "/" in name:
+    if name in hub.KNOWN:
         return None
     names = ", ".join([*EMBEDDED, *hub.KNOWN])
     there = (
@@ -276,17 +284,26 @@ def _check_columns(source: Corpus) -> None:
         rule = f"{first['text'].name} is plain text, and format {shape.format} is read from columns"
         fix = 'name .jsonl or .parquet files, or set the format to "text"'
         raise SourceError(Problem(rule, fix, "dataset_path", source.name))
-    if "json" in first and (line := text_files.first_line(first["json"])):
-        if not shape:
-            line.texts(source.text_column)
-        else:
-            for number, row in line.rows():
-                where = f"{line.path}, line {number}"
-                shape.columns(row, where)
-                shape.conversation(row, where)
+    if "json" in first:
+        _check_first_line(first["json"], source)
     if "rows" in first:
         _require("pyarrow", f"reading {first['rows'].name}", "dataset_path", source.name)
         if shape:
             _parquet().check_shape(first["rows"], shape)
         else:
             _parquet().check_schema(first["rows"], source.text_column)
+
+
+def _check_first_line(path: Path, source: Corpus) -> None:
+    from toolkit.data import text_files
+
+    line = text_files.first_line(path)
+    if line is None:
+        return
+    if not source.shape:
+        line.texts(source.text_column)
+        return
+    for number, row in line.rows():
+        where = f"{line.path}, line {number}"
+        source.shape.columns(row, where)
+        source.shape.conversation(row, where)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Protocol
 
-from toolkit.data.columns import template_for
+from toolkit.data.columns import is_json, template_for
 from toolkit.errors import DataError
 
 PIECE_BYTES = 1 << 20
@@ -95,11 +95,6 @@ class TextPiece:
                 f"  fix:  convert the file, for example with `iconv -t UTF-8`"
             ) from None
         return text.removeprefix(_BOM) if self.offset == 0 else text
-
-
-def is_json(path: Path) -> bool:
-    """Whether the file has JSON lines (else it is plain text), by its name."""
-    return path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
 
 
 def read_pieces(path: Path) -> Iterator[TextPiece]:

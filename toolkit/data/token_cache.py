@@ -39,7 +39,6 @@ import numpy as np
 
 from toolkit.data.content_hash import content_hashes, locked, say, stamps, too_large, unread
 from toolkit.data.sources import Corpus, kind
-from toolkit.data.text_files import PIECE_BYTES
 from toolkit.data.token_files import TokenCache, open_cache
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
@@ -189,6 +188,8 @@ def _key(
 
 
 def _process_count(source: Corpus) -> int:
+    from toolkit.data.text_files import PIECE_BYTES
+
     n_bytes = source.n_text_bytes
     return 1 if n_bytes <= ALONE_BYTES else max(1, min(cores(), n_bytes // PIECE_BYTES))
 

@@ -68,6 +68,10 @@ FILES: dict[str, tuple[str, ...]] = {
 problems: what was asked for, what it is, where it runs, what it reads."""
 
 
+OFF = {"activation_checkpoint.mode": "none"}
+"""Values, other than the default, that switch a technique off: its rules need not be loaded for them."""
+
+
 def load(config: Config) -> list[ModuleType]:
     """Import the files of rules that are about ``config``."""
     groups = [table.removesuffix(f".{NAME}") for table in named_tables()]
@@ -81,4 +85,4 @@ def load(config: Config) -> list[ModuleType]:
 
 
 def _differs(config: Config, field: Field) -> bool:
-    return bool(config.value(field.key) != field.default)
+    return config.value(field.key) not in (field.default, OFF.get(field.key, field.default))
