@@ -34,7 +34,7 @@ from toolkit.data.build import open_corpora, run_tokenizer
 from toolkit.errors import EXIT_FINISHED, ToolkitError, report
 from toolkit.io import standard_streams
 
-_RULES = (
+RULES = (
     "tokenizer_readable",
     "mixture_or_dataset",
     "mixture_weights_fit",
@@ -43,7 +43,11 @@ _RULES = (
     "dataset_choices_act",
     "text_column_acts",
     "template_has_no_escapes",
+    "formats_act",
+    "columns_known",
+    "chat_template_readable",
 )
+"""Those about data and tokenizer."""
 
 
 def prepare(config: Config, processes: int, *, verify: bool) -> None:
@@ -94,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     own, words = parser.parse_known_args(argv)
     try:
         config = load_config(words)
-        preflight.raise_problems(config, world_size=1, only=_RULES)
+        preflight.raise_problems(config, world_size=1, only=RULES)
         prepare(config, own.processes, verify=own.verify)
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)

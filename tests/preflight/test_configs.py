@@ -35,6 +35,7 @@ def load(path: Path, tmp_path: Path, *flags: str) -> Config:
     ("name", "world_sizes", "parameters"),
     [
         ("debug_model", (1, 2, 4, 8), 5_245_184),
+        ("chat_debug", (1, 2, 4, 8), 5_245_184),
         ("llama3_1b", (1, 8, 64), 1_235_814_400),
         ("llama3_3b", (1, 8, 64), 3_212_749_824),
         ("llama3_8b", (8, 64), 8_030_261_248),
@@ -45,9 +46,8 @@ def load(path: Path, tmp_path: Path, *flags: str) -> Config:
     ],
 )
 def test_our_config(name: str, world_sizes: tuple[int, ...], parameters: int, tmp_path: Path) -> None:
-    config = load(
-        ROOT / "train_configs" / f"{name}.toml", tmp_path, *(LOCAL if name != "debug_model" else [])
-    )
+    own = [] if "debug" in name else LOCAL
+    config = load(ROOT / "train_configs" / f"{name}.toml", tmp_path, *own)
     assert config.training.global_batch_size != -1, "a run that is the same on any mesh"
     for world_size in world_sizes:
         assert check(config, world_size=world_size, hardware=H100) == []

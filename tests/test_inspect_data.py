@@ -1,0 +1,111 @@
+"""tools/inspect_data.py: what is shown are the rows of the run, and what is marked is what has a loss."""
+
+from __future__ import annotations
+
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.data.chat_data import ASSETS, conversation, write_rows
+from toolkit.config import load_config
+from toolkit.data.batch_size import BatchShape
+from toolkit.data.build import open_data, run_tokenizer
+from toolkit.data.dataloader import training_loader
+from toolkit.errors import EXIT_CONFIG, EXIT_FINISHED
+from toolkit.loss import IGNORED_LABEL
+from tools import inspect_data
+
+ESCAPE = re.compile("\x1b\\[(\\d+)m")
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    rng = random.Random(3)
+    rows = [{"messages": conversation(rng)} for _ in range(40)]
+    file = write_rows(tmp_path / "a.jsonl", rows)
+    return [
+        f"--training.dataset_path={file}", "--data.format=messages", f"--data.cache_folder={tmp_path}",
+        f"--model.hf_assets_path={ASSETS / 'tokenizer'}", "--training.seq_len=256",
+    ]  # fmt: skip
+
+
+def _learnt(words: list[str], n: int) -> list[list[int]]:
+    """The labels of the run's first samples."""
+    config = load_config(words)
+    loader = training_loader(
+        config, open_data(config, progress=False), BatchShape(n, n, 1), dp_rank=0, dp_size=1, seed=0
+    )
+    return [
+        [label for label in row if label != IGNORED_LABEL] for row in next(iter(loader))["labels"].tolist()
+    ]
+
+
+def test_what_has_a_loss_is_marked(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_data.main([*words, "--samples", "2", "--color", "never"]) == EXIT_FINISHED
+    plain = capsys.readouterr().out
+    assert inspect_data.main([*words, "--samples", "2", "--color", "always"]) == EXIT_FINISHED
+    coloured = capsys.readouterr().out
+    tokenizer = run_tokenizer(load_config(words))
+    for shown, painted, labels in zip(
+        plain.strip().split("\n\n"), coloured.strip().split("\n\n"), _learnt(words, 2), strict=True
+    ):
+        assert f"{len(labels):,} with loss" in shown.splitlines()[0]
+        marked = "".join(re.findall("⟦(.*?)⟧", shown)).replace("⁎", "")
+        decoded = tokenizer.decode(labels).replace("\n", "\\n").replace("\t", "\\t")
+        assert marked.replace("\t", "\\t") == decoded
+        assert shown.count("⁎") == shown.count("── document") > 1  # the last token of each is no input
+        ids = [int(token) for token in re.findall("\x1b\\[32m(\\d+)\x1b\\[0m(?= |$)", painted, re.MULTILINE)]
+        assert ids == labels
+        assert ESCAPE.search(painted) and not ESCAPE.search(shown)
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.refers: list[str] = []
+        self.learnt: list[int] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.refers += [name for name in ("src", "href", "srcset") if name in found]
+        self.refers += [tag] * (tag in ("script", "link", "iframe"))
+        if tag == "span" and "l" in (found.get("class") or "").split() and found.get("title"):
+            self.learnt.append(int((found["title"] or "").split(",")[0].removeprefix("id ")))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_refers_to_nothing_and_escapes_text(words: list[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    attack = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<script src=x>&amp;"}]
+    write_rows(tmp_path / "a.jsonl", [{"messages": attack}])
+    assert inspect_data.main([*words, "--html", str(page)]) == EXIT_FINISHED
+    parser = _Page()
+    content = page.read_text(encoding="utf-8")
+    parser.feed(content)
+    assert not parser.refers and "url(" not in content and "@import" not in content
+    assert parser.learnt[: len(parser.learnt) // 3] == _learnt(words, 1)[0]  # an epoch is one sample
+    assert "<script src=x>&amp;" in re.sub(r"\d", "", parser.text)  # ids stand between its tokens
+
+
+def test_text_and_validation_are_shown_too(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    text = ["--training.dataset=embedded", *words[2:]]
+    assert inspect_data.main([*text, "--samples=1"]) == EXIT_FINISHED
+    assert "256 tokens" in capsys.readouterr().out
+    validation = [
+        "--validation.enable",
+        "--validation.dataset=embedded_validation",
+        "--validation.format=text",
+    ]
+    assert inspect_data.main([*words, *validation, "--validation", "--samples=1"]) == EXIT_FINISHED
+    assert "2,048 tokens" in capsys.readouterr().out
+    assert inspect_data.main([*words, "--validation"]) == EXIT_CONFIG
+    assert "no validation to show" in capsys.readouterr().err
+    assert inspect_data.main([*words, "--data.columns", "messages=dialog"]) != EXIT_FINISHED
+    assert "no column 'dialog'" in capsys.readouterr().err
+    assert inspect_data.main([*words, "--html", "/nowhere/a.html"]) == EXIT_CONFIG

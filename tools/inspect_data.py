@@ -1,0 +1,270 @@
+"""Show the first samples of a run as the model will see them.
+
+    python -m tools.inspect_data --job.config_file FILE [--table.key VALUE ...]
+    python -m tools.inspect_data --job.config_file FILE --samples 8 --html samples.html
+    python -m tools.inspect_data --job.config_file FILE --validation
+
+Samples come in the order of the run, and are built as the run builds them: tokenised corpora are taken from
+data.cache_folder, or made there. Each line has the position of its first token in the row, the text of its
+tokens, and their ids. What has a loss is green, or, where there is no colour, between ⟦ and ⟧; each document
+(conversation) of a row begins with a line of its own, and its positions from 0. A token that is predicted and
+is no input, as the last of a conversation, is underlined, or followed by ⁎.
+
+--html writes one file, for any browser, that needs no network. Takes every flag of toolkit.train; of the
+config only what concerns data and tokenizer is checked. Exit codes are those of toolkit.train: 0 done, 2 the
+config or the flags, 3 a corpus or the tokenizer cannot be used, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from toolkit import preflight
+from toolkit.config import Config, load_config, local_paths
+from toolkit.data.batch_size import BatchShape
+from toolkit.data.build import open_data, run_tokenizer
+from toolkit.data.dataloader import Batch, Loader, training_loader, validation_loader
+from toolkit.data.packing import PADDING
+from toolkit.data.tokenizers.tokenizer import Tokenizer
+from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, one_line, report
+from toolkit.generation.text import TextStream
+from toolkit.io import standard_streams
+from toolkit.loss import IGNORED_LABEL
+from tools.cli import count
+from tools.prepare_data import RULES
+
+WIDTH = 72  # characters of text in a line of the terminal
+_GREEN, _UNDERLINED, _FAINT, _PLAIN = "\x1b[32m", "\x1b[4m", "\x1b[2m", "\x1b[0m"
+
+
+class Token(NamedTuple):
+    """A token of a row: its id and text, where it is, whether it has a loss, and whether it is an input."""
+
+    id: int
+    text: str
+    document: int
+    position: int
+    learnt: bool
+    is_input: bool = True
+
+
+class Sample(NamedTuple):
+    """A row: its tokens, and how many places are padding."""
+
+    number: int
+    tokens: list[Token]
+    padding: int
+
+    def title(self) -> str:
+        """What it holds, in a line."""
+        documents = len({token.document for token in self.tokens})
+        learnt = sum(token.learnt for token in self.tokens)
+        inputs = sum(token.is_input for token in self.tokens)
+        return (
+            f"sample {self.number}: {inputs:,} tokens of {documents:,} "
+            f"document{'s' * (documents != 1)}, {learnt:,} with loss, {self.padding:,} of padding"
+        )
+
+
+def samples(config: Config, tokenizer: Tokenizer, n: int, *, validation: bool) -> Iterator[Sample]:
+    """The first ``n`` samples of the training, or of the validation.
+
+    Raises:
+        DataError: a corpus cannot be used.
+        ConfigError: there is no validation.
+    """
+    data = open_data(config, progress=True)
+    loader: Loader | None = None
+    if validation:
+        loader = validation_loader(config, data, dp_rank=0, dp_size=1)
+        if loader is None:
+            fix = "set it, with validation.dataset or dataset_path, or leave --validation out"
+            raise ConfigError(Problem("the run has no validation to show", fix, "validation.enable", False))
+    else:
+        seed, one = config.debug.seed or 0, BatchShape(1, 1, 1)
+        loader = training_loader(config, data, one, dp_rank=0, dp_size=1, seed=seed)
+    rows = (row for batch in loader for row in _rows(batch))
+    for number, row in enumerate(islice(rows, n)):
+        yield _sample(number, row, tokenizer)
+
+
+def _rows(batch: Batch) -> Iterator[dict[str, torch.Tensor]]:
+    """The rows of a micro-batch, but for those that fill it up."""
+    tokens = batch["tokens"]
+    assert tokens is not None
+    for index in range(len(tokens)):
+        row = {name: values[index] for name, values in batch.items() if values is not None}
+        if (row["labels"] != IGNORED_LABEL).any():
+            yield row
+
+
+def _sample(number: int, row: dict[str, torch.Tensor], tokenizer: Tokenizer) -> Sample:
+    tokens, labels = row["tokens"].tolist(), row["labels"].tolist()
+    n = len(tokens)
+    if "documents" in row:
+        documents, positions = row["documents"].tolist(), row["positions"].tolist()
+    else:
+        documents, positions = [0] * n, list(range(n))
+    filled = max((at for at in range(n) if documents[at] != PADDING), default=-1) + 1
+    if "documents" not in row:  # then a row is filled up to its last label
+        filled = max(at for at in range(n) if labels[at] != IGNORED_LABEL) + 1
+    found: list[Token] = []
+    stream = TextStream(lambda ids: tokenizer.decode(ids))
+    for at in range(filled):
+        goes_on = at > 0 and documents[at] == documents[at - 1]
+        if not goes_on:
+            stream = TextStream(lambda ids: tokenizer.decode(ids))
+        learnt = goes_on and labels[at - 1] != IGNORED_LABEL
+        found.append(Token(tokens[at], stream.add(tokens[at]), documents[at], positions[at], learnt))
+        ends = at + 1 == filled or documents[at + 1] != documents[at]
+        if ends and labels[at] != IGNORED_LABEL:
+            text = stream.add(labels[at])
+            found.append(Token(labels[at], text, documents[at], positions[at] + 1, True, is_input=False))
+    return Sample(number, found, n - filled)
+
+
+def in_terminal(sample: Sample, *, color: bool) -> Iterator[str]:
+    """The lines of a sample."""
+    yield sample.title()
+    for document, of_document in groupby(sample.tokens, key=lambda token: token.document):
+        yield _painted(f"  ── document {document} " + "─" * 40, _FAINT, color)
+        for line in _lines(list(of_document)):
+            text = "".join(_shown(part, color) for part in _runs(line))
+            used = sum(len(one_line(token.text)) for token in line)
+            ids = " ".join(
+                _painted(str(token.id), _GREEN if token.learnt else _FAINT, color) for token in line
+            )
+            yield f"  {line[0].position:>6}  {text}{' ' * max(1, WIDTH - used)}{ids}"
+
+
+def _lines(tokens: list[Token]) -> Iterator[list[Token]]:
+    line: list[Token] = []
+    used = 0
+    for token in tokens:
+        width = len(one_line(token.text))
+        if line and (used + width > WIDTH or len(line) == 16):
+            yield line
+            line, used = [], 0
+        line.append(token)
+        used += width
+        if token.text.endswith("\n"):
+            yield line
+            line, used = [], 0
+    if line:
+        yield line
+
+
+def _runs(line: list[Token]) -> Iterator[list[Token]]:
+    for _, run in groupby(line, key=lambda token: (token.learnt, token.is_input)):
+        yield list(run)
+
+
+def _shown(run: list[Token], color: bool) -> str:
+    text = "".join(one_line(token.text) for token in run)
+    if not color:
+        text = f"{text}⁎" if not run[0].is_input else text
+        return f"⟦{text}⟧" if run[0].learnt else text
+    code = _GREEN * run[0].learnt + _UNDERLINED * (not run[0].is_input)
+    return _painted(text, code, color) if code else text
+
+
+def _painted(text: str, code: str, color: bool) -> str:
+    return f"{code}{text}{_PLAIN}" if color else text
+
+
+_STYLE = """
+:root { color-scheme: light dark; --loss: #1a7f37; --faint: #888; }
+body { font: 14px/1.9 ui-monospace, monospace; margin: 2em; max-width: 110em; }
+h2 { font-size: 1em; margin-top: 2em; }
+div { border-left: 4px solid; padding-left: 1em; margin: .6em 0; white-space: pre-wrap; }
+div.d0 { border-color: #4878cf; } div.d1 { border-color: #d1633c; } div.d2 { border-color: #7f5fb5; }
+div.d3 { border-color: #b59a2b; } div.d4 { border-color: #3a9d9d; } div.d5 { border-color: #b5507f; }
+span { display: inline-block; vertical-align: top; line-height: 1.3; margin: 0 1px .4em 0; color: inherit; }
+span.l { color: var(--loss); background: color-mix(in srgb, var(--loss) 14%, transparent); }
+span.p { text-decoration: underline; }
+small { display: block; font-size: 9px; color: var(--faint); text-decoration: none; }
+"""
+
+
+def as_html(found: Sequence[Sample], title: str) -> str:
+    """One page with all samples, which refers to nothing outside."""
+    parts = [
+        "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
+        f"<title>{html.escape(title)}</title>", f"<style>{_STYLE}</style></head><body>",
+        f"<h1>{html.escape(title)}</h1>",
+        '<p><span class="l">green</span> has a loss; <span class="p">underlined</span> is predicted and no '
+        "input; a bar is a document (conversation); below each token is its id.</p>",
+    ]  # fmt: skip
+    for sample in found:
+        parts.append(f"<h2>{html.escape(sample.title())}</h2>")
+        for document, of_document in groupby(sample.tokens, key=lambda token: token.document):
+            spans = "".join(map(_span, of_document))
+            parts.append(f'<div class="d{document % 6}">{spans}</div>')
+    return "\n".join([*parts, "</body></html>"]) + "\n"
+
+
+def _span(token: Token) -> str:
+    names = " ".join(["l"] * token.learnt + ["p"] * (not token.is_input))
+    about = f"id {token.id}, position {token.position}, document {token.document}"
+    text = html.escape(one_line(token.text)) or "&nbsp;"
+    line = "<br>" * token.text.endswith("\n")
+    return f'<span class="{names}" title="{about}">{text}<small>{token.id}</small></span>{line}'
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            Problem(f"it cannot be written: {error.strerror}", "name another file", "--html", str(path))
+        ) from error
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for and return the exit code."""
+    summary, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.inspect_data",
+        usage="%(prog)s --job.config_file FILE [--table.key VALUE ...] [--samples N] [--html FILE] …",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--samples", type=count, default=3, metavar="N", help="default: 3")
+    parser.add_argument("--validation", action="store_true", help="those of the validation")
+    parser.add_argument("--html", type=local_paths.path, metavar="FILE", help="write a page, print nothing")
+    parser.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="auto: where it is a terminal"
+    )
+    own, words = parser.parse_known_args(argv)
+    try:
+        config = load_config(words)
+        preflight.raise_problems(config, world_size=1, only=RULES)
+        found = samples(config, run_tokenizer(config), own.samples, validation=own.validation)
+        if own.html:
+            _write(own.html, as_html(list(found), f"{config.job.config_file or 'samples'}"))
+            print(f"wrote {own.html}")
+        else:
+            color = own.color == "always" or (
+                own.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+            )
+            for sample in found:
+                print("\n".join([*in_terminal(sample, color=color), ""]), flush=True)
+    except ToolkitError as error:
+        return report(error, show=True, debug="--debug" in argv)
+    return EXIT_FINISHED
+
+
+if __name__ == "__main__":
+    standard_streams.protect(end_with_reader=True)
+    sys.exit(main(sys.argv[1:]))
