@@ -5,7 +5,9 @@
     python -m tools.chat MODEL --format llama2
     torchrun --nproc-per-node 2 -m tools.chat MODEL --tp 2
 
-MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a run's folder for its newest.
+MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a run's folder for its newest. An
+adapter, a checkpoint or a folder of PEFT's, brings its base; --adapter puts some on MODEL, of which the first
+answers until /adapter NAME takes another, or /adapter alone the model without any; the dialog goes on.
 A line is a message; /reset forgets the dialog but for the system prompt, /quit, /exit or the end of the input
 ends. Ctrl-C ends an answer. Where input is no terminal, a message that cannot be answered ends it all.
 Dialogs that outgrow the model's context lose their oldest turns.
@@ -31,7 +33,7 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.distributed import process_group
 from toolkit.errors import EXIT_FINISHED, DataError, ToolkitError, printable, report
 from toolkit.generation.generator import Generator
-from toolkit.generation.load import needed_tokenizer
+from toolkit.generation.load import Loaded, needed_tokenizer
 from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
@@ -44,6 +46,7 @@ from tools.cli import (
 )
 
 HELP = "/reset forgets the dialog, /quit or /exit ends"
+_ADAPTER = "/adapter"
 _ENDS = ("/quit", "/exit")
 
 
@@ -69,6 +72,10 @@ class Dialog:
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self.turns: list[Message] = []
         self.forgotten = 0
+
+    def use(self, generator: Generator) -> None:
+        """Go on with another."""
+        self._generator = generator
 
     def reset(self) -> None:
         """Forget all but the system prompt."""
@@ -179,7 +186,20 @@ class Terminal:
             print(f"({printable(text)})", file=sys.stderr, flush=True)
 
 
-def talk(dialog: Dialog, terminal: Terminal) -> None:
+def _switch(loaded: Loaded | None, dialog: Dialog, asked: str, terminal: Terminal) -> None:
+    """Use the adapter that was ``asked`` for, "" for none."""
+    names = list(loaded.adapters.adapters) if loaded and loaded.adapters else []
+    if asked and asked not in names:
+        known = f"there are {', '.join(names)}" if names else "none was named with --adapter"
+        terminal.note(f"no adapter is called {asked}: {known}")
+        return
+    if loaded and names:
+        loaded.select(asked or None)
+        dialog.use(loaded.generator())
+    terminal.note(f"the adapter {asked} answers" if asked else "the model answers without an adapter")
+
+
+def talk(dialog: Dialog, terminal: Terminal, loaded: Loaded | None = None) -> None:
     """Messages in and answers out until /quit, /exit or the end of the input.
 
     Raises:
@@ -189,6 +209,10 @@ def talk(dialog: Dialog, terminal: Terminal) -> None:
         if line.strip() == "/reset":
             dialog.reset()
             terminal.note("the dialog begins anew")
+            continue
+        command, _, name = line.strip().partition(" ")
+        if command == _ADAPTER:
+            _switch(loaded, dialog, name.strip(), terminal)
             continue
         if not line.strip():
             continue
@@ -226,7 +250,9 @@ def _run(asked: argparse.Namespace) -> None:
     )
     terminal = Terminal()
     terminal.note(f"{form.name} format; {HELP}")
-    talk(dialog, terminal)
+    if loaded.adapters:
+        terminal.note(f"adapters: {', '.join(loaded.adapters.adapters)}; /adapter NAME switches")
+    talk(dialog, terminal, loaded)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 
 from toolkit.config import local_paths
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import native_dtype
-from toolkit.errors import flags_named
+from toolkit.errors import ConfigError, Problem, flags_named
 from toolkit.generation.load import Loaded, load_model
 from toolkit.generation.sampling import Sampling
 from toolkit.launcher.environment import rank_environment
@@ -24,7 +25,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         type=local_paths.path_text,
-        help="a Hugging Face folder, a Meta folder, or a run's folder or step-N of this toolkit",
+        help="a Hugging Face folder, a Meta folder, a run's folder or step-N of this toolkit, or an adapter",
+    )
+    parser.add_argument(
+        "--adapter",
+        metavar="[NAME=]FOLDER",
+        action="append",
+        default=[],
+        help="on MODEL: a folder of PEFT's, or a run's folder or step-N of an adapter",
     )
     parser.add_argument(
         "--tokenizer",
@@ -75,7 +83,26 @@ def load_as_asked(arguments: argparse.Namespace, *, add_bos: bool | None = None)
             tp=arguments.tp,
             tokenizer_path=arguments.tokenizer,
             add_bos=add_bos,
+            adapters=adapters_as_asked(arguments),
         )
+
+
+def adapters_as_asked(arguments: argparse.Namespace) -> dict[str, Path]:
+    """The folders of --adapter by name, which is the folder's own where none is given.
+
+    Raises:
+        ConfigError: two have one name.
+    """
+    found: dict[str, Path] = {}
+    for text in arguments.adapter:
+        name, equals, folder = text.partition("=")
+        path = Path(folder if equals and "/" not in name else text).expanduser()
+        name = name if equals and "/" not in name else path.resolve().name
+        if name in found:
+            rule = f"{found[name]} is called {name} too"
+            raise ConfigError(Problem(rule, "name it: --adapter NAME=FOLDER", "--adapter", text))
+        found[name] = path
+    return found
 
 
 def add_sampling_arguments(

@@ -6,10 +6,12 @@
     python -m tools.convert_weights dcp-to-meta CHECKPOINT   OUT
     python -m tools.convert_weights meta-to-hf  META_FOLDER  OUT
     python -m tools.convert_weights hf-to-meta  HF_FOLDER    OUT
+    python -m tools.convert_weights merge       BASE ADAPTER OUT      a LoRA or DoRA in its base, as HF_FOLDER
 
 HF_FOLDER has config.json and safetensors, META_FOLDER params.json and consolidated.NN.pth. CHECKPOINT is a
-step-N, or a run's folder for its newest. As a checkpoint, OUT becomes the folder of a step-0, which
-checkpoint.initial_load_path then names, unless it is itself called step-N.
+step-N, or a run's folder for its newest; that of a LoRA stands for its base with the LoRA merged. ADAPTER is
+such a checkpoint or a folder of PEFT's, BASE any of the three. As a checkpoint, OUT becomes the folder of a
+step-0, which checkpoint.initial_load_path then names, unless it is itself called step-N.
 
 OUT appears whole or not at all. Hugging Face files that a killed program had finished are not written again
 when the same is asked for again.
@@ -29,7 +31,7 @@ from toolkit.config import local_paths
 from toolkit.errors import EXIT_FINISHED, ToolkitError, one_line, report
 from toolkit.io import standard_streams
 
-_WAYS = ("hf-to-dcp", "dcp-to-hf", "meta-to-dcp", "dcp-to-meta", "meta-to-hf", "hf-to-meta")
+_WAYS = ("merge", "hf-to-dcp", "dcp-to-hf", "meta-to-dcp", "dcp-to-meta", "meta-to-hf", "hf-to-meta")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -43,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("way", choices=_WAYS, metavar="WAY")
     parser.add_argument("source", type=local_paths.path, metavar="IN")
+    parser.add_argument("adapter", type=local_paths.path, metavar="ADAPTER", nargs="?", help="of merge")
     parser.add_argument("out", type=local_paths.path, metavar="OUT")
     parser.add_argument("--dtype", choices=_DTYPES, help="default: as in IN")
     parser.add_argument(
@@ -56,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         type=local_paths.path,
         metavar="PATH",
         help="to put beside the weights; default: IN's, or the run's",
+    )
+    parser.add_argument(
+        "--max-bytes", type=int, metavar="N", help="of a Hugging Face file; 0 is one file (default: 5 GB)"
     )
     parser.add_argument(
         "--verify", action="store_true", help="read all back, compare each bit, and refuse NaN and infinity"
@@ -75,15 +81,22 @@ def main(argv: Sequence[str]) -> int:
     asked = parser.parse_args(argv)
     if asked.vocab_size is not None and asked.vocab_size < 1:
         parser.error("--vocab-size is at least 1")
+    if (asked.way == "merge") != (asked.adapter is not None):
+        parser.error("merge takes BASE ADAPTER OUT, and no other way an adapter")
+    if asked.max_bytes is not None and (asked.max_bytes < 0 or not asked.way.endswith(("-hf", "merge"))):
+        parser.error("--max-bytes is 0 or more, and for Hugging Face's files")
     import torch
 
     from toolkit.weights.convert import convert, mapping, prepare
+    from toolkit.weights.hf_write import MAX_BYTES
 
     try:
         conversion = prepare(
             asked.way,
             asked.source.expanduser(),
             asked.out.expanduser(),
+            adapter=asked.adapter,
+            max_bytes=MAX_BYTES if asked.max_bytes is None else asked.max_bytes,
             dtype=getattr(torch, asked.dtype) if asked.dtype else None,
             vocab_size=asked.vocab_size,
             tokenizer=asked.tokenizer,

@@ -5,7 +5,8 @@
     python -m tools.evaluate MODEL --tasks hellaswag,arc_easy               tasks of lm-eval
     torchrun --nproc-per-node 2 -m tools.evaluate MODEL ...                 sharded over ranks
 
-MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a run's folder for its newest.
+MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a run's folder for its newest. An
+adapter, a checkpoint or a folder of PEFT's, brings its base; --adapter puts one on MODEL.
 Several kinds may be asked for at once; --output keeps the results as JSON. Tasks need the extra eval:
 .venv/bin/python -m pip install -c constraints.txt -e '.[eval]'.
 
@@ -190,6 +191,8 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
     Raises:
         ConfigError, DataError: a config, a corpus or a package that is not there.
     """
+    if len(asked.adapter) > 1:
+        parser.error("one model is evaluated: give one --adapter")
     if not (asked.text or asked.config or asked.tasks):
         parser.error("nothing to evaluate: give --text, --config or --tasks")
     if words and not asked.config:

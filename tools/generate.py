@@ -5,7 +5,8 @@
     echo "Once upon a time" | python -m tools.generate MODEL
     torchrun --nproc-per-node 2 -m tools.generate MODEL --tp 2 --prompt "Once upon a time"
 
-MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a run's folder for its newest.
+MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a run's folder for its newest. An
+adapter, a checkpoint or a folder of PEFT's, brings its base; --adapter puts one on MODEL, or several in turn.
 Prompts are those of --prompt, or the lines of a file or of standard input; in a .jsonl file they are the
 "prompt" of each line. Each begins with BOS where the tokenizer's files say so, or as --add-bos-token has it.
 Text in a prompt is text: "</s>" in it is no token. A prompt's text depends on --seed and its place among the
@@ -34,6 +35,7 @@ from toolkit.distributed import process_group
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
 from toolkit.generation.generator import Generator
 from toolkit.generation.load import needed_tokenizer
+from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
@@ -136,9 +138,12 @@ def _stop_ids(tokenizer: Tokenizer, named: Sequence[str]) -> set[int]:
 class _Printer:
     """Texts of a batch on standard output, of rank 0: as they come where there is one, else at their end."""
 
-    def __init__(self, tokenizer: Tokenizer, prompts: Sequence[str], *, as_json: bool):
+    def __init__(
+        self, tokenizer: Tokenizer, prompts: Sequence[str], *, as_json: bool, adapters: Sequence[str]
+    ):
         self.as_json = as_json
-        self.streams = len(prompts) == 1 and not as_json
+        self.streams = len(prompts) == 1 and len(adapters) <= 1 and not as_json
+        self.adapter = ""  # in use, where there are several
         self.several = len(prompts) > 1
         self.shown = not dist.is_initialized() or dist.get_rank() == 0
         self.tokenizer = tokenizer
@@ -159,9 +164,11 @@ class _Printer:
             prompt = self.prompts[number]
             if self.as_json:
                 told = {"prompt": prompt, "text": text, "tokens": tokens}
+                told |= {"adapter": self.adapter} if self.adapter else {}
                 self.say(json.dumps(told, ensure_ascii=False) + "\n")
             elif not self.streams:
-                self.say(f"[{number + 1}/{len(self.prompts)}] {prompt}{text}\n")
+                place = f"{number + 1}/{len(self.prompts)} {self.adapter}".rstrip()
+                self.say(f"[{place}] {prompt}{text}\n")
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -171,15 +178,36 @@ def _run(arguments: argparse.Namespace) -> None:
     prompts = _prompts_of_rank_0(arguments)
     stop_ids = _stop_ids(tokenizer, arguments.stop_token)
     encoded = [tokenizer.encode(prompt, bos=tokenizer.adds_bos) for prompt in prompts]
-    printer = _Printer(tokenizer, prompts, as_json=arguments.json)
-    generator: Generator = loaded.generator(compiled=arguments.compile)
+    adapters = list(loaded.adapters.adapters) if loaded.adapters else []
+    printer = _Printer(tokenizer, prompts, as_json=arguments.json, adapters=adapters)
     start, made = time.monotonic(), 0
-    for first in range(0, len(prompts), arguments.batch_size):
+    for number, name in enumerate(adapters or [""]):
+        if number:
+            loaded.select(name)
+        printer.adapter = name if len(adapters) > 1 else ""
+        generator = loaded.generator(compiled=arguments.compile)
+        made += _generate(arguments, generator, printer, encoded, sampling, stop_ids)
+    seconds = time.monotonic() - start
+    if printer.shown:
+        print(f"{made:,} tokens in {seconds:.1f} s, {made / seconds:,.1f} a second", file=sys.stderr)
+
+
+def _generate(
+    arguments: argparse.Namespace,
+    generator: Generator,
+    printer: _Printer,
+    encoded: Sequence[list[int]],
+    sampling: Sampling,
+    stop_ids: set[int],
+) -> int:
+    """The texts of all prompts; how many tokens they have."""
+    made = 0
+    for first in range(0, len(encoded), arguments.batch_size):
         rows = encoded[first : first + arguments.batch_size]
         generated: list[list[int]] = [[] for _ in rows]
         stream = TextStream(printer.decode, rows[0])
         if printer.streams:
-            printer.say(prompts[0])
+            printer.say(printer.prompts[0])
         for tokens in generator.stream(
             rows,
             max_new_tokens=arguments.max_new_tokens,
@@ -196,9 +224,7 @@ def _run(arguments: argparse.Namespace) -> None:
             printer.say(stream.rest() + "\n")
         printer.batch(first, rows, generated)
         made += sum(map(len, generated))
-    seconds = time.monotonic() - start
-    if printer.shown:
-        print(f"{made:,} tokens in {seconds:.1f} s, {made / seconds:,.1f} a second", file=sys.stderr)
+    return made
 
 
 def main(argv: Sequence[str]) -> int:

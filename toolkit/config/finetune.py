@@ -28,6 +28,11 @@ class LoRA(Table):
     use_dora: bool = False
     """Train the magnitudes of the rows of the updated weights as well (Liu et al. 2024, arXiv:2402.09353)."""
 
+    @property
+    def scale(self) -> float:
+        """The factor of an update."""
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
 
 class PrefixTuning(Table):
     """Learned keys and values of every block, which every token sees (Li, Liang 2021, arXiv:2101.00190)."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from toolkit.config import Config
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, DataError
 from toolkit.models.from_config import weights_folder
 from toolkit.weights.open import open_weights
 from toolkit.weights.source import WeightSource
@@ -53,4 +54,15 @@ def refuse_another(saved: Mapping[str, str] | None, here: Mapping[str, str]) -> 
             f"the adapter of the checkpoint was trained on other weights: those of {saved['place']}, while "
             f"this run's are {here['place']}\n  fix:  start from the same weights "
             "(checkpoint.initial_load_path, model.hf_assets_path)"
+        )
+
+
+def refuse_another_base(adapter: Path, trained_on: Mapping[str, str], base: WeightSource) -> None:
+    """Raise DataError where an adapter was trained on other weights than those of ``base``, as far as it
+    tells by a fingerprint: PEFT's own folders have none, and a model that was drawn has no weights."""
+    place, said = trained_on.get("place", ""), trained_on.get("fingerprint")
+    if said and not place.startswith("seed ") and said != fingerprint(base):
+        raise DataError(
+            f"the adapter {adapter} was trained on other weights: those of {place}, while these are "
+            f"{base.place}\n  fix:  name the model that it was trained on"
         )

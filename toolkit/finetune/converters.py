@@ -8,6 +8,7 @@ import torch
 
 from toolkit.config.finetune import Finetune
 from toolkit.finetune.parameters import adapted_layers, lora_targets, trained_names
+from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.init import Init
 from toolkit.weights.source import EMBEDDING, HEAD
@@ -25,14 +26,8 @@ def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dty
         from toolkit.finetune.lora import apply_lora
 
         apply_lora(model, lora_targets(args, options), options.lora)
-    elif options.adapter == "prefix_tuning":
-        from toolkit.finetune.prefix import apply_prefix
-
-        apply_prefix(model, args, options.prefix_tuning)
-    elif options.adapter == "llama_adapter":
-        from toolkit.finetune.llama_adapter import apply_llama_adapter
-
-        apply_llama_adapter(model, adapted_layers(args, options), args, options.llama_adapter)
+    elif options.adds:
+        apply_to_attention(model, args, options)
     named = dict(model.named_parameters())
     # A pipeline's copy of a tied embedding is trained where the embedding is.
     tied = {HEAD: EMBEDDING} if args.tie_embeddings else {}
@@ -45,6 +40,18 @@ def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dty
             module, _, own = name.rpartition(".")
             frozen = torch.nn.Parameter(named[name].to(frozen_dtype), requires_grad=False)
             model.get_submodule(module).register_parameter(own, frozen)
+
+
+def apply_to_attention(model: Decoder, args: ModelArgs, options: Finetune) -> None:
+    """Add an adapter that attends beside the blocks' own attention, on the meta device, in place."""
+    if options.adapter == "prefix_tuning":
+        from toolkit.finetune.prefix import apply_prefix
+
+        apply_prefix(model, args, options.prefix_tuning)
+    elif options.adapter == "llama_adapter":
+        from toolkit.finetune.llama_adapter import apply_llama_adapter
+
+        apply_llama_adapter(model, adapted_layers(args, options), args, options.llama_adapter)
 
 
 def added_init(name: str, shape: tuple[int, ...]) -> Init:

@@ -41,7 +41,7 @@ class LoRALinear(nn.Linear):
         self.lora_a = new(options.rank, self.in_features)
         self.lora_b = new(self.out_features, options.rank)
         self.magnitude = new(self.out_features) if options.use_dora else None
-        self.scale = options.alpha / (options.rank**0.5 if options.use_rslora else options.rank)
+        self.scale = options.scale
         self.dropout = options.dropout
         # Adds up over the ranks that have a part of each row.
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda squares: squares

@@ -11,7 +11,7 @@ from toolkit.models.common.args import ModelArgs, parameter_shapes
 from toolkit.models.registry import spec
 
 _LORA = ("lora_a", "lora_b", "magnitude")
-_IN_ATTENTION = ".attention.adapter."
+IN_ATTENTION = ".attention.adapter."
 ALL_LINEAR = "all-linear"
 
 Shapes = dict[str, tuple[int, ...]]
@@ -19,7 +19,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 def is_added(name: str) -> bool:
     """Say if the parameter ``name`` is one of an adapter."""
-    return name.rpartition(".")[2] in _LORA or _IN_ATTENTION in name
+    return name.rpartition(".")[2] in _LORA or IN_ATTENTION in name
 
 
 def added_shapes(args: ModelArgs, options: Finetune) -> Shapes:
@@ -104,7 +104,7 @@ def _lora(args: ModelArgs, options: Finetune) -> Shapes:
 def _prefix(args: ModelArgs, options: Finetune) -> Shapes:
     shape = (args.n_kv_heads, options.prefix_tuning.num_virtual_tokens, args.head_dim)
     return {
-        f"layers.{layer}{_IN_ATTENTION}{part}": shape
+        f"layers.{layer}{IN_ATTENTION}{part}": shape
         for layer in range(args.n_layers)
         for part in ("keys", "values")
     }
@@ -119,7 +119,7 @@ def _llama_adapter(args: ModelArgs, options: Finetune) -> Shapes:
     adapter = options.llama_adapter
     gates = args.n_heads if adapter.gate == "head" else 1
     return {
-        f"layers.{layer}{_IN_ATTENTION}{part}": shape
+        f"layers.{layer}{IN_ATTENTION}{part}": shape
         for layer in adapted_layers(args, options)
         for part, shape in (("prompt", (adapter.adapter_len, args.dim)), ("gate", (gates,)))
     }

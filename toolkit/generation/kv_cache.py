@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.models.common.attention import sdpa
+from toolkit.models.common.attention import Prefix, prefix_mask, sdpa
 from toolkit.models.common.decoder import Decoder, TransformerBlock
 
 
@@ -106,7 +106,9 @@ class KVCache:
 
 
 class _CachedAttention:
-    """One block's attention back end: adds the new keys and values to those it keeps and attends to all."""
+    """One block's attention back end: adds the new keys and values to those it keeps and attends to all.
+
+    The learned tokens of a prefix are kept before the first column, where every query sees them."""
 
     def __init__(self, cache: KVCache, rows: int, capacity: int):
         self.cache = cache
@@ -120,26 +122,44 @@ class _CachedAttention:
         assert documents_BS is None and first == 0, "a row is one document, and whole on this rank"
         return self.cache.window(length, device)
 
-    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Window) -> Tensor:
+    def __call__(
+        self,
+        q_BSHE: Tensor,
+        k_BSKE: Tensor,
+        v_BSKE: Tensor,
+        mask: Window,
+        prefix: Prefix | None = None,
+    ) -> Tensor:
+        first = 0 if prefix is None else len(prefix[0])
+        seen = mask.mask
+        if first and seen is not None:
+            seen = F.pad(seen, (first, 0), value=True)
         if mask.column is not None:
             assert self.keys is not None and self.values is not None, "a prompt comes first"
-            self.keys.index_copy_(2, mask.column, k_BSKE.transpose(1, 2))
-            self.values.index_copy_(2, mask.column, v_BSKE.transpose(1, 2))
-            return _attend_one(q_BSHE, self.keys, self.values, mask.mask)
-        k_BKTE, v_BKTE = self._reserve(mask.end, k_BSKE)
-        k_BKTE[:, :, mask.start : mask.end] = k_BSKE.transpose(1, 2)
-        v_BKTE[:, :, mask.start : mask.end] = v_BSKE.transpose(1, 2)
-        if mask.start == 0:
-            return sdpa(q_BSHE, k_BSKE, v_BSKE, mask.mask)
-        k_BKTE, v_BKTE = k_BKTE[:, :, : mask.end], v_BKTE[:, :, : mask.end]
+            column = mask.column + first
+            self.keys.index_copy_(2, column, k_BSKE.transpose(1, 2))
+            self.values.index_copy_(2, column, v_BSKE.transpose(1, 2))
+            return _attend_one(q_BSHE, self.keys, self.values, seen)
+        start, end = first + mask.start, first + mask.end
+        k_BKTE, v_BKTE = self._reserve(end, first, k_BSKE)
+        k_BKTE[:, :, start:end] = k_BSKE.transpose(1, 2)
+        v_BKTE[:, :, start:end] = v_BSKE.transpose(1, 2)
+        if mask.start == 0 and prefix is None:
+            return sdpa(q_BSHE, k_BSKE, v_BSKE, seen)
+        if mask.start == 0 and prefix is not None:
+            for buffer, x_PKE in zip((k_BKTE, v_BKTE), prefix, strict=True):
+                buffer[:, :, :first] = x_PKE.transpose(0, 1)
+        k_BKTE, v_BKTE = k_BKTE[:, :, :end], v_BKTE[:, :, :end]
         if q_BSHE.shape[1] == 1:
-            return _attend_one(q_BSHE, k_BKTE, v_BKTE, mask.mask)
-        return sdpa(q_BSHE, k_BKTE.transpose(1, 2), v_BKTE.transpose(1, 2), mask.mask)
+            return _attend_one(q_BSHE, k_BKTE, v_BKTE, seen)
+        if seen is None:
+            seen = prefix_mask(None, mask.end, mask.end, first, q_BSHE.device)
+        return sdpa(q_BSHE, k_BKTE.transpose(1, 2), v_BKTE.transpose(1, 2), seen)
 
-    def _reserve(self, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The buffers, with at least ``end`` columns."""
+    def _reserve(self, end: int, first: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The buffers, with at least ``end`` columns, ``first`` of them for the prefix."""
         if self.keys is None or self.values is None:
-            shape = (self.rows, like.shape[2], max(self.capacity, end), like.shape[3])
+            shape = (self.rows, like.shape[2], max(first + self.capacity, end), like.shape[3])
             # Zeros, since what is masked must be finite too.
             make = like.new_zeros if self.cache.fixed else like.new_empty
             self.keys, self.values = make(shape), make(shape)

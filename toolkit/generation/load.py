@@ -7,7 +7,9 @@ and features among ``tp`` of them, whose hidden states are whole (:func:`apply_t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,33 +21,45 @@ from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import ConfigError, DataError, Problem
+from toolkit.finetune.adapter import Adapter, open_adapted, open_adapter
+from toolkit.generation.adapters import Adapters
 from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator, reduce_overhead
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.sharding import fsdp_units, tensor_plan
 from toolkit.parallel.mesh import Mesh, build_mesh
-from toolkit.weights.hf_assets import asked_bos, tokenizer_of
-from toolkit.weights.load import load_weights, open_alike
-from toolkit.weights.open import CheckpointWeights, open_weights
+from toolkit.weights.hf_assets import asked_bos, run_of, tokenizer_of
+from toolkit.weights.load import open_alike
 from toolkit.weights.source import WeightSource
 
 
 @dataclass(frozen=True)
 class Loaded:
     """``mesh`` is None for a model in one process, ``tokenizer`` where none was found. ``seq_len`` are the
-    tokens of a row of the training, where a checkpoint tells."""
+    tokens of a row of the training, where a checkpoint tells. ``adapters`` are those that can be selected."""
 
     model: Decoder
     args: ModelArgs
     tokenizer: Tokenizer | None
     mesh: Mesh | None
     seq_len: int | None = None
+    adapters: Adapters | None = None
+
+    def select(self, adapter: str | None) -> None:
+        """Use another of ``adapters``, or the base alone; collective. Generators of before are done with.
+
+        Raises:
+            DataError, CheckpointError: weights can no longer be read.
+        """
+        assert self.adapters is not None, "the model was loaded with adapters"
+        self.adapters.select(self.model, adapter, self.mesh.tp if self.mesh else None)
 
     def generator(self, *, compiled: bool = False) -> Generator:
         """Generates ids of the tokenizer, on all ranks alike; ``compiled`` is worth its half minute on CUDA.
 
-        On a CPU in bf16 matrices are reordered for it, and the model's blocks hand them out no more.
+        On a CPU in bf16 matrices are reordered for it, and the model's blocks hand them out no more; not
+        where another adapter may be merged into them.
 
         Raises:
             ConfigError: a sharded model is not compiled.
@@ -53,7 +67,7 @@ class Loaded:
         if compiled and self.mesh is not None:
             rule = "a model is compiled in one process"
             raise ConfigError(Problem(rule, "leave --compile out, or start one process", "--compile", True))
-        if self.mesh is None and not compiled and can_pack(self.model):
+        if self.mesh is None and not compiled and self.adapters is None and can_pack(self.model):
             pack(self.model)
         group = dist.group.WORLD if self.mesh else None
         return Generator(
@@ -73,10 +87,13 @@ def load_model(
     tokenizer_path: Path | str | None = None,
     add_bos: bool | None = None,
     verify: bool = True,
+    adapters: Mapping[str, Path | str] | None = None,
 ) -> Loaded:
-    """The model at ``path``, in any form that :func:`toolkit.weights.open.open_weights` opens.
+    """The model at ``path``, in any form that :func:`toolkit.weights.open.open_weights` opens, or an adapter,
+    PEFT's folder or a checkpoint of ours, with the base that it names.
 
-    Its parameters are of ``dtype`` and have no gradients.
+    Its parameters are of ``dtype`` and have no gradients. Of ``adapters`` on it, by name, the first is used
+    until another is selected.
 
     Sharded over all ranks where there is a process group. With ``verify`` a checkpoint is compared with its
     hashes, of which each rank takes its share. The tokenizer is that at ``tokenizer_path``, else the one
@@ -87,8 +104,7 @@ def load_model(
         ConfigError: ``tp`` does not divide the ranks, or a dimension of the model.
         DataError: weights or tokenizer cannot be used; on every rank alike.
     """
-    source = open_alike(lambda: open_weights(path, verify=verify, ranks=Ranks()))
-    assert source is not None
+    source, of_base = _open(path, adapters or {}, verify)
     mesh = _mesh(device, source.args, tp)
     with torch.device("meta"):
         model = Decoder(source.args)
@@ -96,11 +112,37 @@ def load_model(
     if mesh is not None:
         _shard(model, mesh, dtype)
     model.to_empty(device=device).requires_grad_(False)
-    load_weights(source, dict(model.named_parameters()))
-    run = source.run if isinstance(source, CheckpointWeights) else {}
+    of_base.load(model, next(iter(of_base.adapters), None), mesh.tp if mesh else None)
+    trained = of_base.adapters.get(_OWN, source)
+    run = run_of(trained)
     seq_len = saved_settings(run).get("training.seq_len")
-    tokenizer = _tokenizer(source, tokenizer_path, asked_bos(run) if add_bos is None else add_bos)
-    return Loaded(model.eval(), source.args, tokenizer, mesh, seq_len)
+    beside = next((it for it in (trained, source) if tokenizer_of(it)), source)
+    tokenizer = _tokenizer(beside, tokenizer_path, asked_bos(run) if add_bos is None else add_bos)
+    return Loaded(model.eval(), source.args, tokenizer, mesh, seq_len, of_base if adapters else None)
+
+
+_OWN = ""
+"""Name of the adapter that a model at a path is itself."""
+
+
+def _open(path: Path | str, named: Mapping[str, Path | str], verify: bool) -> tuple[WeightSource, Adapters]:
+    """The base at ``path`` and its adapters, the same on every rank."""
+    found: dict[str, Adapter] = {}
+
+    def opened() -> WeightSource:
+        base, own = open_adapted(path, verify=verify, ranks=Ranks())
+        if own is not None and named:
+            raise DataError(f"{path} is an adapter itself: name the base in its place, and it with --adapter")
+        found.update({} if own is None else {_OWN: own})
+        return base
+
+    base = open_alike(opened)
+    assert base is not None
+    for name, folder in named.items():
+        adapter = open_alike(partial(open_adapter, folder, base, verify=verify, ranks=Ranks()))
+        assert isinstance(adapter, Adapter)
+        found[name] = adapter
+    return base, Adapters(base, found)
 
 
 def _mesh(device: torch.device, args: ModelArgs, tp: int) -> Mesh | None:

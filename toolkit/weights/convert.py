@@ -18,6 +18,8 @@ from toolkit import __version__
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError, either, first_few
+from toolkit.finetune.adapter import Adapter, open_adapted, open_adapter
+from toolkit.finetune.merge import Merged
 from toolkit.io.json_fields import read_object
 from toolkit.io.work_folder import refuse_existing
 from toolkit.launcher.environment import threads
@@ -26,7 +28,7 @@ from toolkit.models.common.spec import CONFIG
 from toolkit.models.registry import spec
 from toolkit.weights.dcp_write import write_dcp
 from toolkit.weights.folder_write import Progress, no_progress
-from toolkit.weights.hf_assets import Companions, asked_bos, tokenizer_companions, tokenizer_of
+from toolkit.weights.hf_assets import Companions, asked_bos, run_of, tokenizer_companions, tokenizer_of
 from toolkit.weights.hf_write import (
     MAX_BYTES,
     SpecialTokens,
@@ -41,6 +43,7 @@ from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import WeightSource
 from toolkit.weights.views import Cast, Resized, check_complete, cut_into_files, in_order
 
+MERGE = "merge"
 FORMATS: Mapping[str, type] = {"hf": SafetensorsFolder, "meta": MetaFolder, "dcp": CheckpointWeights}
 _STEP = re.compile(r"step-(\d+)")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -94,13 +97,17 @@ def prepare(
     path: Path,
     out: Path,
     *,
+    adapter: Path | None = None,
     dtype: torch.dtype | None = None,
     vocab_size: int | None = None,
     tokenizer: Path | None = None,
     max_bytes: int = MAX_BYTES,
     hashes: bool = True,
 ) -> Conversion:
-    """Everything that can be found wrong without reading weights; ``what`` is "hf-to-dcp" or the like.
+    """Everything that can be found wrong without reading weights; ``what`` is "hf-to-dcp" or the like, or
+    "merge", which writes the model at ``path`` with an ``adapter`` as Hugging Face's.
+
+    The checkpoint of an adapter stands for its base with the adapter merged.
 
     The tokenizer is that of ``tokenizer``, else the one beside the weights, else the one a run was trained
     with. As a checkpoint, ``out`` is a step-N folder or one to hold step-0. ``hashes`` has a checkpoint that
@@ -110,23 +117,19 @@ def prepare(
         DataError, CheckpointError: the weights are not there, damaged, of another format or not of the model
             that their config tells of; ``out`` is there already; the tokenizer does not fit.
     """
-    given, _, to = what.partition("-to-")
-    there = open_weights(path, verify=hashes)
-    if not isinstance(there, FORMATS[given]):
-        [really] = [name for name, kind in FORMATS.items() if isinstance(there, kind)]
-        ways = either(f"{really}-to-{other}" for other in FORMATS if other != really)
-        raise DataError(f"{path} is not what {what} reads: use {ways}")
+    there, merged = _opened(what, path, adapter, hashes)
+    to = "hf" if what == MERGE else what.partition("-to-")[2]
     if to == "meta" and spec(there.args.family).meta_params() is None:
         raise DataError(
             f"{path} is of {spec(there.args.family).hf_config().called}, which Meta's files cannot hold"
         )
     check_complete(there)
-    source = there
+    source = there = there if merged is None else Merged(there, merged)
     if vocab_size is not None and vocab_size != source.args.vocab_size:
         source = Resized(source, vocab_size)
     if dtype is not None:
         source = Cast(source, dtype)
-    beside = _companions(there, tokenizer)
+    beside = _companions(there, tokenizer, merged)
     if beside.entries > source.args.vocab_size:
         raise DataError(
             f"the tokenizer has {beside.entries:,} entries, and the model {source.args.vocab_size:,}\n"
@@ -136,6 +139,25 @@ def prepare(
         out = step_folder(out, 0)
     refuse_existing(out)
     return Conversion(there, source, to, out, beside, max_bytes)
+
+
+def _opened(what: str, path: Path, adapter: Path | None, hashes: bool) -> tuple[WeightSource, Adapter | None]:
+    """What is read, and the adapter that is merged into it."""
+    if what == MERGE:
+        assert adapter is not None
+        base = open_weights(path, verify=hashes)
+        return base, open_adapter(adapter, base, verify=hashes)
+    there, found = open_adapted(path, verify=hashes)
+    given = what.partition("-to-")[0]
+    if found is None:
+        [really] = [name for name, kind in FORMATS.items() if isinstance(there, kind)]
+    else:
+        really = "dcp" if found.run else "PEFT"
+    if really != given:
+        ways = either(f"{really}-to-{other}" for other in FORMATS if other != really)
+        use = f"merge BASE {path} OUT" if really == "PEFT" else ways
+        raise DataError(f"{path} is not what {what} reads: use {use}")
+    return there, found
 
 
 def convert(conversion: Conversion, *, verify: bool = False, progress: Progress = no_progress) -> None:
@@ -241,12 +263,13 @@ def _manifest(conversion: Conversion) -> dict[str, Any]:
     }
 
 
-def _companions(there: WeightSource, tokenizer: Path | None) -> Companions:
-    """The files of the tokenizer and, where the weights say them, their own special tokens."""
-    tokenizer = tokenizer or tokenizer_of(there)
-    run = there.run if isinstance(there, CheckpointWeights) else {}
-    found = tokenizer_companions(tokenizer, add_bos=asked_bos(run)) if tokenizer else Companions()
-    said = run.get("special_tokens")
+def _companions(there: WeightSource, tokenizer: Path | None, adapter: Adapter | None) -> Companions:
+    """The files of the tokenizer and, where the weights say them, their own special tokens. An adapter's
+    tokenizer goes before its base's."""
+    tokenizer = tokenizer or (tokenizer_of(adapter) if adapter else None) or tokenizer_of(there)
+    add_bos = asked_bos(run_of(adapter or there))
+    found = tokenizer_companions(tokenizer, add_bos=add_bos) if tokenizer else Companions()
+    said = run_of(there).get("special_tokens")
     if isinstance(there, SafetensorsFolder | MetaFolder):
         said = {}
         for name in (CONFIG, GENERATION_CONFIG):

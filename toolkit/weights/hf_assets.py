@@ -14,7 +14,6 @@ from toolkit.data.tokenizers.to_json import post_processor, tokenizer_json
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.weights.hf_write import SpecialTokens
 from toolkit.weights.meta_folder import MetaFolder
-from toolkit.weights.open import CheckpointWeights
 from toolkit.weights.source import WeightSource
 
 _NAMES = (
@@ -33,15 +32,20 @@ def tokenizer_of(source: WeightSource) -> Path | None:
     places = [source.place]
     if isinstance(source, MetaFolder):
         places.append(source.place.parent)
-    if isinstance(source, CheckpointWeights):
-        trained = saved_settings(source.run)
+    if run := run_of(source):
+        trained = saved_settings(run)
         named = [
-            source.run.get("tokenizer"),
+            run.get("tokenizer"),
             trained.get("model.tokenizer_path"),
             trained.get("model.hf_assets_path"),
         ]
         places = [Path(name).expanduser() for name in named if name]
     return next((place for place in places if _has_tokenizer(place)), None)
+
+
+def run_of(source: WeightSource) -> Mapping[str, Any]:
+    """What the manifest of a checkpoint, or of an adapter, tells of its run; nothing for other weights."""
+    return getattr(source, "run", {})
 
 
 def asked_bos(run: Mapping[str, Any]) -> bool | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from threading import Lock
@@ -18,7 +18,7 @@ from toolkit.weights.source import EMBEDDING, HEAD, Region, Stored, WeightSource
 _SHOWN = 20
 
 
-class _View:
+class View:
     """Another source's weights; what is not overridden is as there."""
 
     def __init__(self, base: WeightSource):
@@ -31,7 +31,7 @@ class _View:
         return self.base.read(name, region, out)
 
 
-class Cast(_View):
+class Cast(View):
     """Every tensor in ``dtype``."""
 
     def __init__(self, base: WeightSource, dtype: torch.dtype):
@@ -46,7 +46,15 @@ class Cast(_View):
         return cast if out is None else out.copy_(cast)
 
 
-class Resized(_View):
+class Only(View):
+    """The tensors ``names`` alone."""
+
+    def __init__(self, base: WeightSource, names: Collection[str]):
+        super().__init__(base)
+        self.tensors = {name: stored for name, stored in base.tensors.items() if name in names}
+
+
+class Resized(View):
     """With ``vocab_size`` rows in the embedding and the head: the first ones, then the mean of all that are
     there, which makes a token that was never trained as likely as the average one."""
 
@@ -99,11 +107,11 @@ def in_order(source: WeightSource) -> dict[str, Stored]:
 
 
 def cut_into_files(tensors: Mapping[str, Stored], max_bytes: int) -> list[dict[str, Stored]]:
-    """The tensors of each file, in order; a file is full before the next begins."""
+    """The tensors of each file, in order; a file is full before the next begins. 0 is one file."""
     files: list[dict[str, Stored]] = [{}]
     size = 0
     for name, stored in tensors.items():
-        if files[-1] and size + stored.nbytes > max_bytes:
+        if max_bytes and files[-1] and size + stored.nbytes > max_bytes:
             files.append({})
             size = 0
         files[-1][name] = stored

@@ -1,0 +1,154 @@
+"""Adapters go to PEFT and come from it with the same logits, and merged they are the same model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.finetune.adapters import ARGS, KINDS, OfModel, adapted, adapter_of, check_close, logits
+from tests.models.small_llama import build
+from tests.models.test_transformers import theirs
+from toolkit.config.finetune import Finetune
+from toolkit.distributed.agreement import Ranks
+from toolkit.errors import DataError
+from toolkit.finetune.adapter import open_adapter
+from toolkit.finetune.merge import Merged
+from toolkit.finetune.peft_folder import write_peft
+from toolkit.weights.source import WeightSource
+
+peft = pytest.importorskip("peft")
+
+MERGED = ["lora", "rslora", "dora", "some blocks", "norms too"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_reads_what_is_written(kind: str, tmp_path: Path) -> None:
+    options = Finetune.model_validate(KINDS[kind])
+    adapter = adapter_of(options, ARGS, tmp_path / "step")
+    write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
+    base = theirs(build(ARGS, torch.float32))
+    found = peft.PeftModel.from_pretrained(base, str(tmp_path / "peft"))
+    expected = logits(adapted(adapter))
+    check_close(logits(found), expected)
+    assert (logits(build(ARGS, torch.float32)) - expected).abs().max() > 0.05 * expected.abs().max()
+
+
+def their_config(kind: str) -> Any:
+    task = {"task_type": "CAUSAL_LM"}
+    if kind == "prefix":
+        return peft.PrefixTuningConfig(num_virtual_tokens=5, **task)
+    if kind == "adaption prompt":
+        return peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, **task)
+    targets = {"rslora": "all-linear", "some blocks": r".*layers\.1\..*(q|down)_proj"}
+    return peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        use_dora=kind == "dora",
+        use_rslora=kind == "rslora",
+        target_modules=targets.get(kind, ["q_proj", "k_proj", "v_proj"]),
+        modules_to_save=["model.norm"] if kind == "norms too" else None,
+        **task,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_peft_writes_is_read(kind: str, tmp_path: Path) -> None:
+    model = build(ARGS, torch.float32)
+    found = peft.get_peft_model(theirs(model), their_config(kind)).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(parameter.abs() + torch.rand_like(parameter) * 0.3)
+    found.save_pretrained(str(tmp_path / "peft"))
+    adapter = open_adapter(tmp_path / "peft", OfModel(model, tmp_path))
+    check_close(logits(adapted(adapter)), logits(found))
+
+
+@pytest.mark.parametrize("kind", MERGED)
+def test_merged_is_unmerged(kind: str, tmp_path: Path) -> None:
+    adapter = adapter_of(Finetune.model_validate(KINDS[kind]), ARGS, tmp_path)
+    model = build(ARGS, torch.float32)
+    merged: WeightSource = Merged(OfModel(model, tmp_path), adapter)
+    for name, parameter in model.named_parameters():
+        rows, columns = (*parameter.shape, 1)[:2]
+        region = [slice(1, rows - 1), slice(3, columns - 2)][: parameter.ndim]
+        whole = merged.read(name)
+        torch.testing.assert_close(merged.read(name, region), whole[tuple(region)], rtol=1e-6, atol=1e-6)
+        with torch.no_grad():
+            parameter.copy_(whole)
+    check_close(logits(model), logits(adapted(adapter)))
+
+
+def test_a_prefix_goes_there_and_back(tmp_path: Path) -> None:
+    adapter = adapter_of(Finetune.model_validate(KINDS["prefix"]), ARGS, tmp_path / "step")
+    write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
+    back = open_adapter(tmp_path / "peft", OfModel(build(ARGS, torch.float32), tmp_path))
+    assert back.options == adapter.options
+    for name, value in adapter.values.items():
+        torch.testing.assert_close(back.values[name], value, rtol=1e-5, atol=1e-6)
+
+
+def _change(**fields: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return change
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+
+
+def _renamed(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(iter(tensors))
+    tensors[name.replace("layers.", "blocks.")] = tensors.pop(name)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_change(peft_type="IA3"), 'peft_type = "IA3"'),
+        (_change(r=0), "r = 0: must be a positive whole number"),
+        (_change(lora_alpha="x"), 'lora_alpha = "x": must be a positive number'),
+        (_change(bias="all"), 'bias = "all"'),
+        (_change(rank_pattern={"q_proj": 2}), "rank_pattern"),
+        (_change(r=8), "of another shape"),
+        (_change(use_dora=True), "missing"),
+        (_pickled, "has a pickle"),
+        (_renamed, "no place for"),
+    ],
+)
+def test_bad_folders_are_one_message(spoil: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+    adapter = adapter_of(Finetune.model_validate(KINDS["lora"]), ARGS, tmp_path / "step")
+    write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
+    spoil(tmp_path / "peft")
+    with pytest.raises(DataError, match=said) as raised:
+        open_adapter(tmp_path / "peft", OfModel(build(ARGS, torch.float32), tmp_path))
+    assert "peft" in str(raised.value)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    adapter = adapter_of(Finetune.model_validate(KINDS["lora"]), ARGS, tmp_path / "step")
+    write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
+    wider = build(replace(ARGS, ffn_dim=104), torch.float32)
+    with pytest.raises(DataError, match="is not one of this model"):
+        open_adapter(tmp_path / "peft", OfModel(wider, tmp_path))
+
+
+def test_a_gate_for_each_head_has_no_form_there(tmp_path: Path) -> None:
+    options = Finetune.model_validate({"adapter": "llama_adapter"})
+    adapter = adapter_of(options, ARGS, tmp_path / "step")
+    with pytest.raises(DataError, match="finetune.llama_adapter.gate"):
+        write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))

@@ -1,0 +1,152 @@
+"""Adapters in use: generation through a cache, several on one base, over ranks, and merged by the tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.finetune.adapters import KINDS, OfModel, adapted, adapter_of, check_close, logits
+from tests.helpers import run_world
+from tests.models.small_llama import build, small
+from toolkit.config.finetune import Finetune
+from toolkit.distributed.agreement import Ranks
+from toolkit.errors import DataError
+from toolkit.finetune.peft_folder import write_peft
+from toolkit.generation.adapters import attach
+from toolkit.generation.generator import Generator
+from toolkit.generation.load import load_model
+from toolkit.models.common.decoder import Decoder
+from toolkit.weights.hf_write import SpecialTokens, write_hf
+from tools import convert_weights
+
+ARGS = small(n_kv_heads=2, head_dim=8, vocab_size=308)
+NEW = 20
+BY_HEAD = {"adapter": "llama_adapter", "llama_adapter": {"adapter_len": 4, "adapter_layers": 2}}
+IN_ATTENTION = {"prefix": KINDS["prefix"], "gate of all": KINDS["adaption prompt"], "gates": BY_HEAD}
+CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
+
+
+def _prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(308, (length,), generator=generator).tolist() for length in (1, 7, 20)]
+
+
+def _strong(model: Decoder) -> Decoder:
+    """Blocks that add more than a new model's do, so that texts vary."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("wo.weight", "w2.weight")):
+                parameter.mul_(8)
+    return model
+
+
+def _by_whole_forwards(model: Decoder, prompt: list[int]) -> list[int]:
+    """Greedy, without a cache."""
+    ids = list(prompt)
+    for _ in range(NEW):
+        ids.append(int(logits(model, torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", IN_ATTENTION)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_cache_changes_no_token(kind: str, compiled: bool, tmp_path: Path) -> None:
+    adapter = adapter_of(Finetune.model_validate(IN_ATTENTION[kind]), ARGS, tmp_path)
+    model = _strong(build(ARGS, torch.float32))
+    plain = _by_whole_forwards(model, _prompts()[1])
+    attach(model, adapter)
+    expected = [_by_whole_forwards(model, prompt) for prompt in _prompts()]
+    # As for torch.compile, whose buffers stay in place from one text to the next.
+    generator = Generator(model, compiler=(lambda model: model) if compiled else None)
+    for _ in range(2):
+        assert generator.generate(_prompts(), max_new_tokens=NEW) == expected
+        assert [generator.generate([prompt], max_new_tokens=NEW)[0] for prompt in _prompts()] == expected
+    assert expected[1] != plain
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A base and adapters of several kinds on it, as PEFT's folders."""
+    at = tmp_path_factory.mktemp("adapters")
+    _write_base(at / "base", _strong(build(ARGS, torch.float32)))
+    found = {"base": at / "base"}
+    for kind in ("lora", "dora", "prefix", "adaption prompt"):
+        adapter = adapter_of(Finetune.model_validate(KINDS[kind]), ARGS, at / f"of {kind}")
+        found[kind] = at / kind
+        base = {"place": str(at / "base")}
+        adapter = type(adapter)(adapter.place, ARGS, adapter.options, adapter.values, base)
+        write_peft(adapter, found[kind], dtype=torch.float32, others={}, ranks=Ranks(alone=True))
+    return found
+
+
+def _write_base(folder: Path, model: Decoder) -> None:
+    folder.mkdir()
+    source = OfModel(model, folder)
+    write_hf(source, folder, tokens=SpecialTokens(), others={}, ranks=Ranks(alone=True), replace=True)
+
+
+def _texts(folders: dict[str, Path], tp: int, order: list[str | None]) -> dict[str | None, Any]:
+    named = {kind: path for kind, path in folders.items() if kind != "base"}
+    loaded = load_model(folders["base"], **CPU, tp=tp, adapters=named)
+    found = {}
+    for kind in order:
+        loaded.select(kind)
+        found[kind] = loaded.generator().generate(_prompts(), max_new_tokens=NEW)
+    return found
+
+
+def _alone(folder: Path) -> Any:
+    return load_model(folder, **CPU).generator().generate(_prompts(), max_new_tokens=NEW)
+
+
+def test_adapters_take_turns_on_one_base_in_any_order_and_on_any_ranks(folders: dict[str, Path]) -> None:
+    expected = {kind: _alone(folder) for kind, folder in folders.items() if kind != "base"}
+    expected |= {None: _alone(folders["base"])}
+    texts = list(expected.values())
+    assert all(text not in texts[:number] for number, text in enumerate(texts))
+    order = ["dora", None, "prefix", "lora", "adaption prompt", "dora", "lora", None]
+    assert _texts(folders, 1, order) == expected
+    for ranks, tp in ((2, 2), (2, 1)):
+        for found in run_world(_texts, ranks, folders, tp, order):
+            assert found == expected
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_the_merge_is_a_model_of_transformers(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    words = ["merge", str(folders["base"]), str(folders[kind]), str(tmp_path / "out")]
+    assert convert_weights.main([*words, "--max-bytes", "100000"]) == 0
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    adapter = adapter_of(Finetune.model_validate(KINDS[kind]), ARGS, tmp_path)
+    tokens = torch.tensor(_prompts()[2:])
+    check_close(logits(theirs, tokens), logits(adapted(adapter, _strong), tokens))
+
+
+def test_what_cannot_be_merged_is_told(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    assert convert_weights.main(["merge", str(folders["base"]), str(folders["prefix"]), out]) == 3
+    assert "prefix cannot be merged" in capsys.readouterr().err
+    assert convert_weights.main(["dcp-to-hf", str(folders["lora"]), out]) == 3
+    assert f"use merge BASE {folders['lora']} OUT" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_without_its_base_is_told(folders: dict[str, Path], tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for file in folders["lora"].iterdir():
+        (moved / file.name).write_bytes(file.read_bytes())
+    config = json.loads((moved / "adapter_config.json").read_text())
+    for place, said in ((str(tmp_path / "gone"), "its base cannot be opened"), (None, "is not named")):
+        (moved / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": place}))
+        with pytest.raises(DataError, match=said) as raised:
+            load_model(moved, **CPU)
+        assert f"--adapter {moved}" in str(raised.value)

@@ -1,0 +1,177 @@
+"""An adapter on disk: what a run of this toolkit has trained beside a model, or a folder of PEFT's.
+
+It names its base: by a place, and by a fingerprint where it was trained here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from toolkit.checkpoint.manifest import saved_settings
+from toolkit.checkpoint.read_tensor import open_checkpoint
+from toolkit.config.finetune import Finetune
+from toolkit.distributed.agreement import Ranks
+from toolkit.errors import CheckpointError, DataError, first_few
+from toolkit.finetune.base import refuse_another_base
+from toolkit.finetune.parameters import added_shapes
+from toolkit.finetune.peft_config import is_peft_folder, peft_base
+from toolkit.io.tensor_file import new_output, whole
+from toolkit.models.common.args import ModelArgs, parameter_shapes
+from toolkit.weights.open import CheckpointWeights, find_checkpoint, open_weights
+from toolkit.weights.source import Region, Stored, WeightSource
+
+_TABLES = ("adapter", "trainable", "lora", "prefix_tuning", "llama_adapter")
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """``tensors`` of :class:`~toolkit.weights.source.WeightSource` are those of ``values``: parameters that
+    ``options`` add to a model of ``args``, and others of the model that were trained with them. In memory,
+    on the CPU."""
+
+    place: Path
+    args: ModelArgs
+    options: Finetune
+    values: Mapping[str, Tensor]
+    base: Mapping[str, str] | None = None
+    """``place`` and ``fingerprint`` of the model that it was trained on, as far as it tells."""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """What the manifest tells of the run that trained it."""
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        return {name: Stored(tuple(it.shape), it.dtype) for name, it in self.values.items()}
+
+    def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
+        """See :meth:`toolkit.weights.source.WeightSource.read`."""
+        value = self.values[name]
+        region = whole(tuple(value.shape)) if region is None else region
+        return new_output(tuple(value.shape), value.dtype, region, out).copy_(value[tuple(region)])
+
+
+def find_adapter(path: Path) -> Path | None:
+    """PEFT's folder, or the step-N of an adapter of ours, that ``path`` is or stands for; None for others.
+
+    Raises:
+        CheckpointError, DataError: it is damaged.
+    """
+    if is_peft_folder(path):
+        return path
+    step = find_checkpoint(path)
+    return step if step is not None and "base" in open_checkpoint(step, verify=False)[0]["run"] else None
+
+
+def base_place(adapter: Path) -> str:
+    """Where the base of the adapter in a folder that :func:`find_adapter` gives is.
+
+    Raises:
+        DataError: it does not say, or the base was never on disk.
+    """
+    if is_peft_folder(adapter):
+        place = peft_base(adapter)
+    else:
+        place = open_checkpoint(adapter, verify=False)[0]["run"]["base"]["place"]
+    if not place or place.startswith("seed "):
+        was = f"was drawn by {place}" if place else "is not named"
+        raise DataError(
+            f"{adapter} is an adapter, and the model that it belongs to {was}\n"
+            f"  fix:  name that model, and the adapter with --adapter {adapter}"
+        )
+    return place
+
+
+def open_adapter(
+    path: Path | str, base: WeightSource, *, verify: bool = True, ranks: Ranks | None = None
+) -> Adapter:
+    """The adapter at ``path``, PEFT's folder or a checkpoint of ours, for the weights of ``base``.
+
+    Raises:
+        DataError, CheckpointError: there is none, it is damaged, or it belongs to another model.
+    """
+    folder = Path(path).expanduser()
+    found = find_adapter(folder)
+    if found is None:
+        raise DataError(
+            f"{folder} is no adapter: it must be a folder of PEFT's (adapter_config.json and "
+            "adapter_model.safetensors), or a checkpoint of a run with finetune.adapter"
+        )
+    if is_peft_folder(found):
+        from toolkit.finetune.peft_folder import open_peft
+
+        adapter = open_peft(found, base.args)
+    else:
+        adapter = _of_checkpoint(found, base.args, verify=verify, ranks=ranks)
+    if adapter.base:
+        refuse_another_base(adapter.place, adapter.base, base)
+    return adapter
+
+
+def _of_checkpoint(step: Path, args: ModelArgs, *, verify: bool, ranks: Ranks | None) -> Adapter:
+    manifest, metadata = open_checkpoint(step, verify=verify, ranks=ranks)
+    source = CheckpointWeights(step, metadata, manifest["run"])
+    options = finetune_of(step, manifest["run"])
+    due = added_shapes(args, options)
+    due |= {name: shape for name, shape in parameter_shapes(args).items() if name in source.tensors}
+    found = {name: stored.shape for name, stored in source.tensors.items()}
+    if due != found:
+        wrong = [name for name in due.keys() | found.keys() if due.get(name) != found.get(name)]
+        raise DataError(
+            f"the adapter in {step} is not one of this model, in whose place it has others: "
+            f"{first_few(sorted(wrong), _SHOWN)}"
+        )
+    values = {name: source.read(name) for name in source.tensors}
+    return Adapter(step, args, options, values, manifest["run"]["base"], manifest["run"])
+
+
+def finetune_of(step: Path, run: Mapping[str, Any]) -> Finetune:
+    """The table ``finetune`` of the run that saved the checkpoint ``step``.
+
+    Raises:
+        CheckpointError: its manifest does not tell.
+    """
+    table: dict[str, Any] = {}
+    for key, value in saved_settings(run).items():
+        first, _, rest = key.partition(".")
+        if first != "finetune" or not rest.startswith(_TABLES):
+            continue
+        name, _, inner = rest.partition(".")
+        if inner:
+            table.setdefault(name, {})[inner] = value
+        elif name in _TABLES:
+            table[name] = value
+    try:
+        return Finetune.model_validate(table)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"the manifest of {step} does not tell what its adapter is: {error.errors()[0]['msg']}"
+        ) from None
+
+
+def open_adapted(
+    path: Path | str, *, verify: bool = True, ranks: Ranks | None = None
+) -> tuple[WeightSource, Adapter | None]:
+    """The model at ``path``; where that is an adapter, its base and the adapter.
+
+    Raises:
+        DataError, CheckpointError: see :func:`toolkit.weights.open.open_weights` and :func:`open_adapter`.
+    """
+    adapter = find_adapter(Path(path).expanduser())
+    if adapter is None:
+        return open_weights(path, verify=verify, ranks=ranks), None
+    place = base_place(adapter)
+    try:
+        base = open_weights(place, verify=verify, ranks=ranks)
+    except (DataError, CheckpointError) as error:
+        said = str(error).partition("\n")[0].partition("; it must be")[0]
+        raise DataError(
+            f"{adapter} is an adapter, and its base cannot be opened: {said}\n"
+            f"  fix:  name the base where it is now, and the adapter with --adapter {adapter}"
+        ) from None
+    return base, open_adapter(adapter, base, verify=verify, ranks=ranks)

@@ -1,0 +1,85 @@
+"""Several adapters on one base: a model that is loaded once takes one after the other.
+
+Updates of weights are merged into the model's own, so that a token costs what it costs without them, and
+only what differs is read again for the next adapter. What is added to the attention becomes modules beside
+the sharded model: each rank of a tp group has its heads', and all the rest is small enough to be whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from toolkit.finetune.adapter import Adapter
+from toolkit.finetune.converters import apply_to_attention
+from toolkit.finetune.merge import Merged
+from toolkit.finetune.parameters import IN_ATTENTION
+from toolkit.models.common.decoder import Decoder
+from toolkit.weights.load import load_weights
+from toolkit.weights.source import WeightSource
+from toolkit.weights.views import Only
+
+
+class Adapters:
+    """``adapters`` by name, on the weights of ``base``. ``selected`` is the one in use, None for the base."""
+
+    def __init__(self, base: WeightSource, adapters: Mapping[str, Adapter]):
+        self.base, self.adapters = base, adapters
+        self.selected: str | None = None
+
+    def load(self, model: Decoder, name: str | None, tp: DeviceMesh | None) -> None:
+        """Fill ``model``, whose parameters have no values yet, with base and adapter; collective."""
+        load_weights(self._source(name), dict(model.named_parameters()))
+        self._attach(model, name, tp)
+
+    def select(self, model: Decoder, name: str | None, tp: DeviceMesh | None) -> None:
+        """Have ``model``, which has the one ``selected``, use another; collective.
+
+        Raises:
+            DataError, CheckpointError: weights can no longer be read.
+        """
+        changed = self._changed(self.selected) | self._changed(name)
+        named = {key: it for key, it in model.named_parameters() if key in changed}
+        for block in model.layers.values():
+            attention: Any = block.attention
+            attention.adapter = None
+        if named:
+            load_weights(Only(self._source(name), named), named)
+        self._attach(model, name, tp)
+
+    def _merges(self, name: str | None) -> bool:
+        return name is not None and self.adapters[name].options.adapter == "lora"
+
+    def _source(self, name: str | None) -> WeightSource:
+        return (
+            Merged(self.base, self.adapters[name]) if name is not None and self._merges(name) else self.base
+        )
+
+    def _changed(self, name: str | None) -> set[str]:
+        source = self._source(name)
+        return source.changed if isinstance(source, Merged) else set()
+
+    def _attach(self, model: Decoder, name: str | None, tp: DeviceMesh | None) -> None:
+        if name is not None and not self._merges(name):
+            attach(model, self.adapters[name], tp)
+        self.selected = name
+
+
+def attach(model: Decoder, adapter: Adapter, tp: DeviceMesh | None = None) -> None:
+    """Put the modules of an ``adapter`` that adds to the attention into ``model``, with their numbers."""
+    like = next(model.parameters())
+    apply_to_attention(model, adapter.args, adapter.options)
+    for layer, block in model.layers.items():
+        attention: Any = block.attention
+        module = attention.adapter
+        if module is None:
+            continue
+        for part in dict(module.named_parameters()):
+            value = adapter.values[f"layers.{layer}{IN_ATTENTION}{part}"]
+            if tp is not None and module.tensor_placements["adapter"][part] == "column":
+                value = value.chunk(tp.size())[tp.get_local_rank()]
+            value = value.to(device=like.device, dtype=like.dtype)
+            module.register_parameter(part, nn.Parameter(value.contiguous(), requires_grad=False))
