@@ -1,5 +1,5 @@
-"""Runs that break the rules of ``rules.pipeline_stages``. A debugmodel has 6 layers, embedding and head count
-as one each."""
+"""Runs that break the rules of ``rules.pipeline`` about stages. A debugmodel has 6 layers, embedding and head
+count as one each."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from types import ModuleType
 from toolkit.config import Config
 from toolkit.config.schema import NAME, Field, fields, named_tables
 
-_PIPELINE = ("parallelism.pipeline_parallel", "parallelism.module_fqns_per_model_part")
 FILES: dict[str, tuple[str, ...]] = {
     "options": (),
     "optim": (),
@@ -26,8 +25,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "parallelism.enable_async_tensor_parallel",
         "parallelism.disable_loss_parallel",
     ),
-    "pipeline_stages": _PIPELINE,
-    "pipeline": _PIPELINE,
+    "pipeline": ("parallelism.pipeline_parallel", "parallelism.module_fqns_per_model_part"),
     "fsdp": (
         "parallelism.fsdp",
         "parallelism.sharding_strategy",
@@ -35,7 +33,6 @@ FILES: dict[str, tuple[str, ...]] = {
         "training.enable_cpu_offload",
     ),
     "finetune": ("finetune",),
-    "files": (),
     "data": (),
     "chat": (
         "data.format",
