@@ -25,7 +25,8 @@ from toolkit.data.chat.shapes import Shape
 from toolkit.data.columns import SourceError
 from toolkit.data.content_hash import locked, remember, say, too_large
 from toolkit.data.sources import Corpus
-from toolkit.errors import DataError, Problem, install
+from toolkit.errors import DataError, Problem, install, shown
+from toolkit.io.json_fields import read_object
 
 KNOWN = {"c4": ("allenai/c4", "en")}
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -35,18 +36,22 @@ def saved_files(folder: Path, split: str) -> list[Path]:
     """The Arrow files of a folder that ``save_to_disk`` wrote; ``split`` counts where it wrote several."""
     try:
         if (folder / "dataset_dict.json").is_file():
-            splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+            splits = read_object(folder / "dataset_dict.json")["splits"]
+            if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
+                raise ValueError("its splits are no names")
             if split not in splits:
                 raise _no_split(split, splits)
             folder = folder / split
-        state = json.loads((folder / "state.json").read_text())
+        state = read_object(folder / "state.json")
         files = [folder / entry["filename"] for entry in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except SourceError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
         rule = f"{folder} is not a whole dataset of save_to_disk: {error}"
         raise SourceError(Problem(rule, "save it again", "dataset_path", str(folder))) from error
     for file in files:
-        if not file.is_file():
-            rule = f"{file} is missing, which save_to_disk wrote"
+        if not os.path.isfile(file):
+            rule = f"{shown(str(file), str)} is missing, which save_to_disk wrote"
             raise SourceError(Problem(rule, "copy the folder again", "dataset_path", str(folder)))
     return files
 
@@ -96,8 +101,15 @@ class HubSource(Corpus):
 
 
 def _read(record: Path) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(record.read_text())
+    with contextlib.suppress(DataError):
+        entry = read_object(record)
+        files, fingerprint = entry.get("files"), entry.get("fingerprint")
+        if (
+            isinstance(fingerprint, str)
+            and isinstance(files, list)
+            and all(isinstance(f, str) for f in files)
+        ):
+            return entry
     return None
 
 

@@ -141,7 +141,7 @@ def _column_bytes(group: Any, columns: tuple[str, ...]) -> int:
 def _errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read: {error}{REPLACE}") from error
 
 
@@ -155,6 +155,8 @@ def _schema(path: Path) -> pa.Schema:
 def _template(path: Path, schema: pa.Schema, text_column: str) -> Template:
     template = template_for(text_column, schema.names, str(path))
     for column in template.columns:
+        if schema.names.count(column) > 1:
+            raise DataError(f"{path}: there are several columns {column!r}{REPLACE}")
         kind = schema.field(column).type
         if not _holds_strings(kind):
             raise DataError(

@@ -36,6 +36,7 @@ STAND_INS = {"c4_test": "embedded", "c4_validation": "embedded_validation"}
 TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".txt.gz", ".jsonl.gz", ".json.gz")
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
 _LIKE_AN_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+MAX_ENTRIES = 500_000  # of a folder that is searched, folders included
 COMPRESSION = 3  # compressed text is about three times as long as its file
 
 
@@ -150,12 +151,17 @@ def check_source(
     """What is wrong with a corpus, as far as can be seen in milliseconds, or None."""
     try:
         open_corpus(name, path, text_column, subset=subset, split=split, shape=shape)
-    except SourceError as error:
-        return error.problems[0]
     except DataError as error:
-        rule, _, fix = str(error).partition("\n  fix:  ")
-        return Problem(rule, fix, "dataset_path", path)
+        return problem_of(error, path)
     return None
+
+
+def problem_of(error: DataError, path: str | None) -> Problem:
+    """What :func:`open_corpus` has raised, as a problem."""
+    if isinstance(error, SourceError):
+        return error.problems[0]
+    rule, _, fix = str(error).partition("\n  fix:  ")
+    return Problem(rule, fix, "dataset_path", path)
 
 
 def choices_read(name: str, path: str | None) -> set[str]:
@@ -209,15 +215,19 @@ def _parquet():  # type: ignore[no-untyped-def]  # the module, which costs some 
 def _find(path: str, *, split: str = "train", any_suffix: bool = False) -> tuple[Path, ...]:
     # A path that exists is taken whole, so that a comma or a bracket in a name does no harm.
     items = [path] if os.path.exists(os.path.expanduser(path)) else [item.strip() for item in path.split(",")]
-    files: dict[Path, None] = {}
+    found: dict[str, Path] = {}
     for item in filter(None, items):
-        files.update(dict.fromkeys(_find_item(item, split, any_suffix=any_suffix)))
+        for file in _find_item(item, split, any_suffix=any_suffix):
+            found.setdefault(os.path.realpath(file), file)  # whatever links name it
+    files = tuple(found.values())
     for file in files:
+        if os.path.exists(file) and not os.path.isfile(file):
+            raise _path_error(path, f"{file} is no regular file", "name files of text")
         if not os.access(file, os.R_OK):
             raise _path_error(path, f"{file} cannot be read", "give this user permission to read it")
     if not files:
         raise _path_error(path, "it names no file", "name a file, a folder or a glob")
-    return tuple(files)
+    return files
 
 
 def _find_item(item: str, split: str, *, any_suffix: bool) -> list[Path]:
@@ -230,10 +240,10 @@ def _find_item(item: str, split: str, *, any_suffix: bool) -> list[Path]:
         found = sorted(file for file in _walk(place) if file.name.endswith(SUFFIXES))
         if not found:
             raise _path_error(item, f"the folder holds no {', '.join(SUFFIXES)} file", "check the folder")
-    elif place.exists():
+    elif os.path.exists(place):
         found = [place]
     elif glob.has_magic(item):
-        matches = glob.iglob(str(place), recursive=True)
+        matches = _matches(str(place), item)
         found = sorted(Path(match) for match in matches if not os.path.isdir(match))
         if not found:
             raise _path_error(item, "no file matches this pattern", "check the pattern")
@@ -258,10 +268,44 @@ def _is_saved_dataset(place: Path) -> bool:
     return one or (place / "dataset_dict.json").is_file()
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    for here, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+def _walk(top: Path) -> Iterator[Path]:
+    for here, names in _folders(top, str(top)):
         yield from (Path(here, name) for name in names if not name.startswith("."))
+
+
+def _folders(top: str | Path, item: str) -> Iterator[tuple[str, list[str]]]:
+    """A folder and those in it, each once whatever links lead to it, with the names of their files.
+
+    Raises:
+        SourceError: there are so many that ``item`` cannot mean them.
+    """
+    seen, entries = set(), 0
+    for here, folders, names in os.walk(top, followlinks=True):
+        try:
+            status = os.stat(here)
+        except OSError:  # it has gone
+            continue
+        entries += 1 + len(names)
+        if entries > MAX_ENTRIES:
+            rule = f"there are more than {MAX_ENTRIES:,} files and folders below {top}"
+            raise _path_error(item, rule, "name the folder that holds the text")
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield here, names
+
+
+def _matches(pattern: str, item: str) -> Iterator[str]:
+    """What a glob names. That of Python follows links that go in circles, some forty times round."""
+    head, recursive, tail = re.sub(r"(^|/)\*\*$", r"\1**/*", pattern).partition("**/")
+    if not recursive or (head and not head.endswith("/")):
+        yield from glob.iglob(pattern)
+        return
+    for top in glob.iglob(head) if head else ["."]:
+        for here, _ in _folders(top, item):
+            yield from _matches(os.path.join(glob.escape(here), tail), item)
 
 
 def _path_hint(place: Path) -> str:

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Protocol
 
+from toolkit.config.local_paths import open_regular
 from toolkit.data.columns import is_json, template_for
 from toolkit.errors import DataError
+from toolkit.io.json_fields import parse_json
 
 PIECE_BYTES = 1 << 20
 REPLACE = "\n  fix:  repair the file, or name another"
@@ -100,7 +101,7 @@ class TextPiece:
 def read_pieces(path: Path) -> Iterator[TextPiece]:
     """The pieces of a file, in order. Raises DataError for a file that cannot be read."""
     try:
-        with open(path, "rb") as raw:
+        with open_regular(path) as raw:
             yield from _file_pieces(path, raw)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {error}{REPLACE}") from error
@@ -110,7 +111,8 @@ def first_line(path: Path) -> TextPiece | None:
     """The first line of a file, to see a missing column before anything is started; None where it is longer
     than a piece, which waits for the reading."""
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
+        with open_regular(path) as raw:
+            stream: BinaryIO = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # type: ignore[assignment]
             line = stream.readline(PIECE_BYTES)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {error}{REPLACE}") from error
@@ -119,8 +121,8 @@ def first_line(path: Path) -> TextPiece | None:
 
 def _read_row(row: str, path: Path, line: int) -> dict[str, Any]:
     try:
-        values = json.loads(row)
-    except (ValueError, RecursionError) as error:
+        values = parse_json(row)
+    except ValueError as error:
         raise DataError(
             f"{path}, line {line}: not valid JSON ({error})\n  fix:  each line must be one JSON object"
         ) from None

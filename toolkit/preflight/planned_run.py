@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, batch_shape
+from toolkit.data.build import CorpusOptions, corpora
+from toolkit.data.sources import Corpus, open_corpus
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
@@ -48,6 +50,18 @@ class PlannedRun:
     @cached_property
     def tokenizer_path(self) -> str:
         return self.config.model.tokenizer_path or self.config.model.hf_assets_path
+
+    @cached_property
+    def opened(self) -> dict[str, Corpus | DataError]:
+        """Each corpus of the run, or what is wrong with it, by the name of its table; found once."""
+
+        def found(options: CorpusOptions) -> Corpus | DataError:
+            try:
+                return open_corpus(**options.arguments())
+            except DataError as error:
+                return error
+
+        return {options.table: found(options) for options in corpora(self.config)}
 
     @cached_property
     def _vocabulary(self) -> int | DataError:

@@ -17,11 +17,11 @@ from toolkit.data.content_hash import too_large, unread
 from toolkit.data.sources import (
     EMBEDDED,
     STAND_INS,
+    Corpus,
     check_name,
-    check_source,
     choices_read,
     kind,
-    open_corpus,
+    problem_of,
 )
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.planned_run import PlannedRun, note, rule
@@ -76,7 +76,8 @@ def corpus_readable(run: PlannedRun) -> list[Problem]:
     """Each corpus is there and has the column, or the columns of the template."""
     problems = []
     for corpus in corpora(run.config):
-        found = check_source(**corpus.arguments())
+        opened = run.opened[corpus.table]
+        found = problem_of(opened, corpus.dataset_path) if isinstance(opened, DataError) else None
         if found and found.key == "text_column":
             fix = found.fix.replace("data.text_column", corpus.column_key)
             if corpus.table.startswith("data.mixture.") and corpus.column_key == "data.text_column":
@@ -143,7 +144,7 @@ def dataset_choices_act(run: PlannedRun) -> list[Problem]:
     """A subset or a split chooses from what has several: a dataset of the hub, or splits that were saved."""
     problems = []
     for corpus in corpora(run.config):
-        if check_source(**corpus.arguments()):
+        if isinstance(run.opened[corpus.table], DataError):
             continue  # another rule says what is wrong
         for choice in sorted({"subset", "split"} - choices_read(corpus.dataset, corpus.dataset_path)):
             key = f"{corpus.table}.dataset_{choice}"
@@ -165,17 +166,15 @@ def text_column_acts(run: PlannedRun) -> list[Problem]:
         run.problem(key, "no text that it is for has columns", "remove it")
         for key, read_by in readers.items()
         if config.value(key) != "text"
-        and not any(corpus.shape is None and _has_columns(corpus) for corpus in read_by)
+        and not any(corpus.shape is None and _has_columns(run, corpus) for corpus in read_by)
     ]
 
 
-def _has_columns(corpus: CorpusOptions) -> bool:
+def _has_columns(run: PlannedRun, corpus: CorpusOptions) -> bool:
     if corpus.dataset_path is None:
         return corpus.dataset not in EMBEDDED
-    try:
-        return any(kind(path) != "text" for path in open_corpus(**corpus.arguments()).files)
-    except DataError:
-        return True  # another rule says what is wrong
+    source = run.opened[corpus.table]  # of an error another rule tells
+    return isinstance(source, DataError) or any(kind(path) != "text" for path in source.files)
 
 
 @rule(DataError)
@@ -188,15 +187,16 @@ def corpus_small_enough(run: PlannedRun) -> list[Problem]:
     config = run.config
     limit = config.data.max_inline_gb * 1e9
     root = Path(os.path.expanduser(config.data.cache_folder)).absolute()
-    largest = max(_unread_bytes(corpus, root) for corpus in corpora(config))
+    largest = max(_unread_bytes(corpus, root) for corpus in run.opened.values())
     problem = too_large(largest, limit, shlex.join(_flags(config)))
     return [run.problem("data.max_inline_gb", problem.rule, problem.fix)] if problem else []
 
 
-def _unread_bytes(corpus: CorpusOptions, root: Path) -> int:
+def _unread_bytes(source: Corpus | DataError, root: Path) -> int:
     """About how much text a corpus has of which no hash is remembered; 0 where that cannot be said."""
+    if isinstance(source, DataError):
+        return 0
     try:
-        source = open_corpus(**corpus.arguments())
         return source.n_text_bytes if unread(source, root) else 0
     except (DataError, OSError):
         return 0  # another rule says what is wrong
