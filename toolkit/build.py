@@ -190,11 +190,17 @@ def _model_parts(
 
 
 def load_hugging_face(
-    model_parts: ModelParts, folder: Path, *, broadcast: bool, group: dist.ProcessGroup
+    model_parts: ModelParts,
+    folder: Path,
+    *,
+    broadcast: bool,
+    group: dist.ProcessGroup,
+    vocab_size: int | None = None,
 ) -> None:
     """Fill the model with the weights of a Hugging Face folder, which with ``broadcast`` rank 0 alone sees.
 
-    ``group`` has all ranks and carries CPU tensors.
+    ``group`` has all ranks and carries CPU tensors. Where the embedding has fewer rows than ``vocab_size``,
+    the others are their mean, and so are the head's.
 
     Raises:
         DataError: the folder is damaged or does not fit the model; alike on every rank.
@@ -202,8 +208,14 @@ def load_hugging_face(
     from toolkit.finetune.parameters import is_added
     from toolkit.weights.load import load_weights, open_alike
     from toolkit.weights.safetensors import SafetensorsFolder
+    from toolkit.weights.source import WeightSource
+    from toolkit.weights.views import Resized
 
-    source = open_alike(lambda: SafetensorsFolder(folder), on_rank_0_alone=broadcast, group=group)
+    def opened() -> WeightSource:
+        source = SafetensorsFolder(folder)
+        return Resized(source, vocab_size) if vocab_size and vocab_size > source.args.vocab_size else source
+
+    source = open_alike(opened, on_rank_0_alone=broadcast, group=group)
     tensors: dict[str, Tensor] = {
         name: parameter for name, parameter in model_parts.named_parameters() if not is_added(name)
     }

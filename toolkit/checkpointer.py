@@ -16,6 +16,7 @@ from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, step_folder
 from toolkit.config import Config
+from toolkit.data.build import tokenizer_place
 from toolkit.errors import CheckpointError, DataError, printable
 from toolkit.models.from_config import EXPORTS, pretrained_folder
 from toolkit.optim.optimizer import optimizer_tensors
@@ -102,8 +103,7 @@ class Checkpointer:
         elif step is not None:
             self._resume(step)
         elif folder := pretrained_folder(self._config):
-            broadcast = options.initial_load_broadcast
-            load_hugging_face(self._model_parts, folder, broadcast=broadcast, group=self._group)
+            self._load_hugging_face(folder)
         elif options.initial_load_path and not options.initial_load_in_hf:
             source = Path(options.initial_load_path).expanduser()
             if options.initial_load_model_only:
@@ -123,14 +123,18 @@ class Checkpointer:
             return {f"model.{name}": tensor for name, tensor in named if not is_added(name)}
 
         if folder := pretrained_folder(self._config):
-            broadcast = options.initial_load_broadcast
-            load_hugging_face(model_parts, folder, broadcast=broadcast, group=self._group)
+            self._load_hugging_face(folder)
         elif options.initial_load_path and not options.initial_load_in_hf:
             tensors = base(model_parts.named_parameters())
             self.manager.load(Path(options.initial_load_path).expanduser(), tensors)
             model_parts.refresh_tied_copies(tensors, base(model_parts.tied_copies()))
         settle(model_parts.models)
         self._base = self.manager.ranks.on_rank_0(lambda: base_of(self._config, self._about["model"]))
+
+    def _load_hugging_face(self, folder: Path) -> None:
+        grown = self._config.model.vocab_size if self._config.model.additional_special_tokens else None
+        broadcast = self._options.initial_load_broadcast
+        load_hugging_face(self._model_parts, folder, broadcast=broadcast, group=self._group, vocab_size=grown)
 
     def _load(self, where: int | Path, *, model_only: bool) -> dict[str, Any]:
         tensors = self.tensors(model_only=model_only)
@@ -226,13 +230,12 @@ class Checkpointer:
         from toolkit.weights.export import export_hf
 
         self.end_save(wait=True)
-        model = self._config.model
         try:
             export_hf(
                 self.step_folder,
                 self._exported,
                 dtype=self._export_dtype,
-                tokenizer_path=Path(model.tokenizer_path or model.hf_assets_path).expanduser(),
+                tokenizer_path=tokenizer_place(self._config),
                 ranks=self.manager.ranks,
             )
         except (CheckpointError, DataError) as error:

@@ -46,6 +46,7 @@ RULES = (
     "formats_act",
     "columns_known",
     "chat_template_readable",
+    "new_tokens_have_rows",
 )
 """Those about data and tokenizer."""
 

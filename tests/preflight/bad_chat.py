@@ -118,6 +118,12 @@ CASES = [
         "the format llama3 has no variables, and is given day",
         prepare=_rows,
     ),
+    bad("new_tokens_have_rows", "model.additional_special_tokens=<|a|>,<|a|>", "<|a|> is there twice"),
+    bad(
+        "new_tokens_have_rows",
+        "model.additional_special_tokens=<|a|> finetune.adapter=lora",
+        "an adapter's base has no rows for them",
+    ),
     bad(
         "text_column_acts",
         f"data.text_column=body {HERE}",

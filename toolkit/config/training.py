@@ -49,6 +49,9 @@ class Model(Table):
     add_bos_token: bool | None = None
     """Begin each document with BOS. None: as tokenizer.json says, else add_bos_token of
     tokenizer_config.json, else true."""
+    additional_special_tokens: list[str] = []
+    """Special tokens to add to a copy of the tokenizer, such as those of data.chat_template. model.vocab_size
+    makes room for them: in weights that are loaded, new rows are the mean of the others."""
     converters: Annotated[
         list[
             Literal[
@@ -102,6 +105,7 @@ class Model(Table):
             "hf_assets_path",
             "tokenizer_path",
             "add_bos_token",
+            "additional_special_tokens",
             "converters",
             "print_after_conversion",
             "attention",

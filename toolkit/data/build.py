@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.config import Config
@@ -36,8 +37,22 @@ def open_data(config: Config, *, progress: bool) -> RunData:
 
 def run_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer of the model."""
+    return load_tokenizer(tokenizer_place(config), add_bos=config.model.add_bos_token)
+
+
+def tokenizer_place(config: Config) -> Path:
+    """Folder or file of the tokenizer: that of the model, or a copy of it with more special tokens.
+
+    Raises:
+        DataError: the copy cannot be made.
+    """
     options = config.model
-    return load_tokenizer(options.tokenizer_path or options.hf_assets_path, add_bos=options.add_bos_token)
+    place = Path(options.tokenizer_path or options.hf_assets_path).expanduser()
+    if not options.additional_special_tokens:
+        return place
+    from toolkit.data.tokenizers.added import with_tokens
+
+    return with_tokens(place, options.additional_special_tokens, config.data.cache_folder)
 
 
 def open_corpora(

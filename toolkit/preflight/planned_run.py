@@ -66,7 +66,8 @@ class PlannedRun:
     @cached_property
     def _vocabulary(self) -> int | DataError:
         try:
-            return vocabulary_size(self.tokenizer_path)
+            added = self.config.model.additional_special_tokens
+            return vocabulary_size(self.tokenizer_path) + len(added)
         except DataError as error:
             return error
 

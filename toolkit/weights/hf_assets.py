@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.manifest import saved_settings
+from toolkit.data.tokenizers.added import with_tokens
 from toolkit.data.tokenizers.files import CANDIDATES, adds_bos, find
 from toolkit.data.tokenizers.to_json import post_processor, tokenizer_json
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -40,6 +41,9 @@ def tokenizer_of(source: WeightSource) -> Path | None:
             trained.get("model.hf_assets_path"),
         ]
         places = [Path(name).expanduser() for name in named if name]
+        added = trained.get("model.additional_special_tokens")
+        found = next((place for place in places if _has_tokenizer(place)), None)
+        return with_tokens(found, added, trained["data.cache_folder"]) if found and added else found
     return next((place for place in places if _has_tokenizer(place)), None)
 
 

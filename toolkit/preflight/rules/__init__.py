@@ -41,6 +41,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "data.train_on",
         "data.empty_mask",
         "data.mixture",
+        "model.additional_special_tokens",
         "training.format",
         "training.columns",
         "validation.format",

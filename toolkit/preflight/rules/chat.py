@@ -72,3 +72,22 @@ def chat_template_readable(run: PlannedRun) -> list[Problem]:
         rule, _, fix = str(error).partition("\n  fix:  ")
         return [run.problem("data.chat_template", rule, fix or "correct the template")]
     return []
+
+
+@rule()
+def new_tokens_have_rows(run: PlannedRun) -> list[Problem]:
+    """New special tokens are named once, and trained."""
+    key = "model.additional_special_tokens"
+    tokens = run.config.model.additional_special_tokens
+    problems = []
+    twice = [token for number, token in enumerate(tokens) if token in tokens[:number]]
+    if twice or not all(token.strip() for token in tokens):
+        said = f"{twice[0]} is there twice" if twice else "a token without a name"
+        problems.append(run.problem(key, said, "name each token once, such as <|prompter|>"))
+    if tokens and run.config.finetune.adds:
+        fix = (
+            "train all weights, or add the tokens and rows to the base first, "
+            "with tools.convert_weights --vocab-size"
+        )
+        problems.append(run.problem(key, "an adapter's base has no rows for them", fix))
+    return problems

@@ -91,6 +91,8 @@ def weights_are_of_this_model(run: PlannedRun) -> list[Problem]:
     for_name = next(_presets_like(theirs), "")
     if for_name:
         fix += f"; by name it is {for_name}"
+    if differing == ["vocab_size"] and _makes_room(run, theirs):
+        return []
     if differing == ["vocab_size"]:
         fix = (
             f"set model.vocab_size = {theirs.vocab_size}, or resize the embedding first: "
@@ -98,6 +100,12 @@ def weights_are_of_this_model(run: PlannedRun) -> list[Problem]:
         )
     rule = f"the model of the weights, {run.weights / CONFIG}, has {said}"
     return [run.problem(_weights_key(run), rule, fix)]
+
+
+def _makes_room(run: PlannedRun, theirs: ModelArgs) -> bool:
+    """Say if the embedding grows as it is loaded, for new tokens."""
+    added = run.config.model.additional_special_tokens
+    return bool(added) and run.model is not None and run.model.vocab_size > theirs.vocab_size
 
 
 @rule(DataError)

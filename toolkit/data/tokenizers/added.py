@@ -1,0 +1,100 @@
+"""A copy of a tokenizer with more special tokens, which the original and its folder know nothing of.
+
+    <cache folder>/tokenizers/<key>/    the tokenizer's files, with the new tokens after all others
+
+The key is the SHA-256 of the files and the tokens: the same ones are the same copy, whoever makes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.data.tokenizers.files import find
+from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.errors import DataError
+
+CONFIG, TOKENIZER_JSON = "tokenizer_config.json", "tokenizer.json"
+_COPIED = (
+    TOKENIZER_JSON,
+    CONFIG,
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "config.json",  # which tells releases apart that name their tokens differently
+    "params.json",
+)
+
+
+def with_tokens(path: str | Path, tokens: Sequence[str], cache_folder: str | Path) -> Path:
+    """The folder of the tokenizer at ``path`` with ``tokens``, whose ids follow the largest that it has.
+
+    Raises:
+        DataError: there is no tokenizer, it has one of the tokens, or the copy cannot be written.
+    """
+    found, tokenizer = find(path), load_tokenizer(path)
+    if there := [name for name in tokens if name in tokenizer.special_tokens]:
+        raise DataError(
+            f"the tokenizer {tokenizer.path} has the special token {there[0]} already\n"
+            "  fix:  remove it from model.additional_special_tokens"
+        )
+    files = {name: (found.folder / name).read_bytes() for name in _COPIED if (found.folder / name).is_file()}
+    files[found.path.name] = found.content
+    key = hashlib.sha256(json.dumps([*tokens]).encode())
+    for name in sorted(files):
+        key.update(f"\0{name}\0{len(files[name])}\0".encode() + files[name])
+    folder = Path(cache_folder).expanduser().absolute() / "tokenizers" / key.hexdigest()[:32]
+    if not folder.is_dir():
+        ids = {name: number for number, name in enumerate(tokens, start=tokenizer.n_words)}
+        files[CONFIG] = _configured(files.get(CONFIG, b"{}"), ids)
+        if TOKENIZER_JSON in files:
+            files[TOKENIZER_JSON] = _described(files[TOKENIZER_JSON], ids)
+        _write(folder, files)
+    return folder
+
+
+def _configured(content: bytes, ids: dict[str, int]) -> bytes:
+    """tokenizer_config.json, where the ``.model`` files have their added tokens."""
+    config = json.loads(content)
+    listed = {str(token): _entry(name) for name, token in ids.items()}
+    config["added_tokens_decoder"] = config.get("added_tokens_decoder", {}) | listed
+    config["additional_special_tokens"] = [*config.get("additional_special_tokens", []), *ids]
+    return json.dumps(config, indent=2, ensure_ascii=False).encode()
+
+
+def _described(content: bytes, ids: dict[str, int]) -> bytes:
+    described = json.loads(content)
+    entries = [{"id": token, **_entry(name)} for name, token in ids.items()]
+    described["added_tokens"] = [*described.get("added_tokens", []), *entries]
+    return json.dumps(described, ensure_ascii=False).encode()
+
+
+def _entry(name: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"content": name, **flags, "special": True}
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> None:
+    """All or nothing, whoever else writes the same."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=folder.parent))
+        try:
+            made.chmod(0o755)
+            for name, content in files.items():
+                (made / name).write_bytes(content)
+            os.rename(made, folder)
+        except OSError:
+            shutil.rmtree(made, ignore_errors=True)
+            if not folder.is_dir():
+                raise
+    except OSError as error:
+        raise DataError(
+            f"the copy of the tokenizer cannot be written to {folder}: {error}\n"
+            "  fix:  set data.cache_folder to a folder that this user can write"
+        ) from error
