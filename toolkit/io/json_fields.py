@@ -58,14 +58,14 @@ def parse_object(content: str | bytes, path: Path) -> dict[str, Any]:
     return found
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, *, at_most: int = MAX_BYTES) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        DataError: there is no such file, or it holds something else.
+        DataError: there is no such file, or it holds something else, or more bytes than ``at_most``.
     """
     try:
-        content = read_bytes(path, at_most=MAX_BYTES)
+        content = read_bytes(path, at_most=at_most)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     return parse_object(content, path)

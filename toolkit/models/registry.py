@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 FAMILIES = ("llama", "qwen3")
 """Folders beside this file; a config.json that does not say what it is is of the first."""
 
+_MAX_CONFIG = 1_000_000  # bytes of a config.json, which has some thousand
+
 
 def spec(family: str) -> ModelSpec:
     """The family called so in :class:`~toolkit.models.common.args.ModelArgs`. Raises KeyError for none."""
@@ -52,7 +54,7 @@ def read_hf_config(folder: Path) -> ModelArgs:
     from toolkit.io.json_fields import read_object
 
     path = folder / CONFIG
-    values = read_object(path)
+    values = read_object(path, at_most=_MAX_CONFIG)
     kind = values.get("model_type") or FAMILIES[0]
     forms = [spec(family).hf_config() for family in FAMILIES]
     for form in forms:
