@@ -50,6 +50,9 @@ def _adapter(kind: str, **options: Any) -> Settings:
 
 _ALL_LINEAR = {"lora.rank": 3, "lora.target_modules": ["all-linear"]}
 
+# A row, or what tp2 leaves of one, is whole blocks of 64 numbers in 4 bits.
+_IN_BLOCKS = {"model.dim": 128, "model.ffn_dim": 256}
+
 PLAIN: Settings = {
     **_precision("float64", "float64", "float64"),
     "model.dim": 32,
@@ -117,6 +120,11 @@ WORDS: dict[str, Settings] = {
     "dora": _adapter("lora", **_ALL_LINEAR, **{"lora.use_dora": True}),
     # The embedding is trained beside it.
     "rslora": _adapter("lora", **{"lora.use_rslora": True, "trainable": ["tok_embeddings.weight"]}),
+    "qlora": {**_adapter("lora", **_ALL_LINEAR, **{"lora.quantize_base": "nf4"}), **_IN_BLOCKS},
+    "qdora": {
+        **_adapter("lora", **_ALL_LINEAR, **{"lora.quantize_base": "nf4", "lora.use_dora": True}),
+        **_IN_BLOCKS,
+    },
     "prefix": _adapter("prefix_tuning", **{"prefix_tuning.num_virtual_tokens": 5}),
     # torch's fused AdamW computes what is left of a vector register in fp32, which parts of eight gates are.
     "llama-adapter": {
@@ -137,6 +145,8 @@ FINETUNED = (
     "lora",
     "dora",
     "rslora",
+    "qlora",
+    "qdora",
     "prefix",
     "llama-adapter",
     "llama-adapter-peft",
@@ -466,6 +476,12 @@ FINETUNED_FAST = [
     "cp2 dora AC-op",
     "pp2 1F1B lora",
     "tp2 dora",
+    "shard2 qlora AC-full",
+    "tp2 qlora AC-op tied",
+    "cp2 qdora",
+    "pp2 1F1B qlora accumulate3",
+    "replicate2 shard2 qlora",
+    "tp2 qdora",
     "shard2 prefix AC-2",
     "cp2 prefix",
     "tp2 prefix",

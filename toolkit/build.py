@@ -6,7 +6,7 @@ ever holds more than its shards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.config import Config
+from toolkit.distributed.dtensor import Filled
 from toolkit.distributed.process_group import DTYPES, native_dtype
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention_choice import attention_choice
@@ -30,6 +31,7 @@ from toolkit.parallel.parallelize import parallelize
 if TYPE_CHECKING:
     from toolkit.parallel.context_parallel import SequenceShards
     from toolkit.parallel.pipeline_schedules import Stages
+    from toolkit.weights.source import WeightSource
 
 EXPORT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -138,7 +140,7 @@ def _initialize(
     shapes = added_shapes(args, config.finetune)
     drawn = [(name, parameter) for name, parameter in named if is_added(name) or not pretrained]
     initialize(
-        drawn,
+        _to_fill(drawn),
         seed,
         lambda name: added_init(name, shapes[name]) if name in shapes else init_rule(name, args),
     )
@@ -205,10 +207,8 @@ def load_hugging_face(
     Raises:
         DataError: the folder is damaged or does not fit the model; alike on every rank.
     """
-    from toolkit.finetune.parameters import is_added
-    from toolkit.weights.load import load_weights, open_alike
+    from toolkit.weights.load import open_alike
     from toolkit.weights.safetensors import SafetensorsFolder
-    from toolkit.weights.source import WeightSource
     from toolkit.weights.views import Resized
 
     def opened() -> WeightSource:
@@ -216,8 +216,34 @@ def load_hugging_face(
         return Resized(source, vocab_size) if vocab_size and vocab_size > source.args.vocab_size else source
 
     source = open_alike(opened, on_rank_0_alone=broadcast, group=group)
+    fill(model_parts, source, broadcast=broadcast, group=group)
+
+
+def fill(
+    model_parts: ModelParts, source: WeightSource | None, *, broadcast: bool = False, group: dist.ProcessGroup
+) -> None:
+    """Fill the model, save for what fine-tuning adds to it, from ``source``, which with ``broadcast`` rank 0
+    alone has.
+
+    Raises:
+        DataError: the weights are damaged or do not fit the model; alike on every rank.
+    """
+    from toolkit.finetune.parameters import is_added
+    from toolkit.weights.load import load_weights
+
     tensors: dict[str, Tensor] = {
         name: parameter for name, parameter in model_parts.named_parameters() if not is_added(name)
     }
-    load_weights(source, tensors, broadcast_from_rank_0=broadcast, group=group)
+    load_weights(source, dict(_to_fill(tensors.items())), broadcast_from_rank_0=broadcast, group=group)
     model_parts.refresh_tied_copies(tensors, dict(model_parts.tied_copies()))
+
+
+def _to_fill(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | Filled]]:
+    """Tensors as they are filled: weights in 4 bits by the numbers that they are made from."""
+    for name, tensor in named:
+        if tensor.dtype == torch.uint8:
+            from toolkit.finetune.nf4 import Packed
+
+            yield name, Packed(tensor)
+        else:
+            yield name, tensor

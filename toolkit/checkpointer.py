@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from toolkit.build import EXPORT_DTYPES, load_hugging_face
+from toolkit.build import EXPORT_DTYPES, fill, load_hugging_face
 from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, step_folder
@@ -115,19 +115,16 @@ class Checkpointer:
         """Fill the model that an adapter is trained on, if not by the seed, and note which it is."""
         from toolkit.finetune.base import base_of
         from toolkit.finetune.converters import settle
-        from toolkit.finetune.parameters import is_added
+        from toolkit.weights.load import open_alike
+        from toolkit.weights.open import open_weights
 
         model_parts, options = self._model_parts, self._options
-
-        def base(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-            return {f"model.{name}": tensor for name, tensor in named if not is_added(name)}
-
         if folder := pretrained_folder(self._config):
             self._load_hugging_face(folder)
         elif options.initial_load_path and not options.initial_load_in_hf:
-            tensors = base(model_parts.named_parameters())
-            self.manager.load(Path(options.initial_load_path).expanduser(), tensors)
-            model_parts.refresh_tied_copies(tensors, base(model_parts.tied_copies()))
+            place, ranks = options.initial_load_path, self.manager.ranks
+            source = open_alike(lambda: open_weights(place, ranks=ranks), group=self._group)
+            fill(model_parts, source, group=self._group)
         settle(model_parts.models)
         self._base = self.manager.ranks.on_rank_0(lambda: base_of(self._config, self._about["model"]))
 

@@ -18,6 +18,7 @@ from toolkit.models.from_config import model_args
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"adapter": "lora", "lora": {"target_modules": ["all-linear"], "use_dora": True}},
+    "qlora": {"adapter": "lora", "lora": {"target_modules": ["all-linear"], "quantize_base": "nf4"}},
     "prefix_tuning": {"adapter": "prefix_tuning"},
     "llama_adapter": {"adapter": "llama_adapter", "llama_adapter": {"adapter_layers": 1}},
     "freeze": {"freeze_first_layers": 1},
@@ -35,7 +36,7 @@ def configure(folder: Path, name: str, *, steps: int, layout: dict[str, int], **
     return small_config(
         folder,
         finetune=ADAPTERS[name],
-        model={"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48},
+        model={"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128},
         training={"steps": steps, "seq_len": 32, "global_batch_size": 4, "local_batch_size": 2, **EXACT},
         # torch's fused kernel computes what is left of a vector register in fp32.
         optimizer={"lr": 1e-2, "implementation": "foreach"},
@@ -105,6 +106,15 @@ def test_an_adapter_does_not_go_on_with_another_model(folder: Path, found: dict[
     config = configure(run, "lora", steps=12, layout={})
     other = config.model_copy(update={"debug": config.debug.model_copy(update={"seed": 1})})
     assert "other weights: those of seed 0" in run_world(_refusal, 1, other)[0]
+
+
+def test_an_adapter_does_not_go_on_with_another_precision_of_its_model(
+    folder: Path, found: dict[str, Any]
+) -> None:
+    config = configure(folder / "qlora/parts", "qlora", steps=12, layout={})
+    lora = config.finetune.lora.model_copy(update={"quantize_base": "none"})
+    other = config.model_copy(update={"finetune": config.finetune.model_copy(update={"lora": lora})})
+    assert 'with finetune.lora.quantize_base = "nf4"' in run_world(_refusal, 1, other)[0]
 
 
 def _refusal(config: Any) -> str:

@@ -57,6 +57,11 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "model": {"name": "llama3.2", "n_layers": 3},
         "activation_checkpoint": {"mode": "full"},
     },
+    "a base in 4 bits": {
+        "parallelism": {**PIPELINE, "data_parallel_shard_degree": 2},
+        "model": {"ffn_dim": 192},
+        "finetune": {"adapter": "lora", "lora": {"quantize_base": "nf4"}},
+    },
     "stages in a V": {
         "parallelism": {
             **PIPELINE,
@@ -81,7 +86,10 @@ def _watched() -> Iterator[list[tuple[int, int]]]:
     def watching(stage: PipelineStage, *arguments: Any) -> Any:
         parameters = [each for record in groups(stage.submod) for each in record.fsdp_params]
         found.append(
-            (sum(_bytes(each.unsharded_param.grad) for each in parameters), gathered_bytes(stage.submod))
+            (
+                sum(_bytes(it.unsharded_param.grad) for it in parameters if it.sharded_param.requires_grad),
+                gathered_bytes(stage.submod),
+            )
         )
         return reduce(stage, *arguments)
 
@@ -108,7 +116,11 @@ def _run(folder: Path, tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "optimizer": sum(map(_bytes, optimizer_tensors(named, trainer.optimizer).values())),
         "whole": whole,
         "units": [
-            sum(parameter._orig_size.numel() for parameter in record.fsdp_params) for record in records
+            sum(
+                it._orig_size.numel() * (it.param_dtype or it.orig_dtype).itemsize
+                for it in record.fsdp_params
+            )
+            for record in records
         ],
     }
 
@@ -131,12 +143,13 @@ def test_a_rank_holds_what_it_holds_in_a_real_run(name, ran, tmp_path):
         assert [(part.name, part.whole, part.local, part.bytes) for part in said.parts] == real["parts"]
         assert said.optimizer_bytes == real["optimizer"]
         # FSDP's own records come in the order of the modules, in which the root is the first.
-        assert sorted(unit.gathered for unit in said.units) == sorted(real["units"])
+        assert sorted(unit.bytes for unit in said.units) == sorted(real["units"])
         if real["whole"]:
-            numbers = sum(unit.gathered for unit in said.units)
-            assert [sum(held) for held in zip(*real["whole"], strict=True)] == [numbers * 4, numbers * 4]
-        assert sum(unit.stored for unit in said.units) == sum(
-            torch.Size(part.local).numel() for part in said.parts
+            gradients = sum(unit.gradients for unit in said.units) * 4
+            gathered = sum(unit.bytes for unit in said.units)
+            assert [sum(held) for held in zip(*real["whole"], strict=True)] == [gradients, gathered]
+        assert sum(unit.stored_gradients for unit in said.units) == sum(
+            math.prod(part.local) for part in said.parts if part.trained
         )
     assert not dist.is_initialized()
 

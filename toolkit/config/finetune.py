@@ -25,6 +25,9 @@ class LoRA(Table):
     names such as layers.3.*, or all-linear, which is all but the head."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732)."""
+    quantize_base: Literal["none", "nf4"] = "none"
+    """nf4: keep the weights of the blocks' linear layers, updated or not, in 4 bits (QLoRA, Dettmers et al.
+    2023, arXiv:2305.14314), of which each linear layer makes numbers when it computes."""
     use_dora: bool = False
     """Train the magnitudes of the rows of the updated weights as well (Liu et al. 2024, arXiv:2402.09353)."""
 
@@ -74,6 +77,11 @@ class Finetune(Table):
     def adds(self) -> bool:
         """Whether the model gets parameters of an adapter, and is itself frozen."""
         return self.adapter != "none"
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the frozen linear layers are kept in 4 bits."""
+        return self.adapter == "lora" and self.lora.quantize_base == "nf4"
 
     @property
     def chooses(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -22,6 +25,24 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
+class Filled(Protocol):
+    """What is filled with numbers by rows, as a tensor is, and keeps them in a form of its own."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def is_meta(self) -> bool: ...
+
+    def local_part(self) -> tuple[Filled, tuple[int, ...]]: ...
+
+    def __getitem__(self, rows: slice) -> Filled: ...
+
+    def copy_(self, numbers: Tensor) -> object: ...
+
+    def fill_(self, value: float) -> object: ...
+
+
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's part of a tensor, DTensor or plain, and where it starts in every dimension."""
     if not isinstance(tensor, DTensor):
@@ -29,3 +50,8 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     mesh, placements = tensor.device_mesh, tensor.placements
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     return tensor.to_local().detach(), tuple(offset)
+
+
+def part_to_fill(tensor: Tensor | Filled) -> tuple[Tensor | Filled, tuple[int, ...]]:
+    """This rank's part of what is to be filled, and where it starts in every dimension."""
+    return local_part(tensor) if isinstance(tensor, Tensor) else tensor.local_part()

@@ -22,13 +22,17 @@ _SAMPLED_ROWS = 1
 
 
 def base_of(config: Config, shape: Mapping[str, Any]) -> dict[str, str]:
-    """Which model an adapter is trained on: ``place`` and ``fingerprint``."""
+    """Which model an adapter is trained on: ``place`` and ``fingerprint``, and what its linear layers are
+    ``quantized`` to."""
+    quantized = config.finetune.lora.quantize_base if config.finetune.quantizes else "none"
     place = weights_folder(config) or config.checkpoint.initial_load_path
     if place is None:
         seed = config.debug.seed or 0
         text = json.dumps([seed, dict(shape)], sort_keys=True)
-        return {"place": f"seed {seed}", "fingerprint": hashlib.sha256(text.encode()).hexdigest()}
-    return {"place": str(place), "fingerprint": fingerprint(open_weights(place, verify=False))}
+        place, digest = f"seed {seed}", hashlib.sha256(text.encode()).hexdigest()
+    else:
+        digest = fingerprint(open_weights(place, verify=False))
+    return {"place": str(place), "fingerprint": digest, "quantized": quantized}
 
 
 def fingerprint(source: WeightSource) -> str:
@@ -54,6 +58,12 @@ def refuse_another(saved: Mapping[str, str] | None, here: Mapping[str, str]) -> 
             f"the adapter of the checkpoint was trained on other weights: those of {saved['place']}, while "
             f"this run's are {here['place']}\n  fix:  start from the same weights "
             "(checkpoint.initial_load_path, model.hf_assets_path)"
+        )
+    if saved.get("quantized", "none") != here["quantized"]:
+        raise CheckpointError(
+            f"the adapter of the checkpoint was trained with finetune.lora.quantize_base = "
+            f'"{saved.get("quantized", "none")}", which here is "{here["quantized"]}": it would go on with '
+            "other weights\n  fix:  set it to the former, or start in another job.dump_folder"
         )
 
 

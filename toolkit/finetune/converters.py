@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from toolkit.config.finetune import Finetune
-from toolkit.finetune.parameters import adapted_layers, lora_targets, trained_names
+from toolkit.finetune.parameters import adapted_layers, linear_layers, lora_targets, trained_names
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.init import Init
@@ -19,7 +19,7 @@ def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dty
     what is not trained.
 
     Beside an adapter what is frozen is kept in ``frozen_dtype``, that of the computation, to which FSDP would
-    cast it anyway; checkpoints do not hold it.
+    cast it anyway, or its linear layers in 4 bits; checkpoints do not hold it.
     """
     args = model.args
     if options.adapter == "lora":
@@ -40,6 +40,10 @@ def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dty
             module, _, own = name.rpartition(".")
             frozen = torch.nn.Parameter(named[name].to(frozen_dtype), requires_grad=False)
             model.get_submodule(module).register_parameter(own, frozen)
+    if options.quantizes:
+        from toolkit.finetune.nf4 import apply_nf4
+
+        apply_nf4(model, linear_layers(args))
 
 
 def apply_to_attention(model: Decoder, args: ModelArgs, options: Finetune) -> None:

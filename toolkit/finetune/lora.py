@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.config.finetune import LoRA
+from toolkit.distributed.dtensor import local_part
+from toolkit.finetune.nf4 import dequantize, linear
 
 
 class LoRALinear(nn.Linear):
     """x ↦ W x + s·B A dropout(x), or with ``magnitude`` each row m / ‖W + s·B A‖ times as long.
 
-    Takes the place of ``linear``. Tensor parallelism may leave each rank a part of its features.
+    Takes the place of ``base``. Tensor parallelism may leave each rank a part of its features.
     """
 
     tensor_placements = {
@@ -30,13 +32,13 @@ class LoRALinear(nn.Linear):
     }
     """By the style that tensor parallelism gives the layer: how the added parameters lie on its ranks."""
 
-    def __init__(self, linear: nn.Linear, options: LoRA):
+    def __init__(self, base: nn.Linear, options: LoRA):
         nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
 
         def new(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=linear.weight.device, dtype=linear.weight.dtype))
+            return nn.Parameter(torch.empty(shape, device=base.weight.device, dtype=base.weight.dtype))
 
         self.lora_a = new(options.rank, self.in_features)
         self.lora_b = new(self.out_features, options.rank)
@@ -47,17 +49,17 @@ class LoRALinear(nn.Linear):
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda squares: squares
 
     def forward(self, x: Tensor) -> Tensor:
-        result = F.linear(x, self.weight, self.bias)
+        result = linear(x, self.weight, self.bias)
         dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
         update = F.linear(F.linear(dropped, self.lora_a), self.lora_b) * self.scale
         if self.magnitude is None:
             return result + update
         longer = self.magnitude / self._row_norms().to(self.magnitude.dtype)
-        return result + F.linear(dropped, self.weight) * (longer - 1) + update * longer
+        return result + linear(dropped, self.weight) * (longer - 1) + update * longer
 
     @torch.no_grad()
     def _row_norms(self) -> Tensor:
-        merged = self.weight + self.lora_b @ self.lora_a * self.scale
+        merged = _numbers(self.weight, self.lora_b.dtype) + self.lora_b @ self.lora_a * self.scale
         precise = torch.promote_types(merged.dtype, torch.float32)
         return self.sum_over_ranks(merged.to(precise).square().sum(dim=1)).sqrt()
 
@@ -66,11 +68,16 @@ class LoRALinear(nn.Linear):
         """Set the magnitudes to the lengths of the weight's rows, sharded or not, once it is loaded."""
         if self.magnitude is None:
             return
-        weight = self.weight.detach().to(self.magnitude.dtype)
+        weight = self.weight.detach()
         if isinstance(weight, DTensor) and isinstance(self.magnitude, DTensor):
             # Whole rows, whose lengths have the same bits on any mesh.
-            weight = weight.redistribute(placements=self.magnitude.placements)
-        self.magnitude.copy_(torch.linalg.vector_norm(weight, dim=1))
+            weight = weight.redistribute(placements=self.magnitude.placements).to_local()
+        magnitude, _ = local_part(self.magnitude)
+        magnitude.copy_(torch.linalg.vector_norm(_numbers(weight, magnitude.dtype), dim=1))
+
+
+def _numbers(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return dequantize(weight, dtype) if weight.dtype == torch.uint8 else weight.to(dtype)
 
 
 def apply_lora(model: nn.Module, targets: Iterable[str], options: LoRA) -> None:

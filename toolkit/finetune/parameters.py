@@ -13,6 +13,8 @@ from toolkit.models.registry import spec
 _LORA = ("lora_a", "lora_b", "magnitude")
 IN_ATTENTION = ".attention.adapter."
 ALL_LINEAR = "all-linear"
+NF4_BLOCK = 64
+"""Numbers of a row that have one scale in a quantised base; what bitsandbytes takes where nothing is said."""
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -46,6 +46,8 @@ KEPT = frozenset(
 )
 """Operators whose results mode "op" always keeps; by name, since some exist only once imported."""
 
+_NF4_LINEAR = "toolkit::nf4_linear"
+"""The matmul of a weight in 4 bits: rows of x and of the weight's (N, …) bytes."""
 # Where a matmul has its second factor, (…, K, N).
 _MATMULS = {"aten::mm": 1, "aten::bmm": 1, "aten::addmm": 2}
 
@@ -61,6 +63,9 @@ def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoint
         factor: Tensor = args[_MATMULS[name]]
         inner, width = factor.shape[-2:]
         keep = width <= inner
+    elif name == _NF4_LINEAR:
+        x, packed = args
+        keep = len(packed) <= x.shape[-1]
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -38,6 +38,11 @@ def mixed_precision(training: Training, param_dtype: torch.dtype) -> MixedPrecis
         output_dtype=DTYPES.get(training.mixed_precision_output),
         cast_forward_inputs=False,
     )
+
+
+def computed_dtype(parameter: Tensor, param_dtype: torch.dtype) -> torch.dtype:
+    """What a parameter is gathered in: bytes, which stand for other numbers, as they are stored."""
+    return param_dtype if parameter.is_floating_point() else parameter.dtype
 
 
 def apply_fsdp(

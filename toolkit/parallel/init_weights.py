@@ -20,9 +20,9 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from toolkit.distributed.dtensor import clean_name, local_part
+from toolkit.distributed.dtensor import Filled, clean_name, part_to_fill
 from toolkit.launcher.environment import threads
 from toolkit.models.common.init import Init
 
@@ -32,7 +32,7 @@ BLOCK_ELEMENTS = 1 << 18
 
 @torch.no_grad()
 def initialize(
-    parameters: Iterable[tuple[str, nn.Parameter]], seed: int, rules: Callable[[str], Init]
+    parameters: Iterable[tuple[str, Tensor | Filled]], seed: int, rules: Callable[[str], Init]
 ) -> None:
     """Fill each parameter, DTensor or plain, in place; bit-identical on any mesh.
 
@@ -44,13 +44,13 @@ def initialize(
     with ThreadPoolExecutor(threads()) as pool:
         for wrapped_name, parameter in parameters:
             name = clean_name(wrapped_name)
-            local, offset = local_part(parameter)
+            local, offset = part_to_fill(parameter)
             if local.is_meta:
                 raise ValueError(f"{name} is on the meta device: call to_empty before initialize")
             rule = rules(name)
             if rule.std == 0:
                 local.fill_(rule.mean)
-            elif local.numel():
+            elif math.prod(local.shape):
                 fills = _fills(local, offset, parameter.shape, rule, f"{seed}/{name}")
                 for done in [pool.submit(fill) for fill in fills]:  # in parallel, a parameter at a time
                     done.result()
@@ -67,7 +67,7 @@ def initial_rows(name: str, seed: int, rule: Init, shape: Sequence[int], rows: s
 
 
 def _fills(
-    local: Tensor, offset: Sequence[int], shape: Sequence[int], rule: Init, key: str
+    local: Tensor | Filled, offset: Sequence[int], shape: Sequence[int], rule: Init, key: str
 ) -> Iterator[Callable[[], None]]:
     """Calls that each draw a block and copy its part into ``local``, in any order."""
     columns = tuple(

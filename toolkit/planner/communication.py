@@ -26,6 +26,7 @@ from toolkit.data.batch_size import BatchShape
 from toolkit.distributed.process_group import DTYPES
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.dims import reshard_after_forward
+from toolkit.parallel.fsdp import computed_dtype
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.pipeline_parallel import TIED, Pipeline
@@ -149,13 +150,16 @@ def _of_unit(record: Any, passes: Sequence[str], work: StepWork) -> Iterator[Exc
     info, fewer = record.mesh_info, record.post_forward_mesh_info
     shard = _ranks(info.shard_process_group)
     # Each rank's part of a parameter is padded to the largest.
-    part = sum(parameter.padded_sharded_param_size.numel() for parameter in record.fsdp_params)
-    whole = part * len(shard)
+    whole = len(shard) * sum(
+        parameter.padded_sharded_param_size.numel()
+        * computed_dtype(parameter.sharded_param, work.param_dtype).itemsize
+        for parameter in record.fsdp_params
+    )
     wholly, partly = _gathers(record, passes, work)
-    yield Exchange(work.shards, "all_gather", shard, wholly * whole * work.size)
+    yield Exchange(work.shards, "all_gather", shard, wholly * whole)
     if partly:
         ranks = _ranks(fewer.shard_process_group)
-        yield Exchange(work.shards, "all_gather", ranks, partly * whole * work.size)
+        yield Exchange(work.shards, "all_gather", ranks, partly * whole)
     reduced = DTYPES[work.config.training.mixed_precision_reduce].itemsize
     trained = sum(
         parameter.padded_sharded_param_size.numel()

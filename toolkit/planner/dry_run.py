@@ -224,21 +224,23 @@ def _memory(run: PlannedRun, found: Holding) -> Iterator[tuple[str, int, str]]:
     stored = found.parameter_bytes
     gradients, said = found.gradient_bytes, where
     if run.config.optimizer.early_step_in_backward and run.mesh.dp_replicate == 1:
-        gradients, said = max(unit.stored for unit in found.units) * _BYTES[training.dtype], "of one unit"
-    yield "parameters", stored, ", ".join(filter(None, [training.dtype, where]))
+        gradients = max(unit.stored_gradients for unit in found.units) * _BYTES[training.dtype]
+        said = "of one unit"
+    kept = "linear layers in NF4" if run.config.finetune.quantizes else training.dtype
+    yield "parameters", stored, ", ".join(filter(None, [kept, where]))
     yield "gradients", gradients, said
     yield "optimizer state", found.optimizer_bytes, where
     yield "together", stored + gradients + found.optimizer_bytes, "without activations"
     dtype = run.precision
-    largest = max(found.units, key=lambda unit: unit.gathered)
-    whole = sum(unit.gathered for unit in found.units)
+    largest = max(found.units, key=lambda unit: unit.bytes)
     pipeline = run.mesh.pp > 1
-    yield "largest unit", largest.gathered * _BYTES[dtype], f"{largest.name}, gathered in {dtype}"
+    yield "largest unit", largest.bytes, f"{largest.name}, gathered in {dtype}"
     if pipeline or reshard_after_forward(options) == "never":
         said = "gathered, until the step ends" if pipeline else "gathered, until backward"
-        yield "all units", whole * _BYTES[dtype], said
+        yield "all units", sum(unit.bytes for unit in found.units), said
     if pipeline or (not options.fsdp_sync_each_batch and run.batch.accumulation > 1):
         reduced = training.mixed_precision_reduce
+        whole = sum(unit.gradients for unit in found.units)
         yield "whole gradients", whole * _BYTES[reduced], f"{reduced}, until the step's last micro-batch"
 
 

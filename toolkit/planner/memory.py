@@ -24,6 +24,7 @@ from toolkit.distributed.dtensor import clean_name, local
 from toolkit.models.common.args import ModelArgs
 from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
 from toolkit.parallel.dims import ParallelDims, takes_ring
+from toolkit.parallel.fsdp import computed_dtype
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.planner.communication import Exchange, exchanges
@@ -42,12 +43,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Unit:
-    """What FSDP gathers together: the numbers that the rank then has, which tensor parallelism has cut, and
-    those that it stores."""
+    """What FSDP gathers together: the ``bytes`` that the rank then has, which tensor parallelism has cut, and
+    numbers of gradients, whole and as the rank stores them."""
 
     name: str
-    gathered: int
-    stored: int
+    bytes: int
+    gradients: int
+    stored_gradients: int
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def holding(
         return Holding(
             rank=rank,
             parts=[_part(name, parameter) for name, parameter in named],
-            units=list(_units(model_parts)),
+            units=list(_units(model_parts, param_dtype)),
             optimizer_bytes=_optimizer_bytes(config, named),
             exchanges=list(exchanges(model_parts, config, mesh, batch, param_dtype)),
         )
@@ -133,7 +135,7 @@ def _optimizer_bytes(config: Config, named: Sequence[tuple[str, nn.Parameter]]) 
     return sum(local(tensor).nbytes for tensor in optimizer_tensors(named, optimizer).values())
 
 
-def _units(model_parts: ModelParts) -> Iterator[Unit]:
+def _units(model_parts: ModelParts, dtype: torch.dtype) -> Iterator[Unit]:
     """The FSDP units of the stages here, in order. Modules that are gathered together share a state."""
     for model in model_parts.models:
         modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
@@ -150,8 +152,9 @@ def _units(model_parts: ModelParts) -> Iterator[Unit]:
             names = [clean_name(name) or "the rest" for name in states if states[name] is state]
             yield Unit(
                 ", ".join(names),
-                gathered=sum(_gathered(parameter) for parameter in parameters),
-                stored=sum(local(parameter).numel() for parameter in parameters),
+                bytes=sum(_gathered(it) * computed_dtype(it, dtype).itemsize for it in parameters),
+                gradients=sum(_gathered(it) for it in parameters if it.requires_grad),
+                stored_gradients=sum(local(it).numel() for it in parameters if it.requires_grad),
             )
 
 

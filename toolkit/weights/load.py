@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.distributed.agreement import Ranks
-from toolkit.distributed.dtensor import local_part
+from toolkit.distributed.dtensor import Filled, part_to_fill
 from toolkit.errors import CheckpointError, DataError, first_few
 from toolkit.launcher.environment import threads
 from toolkit.weights.source import EMBEDDING, HEAD, Stored, WeightSource
@@ -33,7 +34,7 @@ _VOCABULARY = "model.vocab_size, or for a tool vocab_size in config.json,"
 @torch.no_grad()
 def load_weights(
     source: WeightSource | None,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | Filled],
     *,
     broadcast_from_rank_0: bool = False,
     group: dist.ProcessGroup | None = None,
@@ -54,7 +55,7 @@ def load_weights(
     problems = ranks.gather_problems(_misfits(stored, tensors, ranks))
     if problems:
         raise DataError("\n  ".join([f"the weights in {place} do not fit this model:", *problems]))
-    parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+    parts = {name: part_to_fill(tensor) for name, tensor in tensors.items()}
     if broadcast_from_rank_0 and ranks.size > 1:
         failures = _broadcast(source, stored, parts, ranks)
     else:
@@ -99,7 +100,7 @@ def _contents(source: WeightSource | None) -> tuple[str, dict[str, Stored]]:
     return str(source.place), dict(source.tensors)
 
 
-def _misfits(stored: Mapping[str, Stored], tensors: Mapping[str, Tensor], ranks: Ranks) -> list[str]:
+def _misfits(stored: Mapping[str, Stored], tensors: Mapping[str, Tensor | Filled], ranks: Ranks) -> list[str]:
     """What differs in names and shapes between the weights and the tensors of this rank."""
     problems = []
     missing = [name for name in tensors if name not in stored]
@@ -124,7 +125,7 @@ def _misfits(stored: Mapping[str, Stored], tensors: Mapping[str, Tensor], ranks:
     return problems
 
 
-Part = tuple[Tensor, tuple[int, ...]]
+Part = tuple[Tensor | Filled, tuple[int, ...]]
 """This rank's part of a tensor, and where it starts."""
 
 
@@ -135,8 +136,7 @@ def _read(source: WeightSource, parts: Mapping[str, Part]) -> list[str]:
         local, offset = part
         target = local[rows]
         region = _region(offset, rows, local.shape)
-        dtype = source.tensors[name].dtype
-        if target.dtype == dtype and target.is_cpu and target.is_contiguous():
+        if _takes_bytes(target, source.tensors[name].dtype):
             source.read(name, region, target)
         else:
             target.copy_(source.read(name, region))
@@ -154,6 +154,11 @@ def _read(source: WeightSource, parts: Mapping[str, Part]) -> list[str]:
             pool.shutdown(cancel_futures=True)
             return [str(error)]
     return []
+
+
+def _takes_bytes(target: Tensor | Filled, dtype: torch.dtype) -> TypeGuard[Tensor]:
+    """Say if what is read can go straight into place."""
+    return isinstance(target, Tensor) and target.dtype == dtype and target.is_cpu and target.is_contiguous()
 
 
 def _row_blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[slice]:
@@ -194,7 +199,7 @@ def _broadcast(
 def _keep(part: Part, block: Tensor, rows: slice) -> None:
     """Copy to this rank's part what it has of a block of whole rows."""
     local, offset = part
-    start, stop = max(rows.start, offset[0]), min(rows.stop, offset[0] + len(local))
+    start, stop = max(rows.start, offset[0]), min(rows.stop, offset[0] + local.shape[0])
     if start < stop:
         mine = (slice(start - rows.start, stop - rows.start), *_region(offset, slice(0, 0), local.shape)[1:])
         local[start - offset[0] : stop - offset[0]].copy_(block[mine])

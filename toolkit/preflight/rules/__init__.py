@@ -33,6 +33,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "training.enable_cpu_offload",
     ),
     "finetune": ("finetune",),
+    "nf4": ("finetune.lora.quantize_base",),
     "data": (),
     "chat": (
         "data.format",

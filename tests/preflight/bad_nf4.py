@@ -1,0 +1,25 @@
+"""Runs that break the rules of ``rules.nf4``."""
+
+from __future__ import annotations
+
+from tests.preflight.bad_runs import TP, Bad, bad
+
+QUANTIZED = "finetune.lora.quantize_base=nf4 finetune.adapter=lora"
+ROWS = "quantized_rows_are_blocks"
+
+CASES: list[Bad] = [
+    bad(ROWS, f"{QUANTIZED} model.ffn_dim=700", "64 numbers", "ffn_dim = 700", '"none"'),
+    bad(
+        ROWS,
+        f"{TP}=2 {QUANTIZED} model.ffn_dim=704",
+        "cuts rows of ffn_dim = 704",
+        "it can be 1",
+        world=2,
+    ),
+    bad(
+        "quantized_is_frozen",
+        f"finetune.trainable=norm.weight,layers.0.* {QUANTIZED}",
+        '"layers.0.*" asks for layers.0.attention.wk.weight',
+        "norms",
+    ),
+]

@@ -1,0 +1,74 @@
+"""Rules about a base in 4 bits, and what a rank keeps of it."""
+
+from __future__ import annotations
+
+import math
+from fnmatch import fnmatchcase
+
+from toolkit.errors import Problem, either, first_few
+from toolkit.finetune.parameters import NF4_BLOCK, all_shapes, linear_layers, trained_names
+from toolkit.models.common.args import ModelArgs
+from toolkit.preflight.planned_run import PlannedRun, divisors, note, rule
+
+_KEY = "finetune.lora.quantize_base"
+_TP = "parallelism.tensor_parallel_degree"
+_BITS = 8 * (NF4_BLOCK // 2 + 4) / NF4_BLOCK
+
+
+def _rows(args: ModelArgs) -> dict[str, int]:
+    """Numbers of a row of each kind of linear layer, by what the configuration calls them."""
+    return {"dim": args.dim, "n_heads * head_dim": args.n_heads * args.head_dim, "ffn_dim": args.ffn_dim}
+
+
+@rule()
+def quantized_rows_are_blocks(run: PlannedRun) -> list[Problem]:
+    """A row, or the part of one that tp leaves a rank, is whole blocks."""
+    if not run.config.finetune.quantizes or run.model is None:
+        return []
+    rows = _rows(run.model)
+    broken = [f"{name} = {size}" for name, size in rows.items() if size % NF4_BLOCK]
+    if broken:
+        rule = f"{NF4_BLOCK} numbers of a row share a scale, of which {first_few(broken, 3)} is no multiple"
+        return [run.problem(_KEY, rule, 'set it to "none", or take another size of the model')]
+    tp = run.config.parallelism.tensor_parallel_degree
+    cut = {name: size for name, size in rows.items() if name != "dim"}
+    if all(size % (NF4_BLOCK * tp) == 0 for size in cut.values()):
+        return []
+    broken = [f"{name} = {size}" for name, size in cut.items() if size % (NF4_BLOCK * tp)]
+    fitting = divisors(math.gcd(run.model.n_kv_heads, *(size // NF4_BLOCK for size in cut.values())))
+    rule = (
+        f"cuts rows of {first_few(broken, 2)} within blocks of {NF4_BLOCK}, whose numbers share a scale in "
+        f"{_KEY} = nf4"
+    )
+    return [run.problem(_TP, rule, f"it can be {either(fitting)}")]
+
+
+@rule()
+def quantized_is_frozen(run: PlannedRun) -> list[Problem]:
+    """No weight in 4 bits is to be trained."""
+    options = run.config.finetune
+    if not options.quantizes or run.model is None:
+        return []
+    weights = {f"{layer}.weight" for layer in linear_layers(run.model)}
+    asked = sorted(trained_names(weights, run.model, options))
+    pattern = next((it for it in options.trainable for name in asked if fnmatchcase(name, it)), None)
+    if pattern is None:
+        return []
+    rule = f'"{pattern}" asks for {asked[0]}, which {_KEY} = nf4 keeps in 4 bits: these take no updates'
+    fix = 'name norms, tok_embeddings.weight or output.weight, or set that to "none"'
+    return [run.problem("finetune.trainable", rule, fix)]
+
+
+@note
+def quantized_notes(run: PlannedRun) -> list[str]:
+    """Tell how much is kept in 4 bits, and what an export is made of."""
+    options = run.config.finetune
+    if not options.quantizes or run.model is None:
+        return []
+    shapes = all_shapes(run.model, options)
+    numbers = sum(math.prod(shapes[f"{layer}.weight"]) for layer in linear_layers(run.model))
+    size = numbers * _BITS / 8
+    return [
+        f"{_KEY}: {numbers:,} frozen parameters are kept in {_BITS:g} bits each, {size / 2**30:.2f} GiB on "
+        "all ranks together; merging adds the adapter to the weights of 16 bits"
+    ]
