@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from toolkit.errors import CheckpointError, DataError, printable
 from toolkit.models.from_config import EXPORTS, pretrained_folder
 from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.parallel.model_parts import ModelParts
+
+if TYPE_CHECKING:
+    from toolkit.weights.source import WeightSource
 from toolkit.train_step import TrainState
 
 
@@ -100,6 +103,8 @@ class Checkpointer:
             self._load_base()
             if step is not None:
                 self._resume(step)
+            elif self._config.finetune.adapter_path is not None:
+                self._load_adapter(self._config.finetune.adapter_path)
         elif step is not None:
             self._resume(step)
         elif folder := pretrained_folder(self._config):
@@ -132,6 +137,29 @@ class Checkpointer:
         grown = self._config.model.vocab_size if self._config.model.additional_special_tokens else None
         broadcast = self._options.initial_load_broadcast
         load_hugging_face(self._model_parts, folder, broadcast=broadcast, group=self._group, vocab_size=grown)
+
+    def _load_adapter(self, path: str) -> None:
+        """Start from an adapter on the same base, which trained no more of the model than this run does."""
+        from toolkit.finetune.adapter import open_adapter
+        from toolkit.finetune.base import refuse_another_base
+        from toolkit.finetune.parameters import is_added
+        from toolkit.weights.load import load_weights, open_alike
+
+        def opened() -> WeightSource:
+            adapter = open_adapter(path, self._model_parts.models[0].args)
+            refuse_another_base(adapter.place, adapter.base or {}, self._base or {})
+            return adapter
+
+        source = open_alike(opened, group=self._group)
+        assert source is not None
+        trained = {
+            name: parameter
+            for name, parameter in self._model_parts.named_parameters()
+            if parameter.requires_grad and (is_added(name) or name in source.tensors)
+        }
+        load_weights(source, trained, group=self._group)
+        tensors = self.tensors(model_only=True)
+        self._model_parts.refresh_tied_copies(tensors, self.tensors(model_only=True, copies=True))
 
     def _load(self, where: int | Path, *, model_only: bool) -> dict[str, Any]:
         tensors = self.tensors(model_only=model_only)
@@ -219,29 +247,50 @@ class Checkpointer:
         )
 
     def export(self, *, final: bool) -> None:
-        """Hand the checkpoint of this step on as a Hugging Face folder, or tell why not.
+        """Hand the checkpoint of this step on as a Hugging Face folder, or tell why not; the ``final`` one
+        also to the Hub.
 
         Raises:
             CheckpointError, DataError: the ``final`` one failed.
         """
-        from toolkit.weights.export import export_hf
-
         self.end_save(wait=True)
         try:
-            export_hf(
-                self.step_folder,
-                self._exported,
-                dtype=self._export_dtype,
-                tokenizer_path=tokenizer_place(self._config),
-                ranks=self.manager.ranks,
-            )
+            what = self._write_export()
         except (CheckpointError, DataError) as error:
             if final:
                 raise
             self.say(f"NOT EXPORTED: {error}\n  Training goes on.")
         else:
-            step = self._state.step
-            self.say(f"wrote the model of step {step} as a Hugging Face folder: {self._exported}")
+            self.say(f"wrote the {what} of step {self._state.step}: {self._exported}")
+            if final and self._options.push_to_hub:
+                self._push(self._options.push_to_hub)
+
+    def _write_export(self) -> str:
+        """Write the folder; the words for what it is."""
+        options = self._config.finetune
+        tokenizer_path = tokenizer_place(self._config)
+        arguments: dict[str, Any] = {
+            "dtype": self._export_dtype, "tokenizer_path": tokenizer_path, "ranks": self.manager.ranks
+        }  # fmt: skip
+        max_bytes = self._options.export_max_bytes
+        if not options.adds:
+            from toolkit.weights.export import export_hf
+
+            export_hf(self.step_folder, self._exported, max_bytes=max_bytes, **arguments)
+            return "model as a Hugging Face folder"
+        from toolkit.finetune.export import export_merged, export_peft
+
+        if options.merge_on_export:
+            export_merged(self.step_folder, self._exported, max_bytes=max_bytes, **arguments)
+            return "model with its adapter merged as a Hugging Face folder"
+        export_peft(self.step_folder, self._exported, **arguments)
+        return "adapter as a folder of PEFT's"
+
+    def _push(self, repository: str) -> None:
+        from toolkit.weights.hub import push_folder
+
+        address = self.manager.ranks.on_rank_0(lambda: push_folder(self._exported, repository))
+        self.say(f"uploaded it to {address}")
 
     def export_missed(self, *, last: bool) -> None:
         """Make up for an export that a kill has cost after the save."""

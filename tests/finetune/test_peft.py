@@ -18,7 +18,7 @@ from tests.models.test_transformers import theirs
 from toolkit.config.finetune import Finetune
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
-from toolkit.finetune.adapter import open_adapter
+from toolkit.finetune.adapter import open_adapter_on
 from toolkit.finetune.merge import Merged
 from toolkit.finetune.peft_folder import write_peft
 from toolkit.weights.source import WeightSource
@@ -68,7 +68,7 @@ def test_what_peft_writes_is_read(kind: str, tmp_path: Path) -> None:
             if parameter.requires_grad:
                 parameter.copy_(parameter.abs() + torch.rand_like(parameter) * 0.3)
     found.save_pretrained(str(tmp_path / "peft"))
-    adapter = open_adapter(tmp_path / "peft", OfModel(model, tmp_path))
+    adapter = open_adapter_on(tmp_path / "peft", OfModel(model, tmp_path))
     check_close(logits(adapted(adapter)), logits(found))
 
 
@@ -90,7 +90,7 @@ def test_merged_is_unmerged(kind: str, tmp_path: Path) -> None:
 def test_a_prefix_goes_there_and_back(tmp_path: Path) -> None:
     adapter = adapter_of(Finetune.model_validate(KINDS["prefix"]), ARGS, tmp_path / "step")
     write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
-    back = open_adapter(tmp_path / "peft", OfModel(build(ARGS, torch.float32), tmp_path))
+    back = open_adapter_on(tmp_path / "peft", OfModel(build(ARGS, torch.float32), tmp_path))
     assert back.options == adapter.options
     for name, value in adapter.values.items():
         torch.testing.assert_close(back.values[name], value, rtol=1e-5, atol=1e-6)
@@ -135,7 +135,7 @@ def test_bad_folders_are_one_message(spoil: Callable[[Path], None], said: str, t
     write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
     spoil(tmp_path / "peft")
     with pytest.raises(DataError, match=said) as raised:
-        open_adapter(tmp_path / "peft", OfModel(build(ARGS, torch.float32), tmp_path))
+        open_adapter_on(tmp_path / "peft", OfModel(build(ARGS, torch.float32), tmp_path))
     assert "peft" in str(raised.value)
 
 
@@ -144,7 +144,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
     wider = build(replace(ARGS, ffn_dim=104), torch.float32)
     with pytest.raises(DataError, match="is not one of this model"):
-        open_adapter(tmp_path / "peft", OfModel(wider, tmp_path))
+        open_adapter_on(tmp_path / "peft", OfModel(wider, tmp_path))
 
 
 def test_a_gate_for_each_head_has_no_form_there(tmp_path: Path) -> None:

@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import torch
+
 from tests.preflight.bad_runs import Bad, bad
+
+
+def _peft(folder: Path, *, r: int, rank: int | None = None) -> None:
+    """A LoRA of one layer."""
+    from safetensors.torch import save_file
+
+    rank, at = rank or r, folder / "peft"
+    at.mkdir()
+    config = {"peft_type": "LORA", "r": r, "lora_alpha": 16}
+    (at / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{name}.lora_A.weight": torch.zeros(rank, 256),
+        f"{name}.lora_B.weight": torch.zeros(256, rank),
+    }
+    save_file(tensors, at / "adapter_model.safetensors")
+
 
 LORA, PREFIX = "finetune.adapter=lora", "finetune.adapter=prefix_tuning"
 CASES: list[Bad] = [
@@ -28,5 +50,43 @@ CASES: list[Bad] = [
         "a ring takes no prefix",
         world=2,
     ),
-    bad("exports_have_a_model", f"checkpoint.last_save_in_hf checkpoint.enable {LORA}", "holds no model"),
+    bad(
+        "exports_have_a_form",
+        "checkpoint.last_save_in_hf checkpoint.enable finetune.adapter=llama_adapter "
+        "finetune.llama_adapter.adapter_layers=2",
+        'finetune.llama_adapter.gate = "head"',
+    ),
+    bad(
+        "exports_have_a_form",
+        f"checkpoint.hf_export_interval=500 checkpoint.enable {PREFIX} finetune.trainable=norm.weight",
+        "finetune.trainable",
+    ),
+    bad("exports_have_a_form", f"finetune.merge_on_export {LORA}", "drawn by debug.seed"),
+    bad("exports_have_a_form", f"finetune.merge_on_export {PREFIX}", "LoRA alone to weights"),
+    bad("adapter_path_fits", f"finetune.adapter_path=no/step-3 {LORA}", "no such folder"),
+    bad(
+        "adapter_path_fits",
+        f"finetune.adapter_path=peft {LORA} finetune.lora.rank=4",
+        "finetune.lora.rank = 2",
+        "set finetune.lora.rank to that",
+        prepare=lambda folder: _peft(folder, r=2),
+    ),
+    bad(
+        "adapter_path_fits",
+        f"finetune.adapter_path=peft {PREFIX}",
+        "finetune.adapter = 'lora'",
+        prepare=lambda folder: _peft(folder, r=2),
+    ),
+    bad(
+        "adapter_path_fits",
+        f"finetune.adapter_path=peft {LORA}",
+        "layers.0.self_attn.q_proj.lora_A.weight (2, 256) in place of (8, 256)",
+        prepare=lambda folder: _peft(folder, r=8, rank=2),
+    ),
+    bad(
+        "adapter_path_fits",
+        f"finetune.adapter_path=peft {LORA} finetune.lora.rank=2 finetune.lora.target_modules=wq,wv",
+        "finetune.lora.target_modules = ['layers.0.attention.wq']",
+        prepare=lambda folder: _peft(folder, r=2),
+    ),
 ]

@@ -131,6 +131,11 @@ CASES = [
         "saves nothing",
     ),
     bad(
+        "weights_options_act",
+        "checkpoint.push_to_hub=me checkpoint.last_save_in_hf checkpoint.enable",
+        'write it as "user/name"',
+    ),
+    bad(
         "architecture_readable",
         f"model.hf_assets_path=m model.tokenizer_path={TOKENIZER}",
         "sliding_window = 4096: must be absent or null",

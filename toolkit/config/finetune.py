@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval, Lt
 
-from toolkit.config.types import ActsWith, NonNegative, Positive, PositiveFloat, Table
+from toolkit.config.types import ActsWith, LocalPath, NonNegative, Positive, PositiveFloat, Table
 
+_WITH_ADAPTER = ActsWith("finetune.adapter", ("lora", "prefix_tuning", "llama_adapter"), refused=True)
 _BLOCK_LINEARS = ["wq", "wv"]
 
 
@@ -61,6 +62,11 @@ class Finetune(Table):
 
     adapter: Literal["none", "lora", "prefix_tuning", "llama_adapter"] = "none"
     """Parameters to add, which alone are trained; their tables are finetune.lora and so on."""
+    adapter_path: Annotated[str | None, LocalPath(), _WITH_ADAPTER] = None
+    """An adapter of the same kind to start from: a folder of PEFT's, or a step-N of ours."""
+    merge_on_export: Annotated[bool, _WITH_ADAPTER] = False
+    """What checkpoint.last_save_in_hf and hf_export_interval write of a LoRA: the model with the adapter
+    merged, in place of a folder of PEFT's."""
     trainable: list[str] = []
     """Patterns of names of parameters to train, such as *norm.weight or tok_embeddings.*; empty is all."""
     frozen: list[str] = []

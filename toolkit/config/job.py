@@ -17,6 +17,7 @@ from toolkit.config.types import (
 _PROFILER = ActsWith("profiling.enable_profiling")
 _SNAPSHOT = ActsWith("profiling.enable_memory_snapshot")
 _SAVES = ActsWith("checkpoint.enable", refused=True)
+_LAST_IN_HF = ActsWith("checkpoint.last_save_in_hf", refused=True)
 _RECORDER = ActsWith("comm.trace_buf_size", above=0)
 
 
@@ -102,9 +103,16 @@ class Checkpoint(Table):
     """Save only the weights after the last step (torchtitan's default is true). A run that ended so cannot
     go on."""
     last_save_in_hf: Annotated[bool, _SAVES] = False
-    """After the last step also write the model as a Hugging Face folder, hf/step-N inside job.dump_folder."""
+    """After the last step also write the model as a Hugging Face folder, hf/step-N inside job.dump_folder; of
+    an adapter PEFT's folder, or with finetune.merge_on_export the whole model."""
+    push_to_hub: Annotated[str | None, _LAST_IN_HF] = None
+    """Upload the folder of last_save_in_hf to this model of the Hugging Face Hub, user/name, as whoever is
+    logged in there (hf auth login); one that is new is private."""
     hf_export_interval: Annotated[Positive | None, _SAVES] = None
     """Steps from one such folder to the next, during training: a multiple of interval."""
+    export_max_bytes: NonNegative = 5_000_000_000
+    """Size of a file of weights in these folders, unless one tensor has more; 0 is one file for all. A rank
+    that writes a file has it in memory."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Precision of the weights in these folders and in a weights-only save (last_save_model_only)."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"

@@ -6,14 +6,12 @@ It names its base: by a place, and by a fingerprint where it was trained here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from torch import Tensor
 
-from toolkit.checkpoint.manifest import saved_settings
 from toolkit.checkpoint.read_tensor import open_checkpoint
 from toolkit.config.finetune import Finetune
 from toolkit.distributed.agreement import Ranks
@@ -21,12 +19,15 @@ from toolkit.errors import CheckpointError, DataError, first_few
 from toolkit.finetune.base import refuse_another_base
 from toolkit.finetune.parameters import added_shapes
 from toolkit.finetune.peft_config import is_peft_folder, peft_base
+from toolkit.finetune.saved_options import finetune_of
 from toolkit.io.tensor_file import new_output, whole
 from toolkit.models.common.args import ModelArgs, parameter_shapes
 from toolkit.weights.open import CheckpointWeights, find_checkpoint, open_weights
 from toolkit.weights.source import Region, Stored, WeightSource
+from toolkit.weights.views import Shaped
 
-_TABLES = ("adapter", "trainable", "lora", "prefix_tuning", "llama_adapter")
+_UNLIKE = ("max_seq_len",)
+"""Fields of a model that change nothing of its computation."""
 _SHOWN = 6
 
 
@@ -88,12 +89,12 @@ def base_place(adapter: Path) -> str:
 
 
 def open_adapter(
-    path: Path | str, base: WeightSource, *, verify: bool = True, ranks: Ranks | None = None
+    path: Path | str, args: ModelArgs, *, verify: bool = True, ranks: Ranks | None = None
 ) -> Adapter:
-    """The adapter at ``path``, PEFT's folder or a checkpoint of ours, for the weights of ``base``.
+    """The adapter at ``path``, PEFT's folder or a checkpoint of ours, for a model of ``args``.
 
     Raises:
-        DataError, CheckpointError: there is none, it is damaged, or it belongs to another model.
+        DataError, CheckpointError: there is none, it is damaged, or it is one of another model.
     """
     folder = Path(path).expanduser()
     found = find_adapter(folder)
@@ -105,59 +106,57 @@ def open_adapter(
     if is_peft_folder(found):
         from toolkit.finetune.peft_folder import open_peft
 
-        adapter = open_peft(found, base.args)
-    else:
-        adapter = _of_checkpoint(found, base.args, verify=verify, ranks=ranks)
+        return open_peft(found, args)
+    adapter = open_adapter_of(found, verify=verify, ranks=ranks)
+    theirs, ours = asdict(adapter.args), asdict(args)
+    differing = [key for key in ours if theirs[key] != ours[key] and key not in _UNLIKE]
+    if differing:
+        said = ", ".join(f"{key} {theirs[key]} (this model: {ours[key]})" for key in differing)
+        raise DataError(f"the adapter in {found} is not one of this model: it was trained with {said}")
+    return adapter
+
+
+def open_adapter_on(
+    path: Path | str, base: WeightSource, *, verify: bool = True, ranks: Ranks | None = None
+) -> Adapter:
+    """:func:`open_adapter`, for the weights of ``base``.
+
+    Raises:
+        DataError: it was trained on others.
+    """
+    adapter = open_adapter(path, base.args, verify=verify, ranks=ranks)
     if adapter.base:
         refuse_another_base(adapter.place, adapter.base, base)
     return adapter
 
 
-def _of_checkpoint(step: Path, args: ModelArgs, *, verify: bool, ranks: Ranks | None) -> Adapter:
+def open_adapter_of(step: Path, *, verify: bool = True, ranks: Ranks | None = None) -> Adapter:
+    """The adapter in a checkpoint ``step`` of ours, for the model that it was trained with.
+
+    Raises:
+        DataError, CheckpointError: it is damaged.
+    """
     manifest, metadata = open_checkpoint(step, verify=verify, ranks=ranks)
-    source = CheckpointWeights(step, metadata, manifest["run"])
-    options = finetune_of(step, manifest["run"])
-    due = added_shapes(args, options)
-    due |= {name: shape for name, shape in parameter_shapes(args).items() if name in source.tensors}
+    run = manifest["run"]
+    source = CheckpointWeights(step, metadata, run)
+    options = finetune_of(step, run)
     found = {name: stored.shape for name, stored in source.tensors.items()}
+    due = added_shapes(source.args, options)
+    due |= {name: shape for name, shape in parameter_shapes(source.args).items() if name in found}
     if due != found:
         wrong = [name for name in due.keys() | found.keys() if due.get(name) != found.get(name)]
         raise DataError(
-            f"the adapter in {step} is not one of this model, in whose place it has others: "
-            f"{first_few(sorted(wrong), _SHOWN)}"
+            f"{step} does not hold the adapter that it tells of: {first_few(sorted(wrong), _SHOWN)}"
         )
-    values = {name: source.read(name) for name in source.tensors}
-    return Adapter(step, args, options, values, manifest["run"]["base"], manifest["run"])
-
-
-def finetune_of(step: Path, run: Mapping[str, Any]) -> Finetune:
-    """The table ``finetune`` of the run that saved the checkpoint ``step``.
-
-    Raises:
-        CheckpointError: its manifest does not tell.
-    """
-    table: dict[str, Any] = {}
-    for key, value in saved_settings(run).items():
-        first, _, rest = key.partition(".")
-        if first != "finetune" or not rest.startswith(_TABLES):
-            continue
-        name, _, inner = rest.partition(".")
-        if inner:
-            table.setdefault(name, {})[inner] = value
-        elif name in _TABLES:
-            table[name] = value
-    try:
-        return Finetune.model_validate(table)
-    except ValidationError as error:
-        raise CheckpointError(
-            f"the manifest of {step} does not tell what its adapter is: {error.errors()[0]['msg']}"
-        ) from None
+    values = {name: source.read(name) for name in found}
+    return Adapter(step, source.args, options, values, run["base"], run)
 
 
 def open_adapted(
     path: Path | str, *, verify: bool = True, ranks: Ranks | None = None
 ) -> tuple[WeightSource, Adapter | None]:
-    """The model at ``path``; where that is an adapter, its base and the adapter.
+    """The model at ``path``; where that is an adapter, its base, in the shape that it was trained in, and the
+    adapter.
 
     Raises:
         DataError, CheckpointError: see :func:`toolkit.weights.open.open_weights` and :func:`open_adapter`.
@@ -174,4 +173,8 @@ def open_adapted(
             f"{adapter} is an adapter, and its base cannot be opened: {said}\n"
             f"  fix:  name the base where it is now, and the adapter with --adapter {adapter}"
         ) from None
-    return base, open_adapter(adapter, base, verify=verify, ranks=ranks)
+    if not is_peft_folder(adapter):
+        found = open_adapter_of(adapter, verify=verify, ranks=ranks)
+        refuse_another_base(adapter, found.base or {}, base)
+        return Shaped(base, found.args), found
+    return base, open_adapter_on(adapter, base, verify=verify, ranks=ranks)

@@ -67,12 +67,20 @@ def refuse_another(saved: Mapping[str, str] | None, here: Mapping[str, str]) -> 
         )
 
 
-def refuse_another_base(adapter: Path, trained_on: Mapping[str, str], base: WeightSource) -> None:
-    """Raise DataError where an adapter was trained on other weights than those of ``base``, as far as it
-    tells by a fingerprint: PEFT's own folders have none, and a model that was drawn has no weights."""
+def refuse_another_base(
+    adapter: Path, trained_on: Mapping[str, str], base: WeightSource | Mapping[str, str]
+) -> None:
+    """Raise DataError where an adapter was trained on other weights than those of ``base``, a source or what
+    :func:`base_of` tells, as far as it tells by a fingerprint: PEFT's own folders have none."""
     place, said = trained_on.get("place", ""), trained_on.get("fingerprint")
-    if said and not place.startswith("seed ") and said != fingerprint(base):
+    if not said or (place.startswith("seed ") and not isinstance(base, Mapping)):
+        return  # a model that was drawn has no weights to compare
+    if isinstance(base, Mapping):
+        here, found = base["place"], base["fingerprint"]
+    else:
+        here, found = str(base.place), fingerprint(base)
+    if said != found:
         raise DataError(
-            f"the adapter {adapter} was trained on other weights: those of {place}, while these are "
-            f"{base.place}\n  fix:  name the model that it was trained on"
+            f"the adapter {adapter} was trained on other weights: those of {place}, while these are {here}\n"
+            "  fix:  name the model that it was trained on"
         )

@@ -28,6 +28,7 @@ class Merged(View):
                 f"{adapter.place} cannot be merged: {adapter.options.adapter} adds to the attention, and "
                 "LoRA alone to weights\n  fix:  tools.generate, chat and evaluate use it as it is"
             )
+        self.args = adapter.args
         self.adapter = adapter
         self.updated = {f"{module}.weight" for module in lora_targets(adapter.args, adapter.options)}
 

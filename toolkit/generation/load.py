@@ -21,7 +21,7 @@ from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import ConfigError, DataError, Problem
-from toolkit.finetune.adapter import Adapter, open_adapted, open_adapter
+from toolkit.finetune.adapter import Adapter, open_adapted, open_adapter_on
 from toolkit.generation.adapters import Adapters
 from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator, reduce_overhead
@@ -139,7 +139,7 @@ def _open(path: Path | str, named: Mapping[str, Path | str], verify: bool) -> tu
     base = open_alike(opened)
     assert base is not None
     for name, folder in named.items():
-        adapter = open_alike(partial(open_adapter, folder, base, verify=verify, ranks=Ranks()))
+        adapter = open_alike(partial(open_adapter_on, folder, base, verify=verify, ranks=Ranks()))
         assert isinstance(adapter, Adapter)
         found[name] = adapter
     return base, Adapters(base, found)

@@ -18,7 +18,7 @@ from toolkit import __version__
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError, either, first_few
-from toolkit.finetune.adapter import Adapter, open_adapted, open_adapter
+from toolkit.finetune.adapter import Adapter, open_adapted, open_adapter_on
 from toolkit.finetune.merge import Merged
 from toolkit.io.json_fields import read_object
 from toolkit.io.work_folder import refuse_existing
@@ -41,7 +41,7 @@ from toolkit.weights.meta_write import PART, write_meta
 from toolkit.weights.open import MODEL_PREFIX, CheckpointWeights, open_weights
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import WeightSource
-from toolkit.weights.views import Cast, Resized, check_complete, cut_into_files, in_order
+from toolkit.weights.views import Cast, Resized, check_complete, cut_into_files, in_order, origin
 
 MERGE = "merge"
 FORMATS: Mapping[str, type] = {"hf": SafetensorsFolder, "meta": MetaFolder, "dcp": CheckpointWeights}
@@ -146,7 +146,7 @@ def _opened(what: str, path: Path, adapter: Path | None, hashes: bool) -> tuple[
     if what == MERGE:
         assert adapter is not None
         base = open_weights(path, verify=hashes)
-        return base, open_adapter(adapter, base, verify=hashes)
+        return base, open_adapter_on(adapter, base, verify=hashes)
     there, found = open_adapted(path, verify=hashes)
     given = what.partition("-to-")[0]
     if found is None:
@@ -196,7 +196,7 @@ def mapping(conversion: Conversion) -> Iterator[str]:
         elif conversion.to == "dcp":
             then, where = MODEL_PREFIX + name, conversion.out.name
         moved = adapter.reorders_rows(name) and (
-            conversion.to == "hf" or isinstance(conversion.there, SafetensorsFolder)
+            conversion.to == "hf" or isinstance(origin(conversion.there), SafetensorsFolder)
         )
         yield (
             f"{name} {before.shape} {_plain(before.dtype)} -> {then} {stored.shape} {_plain(stored.dtype)} "
@@ -267,7 +267,7 @@ def _companions(there: WeightSource, tokenizer: Path | None, adapter: Adapter | 
     """The files of the tokenizer and, where the weights say them, their own special tokens. An adapter's
     tokenizer goes before its base's."""
     tokenizer = tokenizer or (tokenizer_of(adapter) if adapter else None) or tokenizer_of(there)
-    add_bos = asked_bos(run_of(adapter or there))
+    there, add_bos = origin(there), asked_bos(run_of(adapter or there))
     found = tokenizer_companions(tokenizer, add_bos=add_bos) if tokenizer else Companions()
     said = run_of(there).get("special_tokens")
     if isinstance(there, SafetensorsFolder | MetaFolder):

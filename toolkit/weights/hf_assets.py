@@ -16,6 +16,7 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.weights.hf_write import SpecialTokens
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.source import WeightSource
+from toolkit.weights.views import origin
 
 _NAMES = (
     "tokenizer.json",
@@ -31,7 +32,7 @@ def tokenizer_of(source: WeightSource) -> Path | None:
     """The tokenizer beside the weights, or in the folder above, where Meta keeps one for several sizes; for a
     checkpoint the one that it was made with, at a path that starts where we are if it is relative."""
     places = [source.place]
-    if isinstance(source, MetaFolder):
+    if isinstance(origin(source), MetaFolder):
         places.append(source.place.parent)
     if run := run_of(source):
         trained = saved_settings(run)
@@ -49,7 +50,7 @@ def tokenizer_of(source: WeightSource) -> Path | None:
 
 def run_of(source: WeightSource) -> Mapping[str, Any]:
     """What the manifest of a checkpoint, or of an adapter, tells of its run; nothing for other weights."""
-    return getattr(source, "run", {})
+    return getattr(origin(source), "run", {})
 
 
 def asked_bos(run: Mapping[str, Any]) -> bool | None:

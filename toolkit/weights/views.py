@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import new_output, whole
-from toolkit.models.common.args import parameter_shapes
+from toolkit.models.common.args import ModelArgs, parameter_shapes
 from toolkit.weights.source import EMBEDDING, HEAD, Region, Stored, WeightSource
 
 _SHOWN = 20
@@ -31,6 +31,13 @@ class View:
         return self.base.read(name, region, out)
 
 
+def origin(source: WeightSource) -> WeightSource:
+    """What a view, or a view of one, is of."""
+    while isinstance(source, View):
+        source = source.base
+    return source
+
+
 class Cast(View):
     """Every tensor in ``dtype``."""
 
@@ -44,6 +51,14 @@ class Cast(View):
             return self.base.read(name, region, out)
         cast = self.base.read(name, region).to(self.dtype)
         return cast if out is None else out.copy_(cast)
+
+
+class Shaped(View):
+    """Of a model of ``args``, which may be other than those that are told beside the weights."""
+
+    def __init__(self, base: WeightSource, args: ModelArgs):
+        super().__init__(base)
+        self.args = args
 
 
 class Only(View):

@@ -61,6 +61,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "checkpoint.initial_load",
         "checkpoint.last_save_in_hf",
         "checkpoint.hf_export_interval",
+        "checkpoint.push_to_hub",
     ),
 }
 """File → the beginnings of its keys, none if it is about every run. In the order in which a reader wants

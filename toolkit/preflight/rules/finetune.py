@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from fnmatch import fnmatchcase
+from pathlib import Path
 
-from toolkit.errors import Problem, did_you_mean, first_few
+from toolkit.errors import CheckpointError, DataError, Problem, did_you_mean, first_few
 from toolkit.finetune.parameters import (
     ALL_LINEAR,
     all_shapes,
@@ -15,6 +17,10 @@ from toolkit.finetune.parameters import (
     targets,
     trained_names,
 )
+from toolkit.finetune.peft_config import without_peft_form
+from toolkit.finetune.saved_options import differences, saved_options
+from toolkit.models.common.args import parameter_shapes
+from toolkit.models.from_config import weights_folder
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _SHOWN = 8
@@ -115,17 +121,63 @@ def prefix_has_a_back_end(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def exports_have_a_model(run: PlannedRun) -> list[Problem]:
-    """A Hugging Face folder is written of a whole model."""
-    options = run.config.checkpoint
-    if not run.config.finetune.adds:
+def exports_have_a_form(run: PlannedRun) -> list[Problem]:
+    """What is written of an adapter is a folder of PEFT's, or a model that it can be merged into."""
+    options, checkpoint = run.config.finetune, run.config.checkpoint
+    if run.model is None or not options.adds:
         return []
-    asked = {
-        "checkpoint.last_save_in_hf": options.last_save_in_hf,
-        "checkpoint.hf_export_interval": options.hf_export_interval is not None,
-    }
-    rule = "the checkpoint of an adapter holds no model to write as a Hugging Face folder"
-    return [run.problem(key, rule, "leave it out") for key, is_asked in asked.items() if is_asked]
+    if options.merge_on_export:
+        return _unmerged(run)
+    if not (checkpoint.last_save_in_hf or checkpoint.hf_export_interval):
+        return []
+    replaced = trained_names(parameter_shapes(run.model), run.model, options)
+    problem = without_peft_form(run.model, options, replaced)
+    key = "checkpoint.last_save_in_hf" if checkpoint.last_save_in_hf else "checkpoint.hf_export_interval"
+    return (
+        [run.problem(key, f"PEFT has no form of this adapter: {problem}", "leave it out")] if problem else []
+    )
+
+
+def _unmerged(run: PlannedRun) -> list[Problem]:
+    """Why the adapter cannot be merged at the end of the run."""
+    checkpoint, key = run.config.checkpoint, "finetune.merge_on_export"
+    if run.config.finetune.adapter != "lora":
+        rule = f"{run.config.finetune.adapter} adds to the attention, and LoRA alone to weights"
+    elif weights_folder(run.config) is None and checkpoint.initial_load_path is None:
+        rule = "the model that the adapter is trained on is nowhere on disk: it was drawn by debug.seed"
+    elif checkpoint.initial_load_broadcast:
+        rule = "every rank reads the base, which with checkpoint.initial_load_broadcast rank 0 alone sees"
+    else:
+        return []
+    return [run.problem(key, rule, "leave it out")]
+
+
+@rule(DataError)
+def adapter_path_fits(run: PlannedRun) -> list[Problem]:
+    """The adapter to start from is there, of this model, and of the kind and size that is trained."""
+    key, options = "finetune.adapter_path", run.config.finetune
+    if run.model is None or not options.adds or options.adapter_path is None:
+        return []
+    folder = Path(os.path.expanduser(options.adapter_path))
+    try:
+        saved = saved_options(folder, run.model)
+    except (DataError, CheckpointError) as error:
+        said, _, fix = str(error).partition("\n  fix:  ")
+        return [
+            run.problem(key, said, fix or "name a folder of PEFT's, or a step-N of a run with an adapter")
+        ]
+    problems = [
+        run.problem(key, f"the adapter in {folder} has {wanted} = {value!r}", f"set {wanted} to that")
+        for wanted, value in differences(saved, options, run.model).items()
+    ]
+    shapes = parameter_shapes(run.model)
+    replaced = trained_names(shapes, run.model, saved) - trained_names(shapes, run.model, options)
+    if not problems and replaced:
+        rule = (
+            f"the adapter in {folder} has trained {first_few(sorted(replaced), _SHOWN)} of the model itself"
+        )
+        problems.append(run.problem(key, rule, "name them in finetune.trainable"))
+    return problems
 
 
 @note

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 
 from toolkit.data.tokenizers.files import vocabulary_size
-from toolkit.errors import DataError, Problem, first_few
+from toolkit.errors import DataError, Problem, first_few, install
 from toolkit.models.common.args import ModelArgs, parameter_shapes
 from toolkit.models.common.spec import CONFIG
 from toolkit.models.registry import presets, read_hf_config, spec
@@ -17,6 +19,7 @@ from toolkit.preflight.rules.model import CHANGEABLE
 from toolkit.preflight.weight_folders import instead_of_hugging_face
 from toolkit.weights.safetensors_header import folder_entries
 
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _SHOWN = 4
 
 
@@ -41,11 +44,23 @@ def weights_options_act(run: PlannedRun) -> list[Problem]:
         rule = f"must be a multiple of checkpoint.interval, which is {options.interval}: it comes from a save"
         near = options.interval * -(-every // options.interval)
         problems.append(run.problem("checkpoint.hf_export_interval", rule, f"the nearest is {near}"))
+    if options.push_to_hub is not None:
+        problems += _unpushed(run, options.push_to_hub)
     for key in ("last_save_in_hf", "hf_export_interval"):
         if options.load_only and getattr(options, key):
             rule = "is written from a save, and checkpoint.load_only saves nothing"
             problems.append(run.problem(f"checkpoint.{key}", rule, "leave one of them out"))
     return problems
+
+
+def _unpushed(run: PlannedRun, repository: str) -> list[Problem]:
+    """Why nothing could be uploaded."""
+    key = "checkpoint.push_to_hub"
+    if not _REPOSITORY.fullmatch(repository):
+        return [run.problem(key, "is no name of a model on the Hub", 'write it as "user/name"')]
+    if find_spec("huggingface_hub") is None:
+        return [run.problem(key, "the package huggingface_hub is not installed", install("hf"))]
+    return []
 
 
 @note
