@@ -29,11 +29,10 @@ from typing import Any
 
 from toolkit import preflight
 from toolkit.config import Config, load_config, local_paths
-from toolkit.data.build import corpora, run_tokenizer
+from toolkit.data.build import corpora, open_tokens, run_tokenizer
 from toolkit.data.dataloader import validation_loader
 from toolkit.data.run_data import RunData
-from toolkit.data.sources import open_corpus, open_text
-from toolkit.data.token_cache import tokenized
+from toolkit.data.sources import open_text
 from toolkit.distributed import process_group
 from toolkit.errors import (
     EXIT_FINISHED,
@@ -133,13 +132,8 @@ def of_validation_set(loaded: Loaded, evaluator: Evaluator, config: Config) -> L
         raise ConfigError(Problem(rule, fix, "validation.seq_len", options.seq_len, origin))
     tokenizer = run_tokenizer(config) if loaded.tokenizer is None else needed_tokenizer(loaded)
     corpus = next(corpus for corpus in corpora(config) if corpus.table == "validation")
-    cache = tokenized(
-        open_corpus(**corpus.arguments()),
-        tokenizer,
-        cache_folder=config.data.cache_folder,
-        progress=_is_chief(),
-        max_inline_gb=config.data.max_inline_gb,
-    )
+    limit = config.data.max_inline_gb
+    cache = open_tokens(config, corpus, tokenizer, progress=_is_chief(), max_inline_gb=limit)
     mesh = loaded.mesh
     loader = validation_loader(
         config,

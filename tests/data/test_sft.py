@@ -8,6 +8,7 @@ import importlib.util
 import os
 import random
 import shutil
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tests.data.chat_data import (
     other_tokenizer,
 )
 from tests.data.test_chat import LLAMA2_TEMPLATE
+from toolkit.config.training import ConversationFormat
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder, loss_mask
 from toolkit.data.chat.shapes import FORMATS, Conversation, Shape
 from toolkit.data.chat.template import ChatTemplate
@@ -349,6 +351,10 @@ def test_what_a_format_has_no_place_for_is_told_with_place_and_fix(llama2: Token
         _encoded(
             tokenizer, "messages", {"messages": dialog}, template=marked_twice, train_on="last_assistant"
         )
+
+
+def test_the_configuration_has_every_shape() -> None:
+    assert typing.get_args(ConversationFormat) == FORMATS
 
 
 def test_an_answer_of_no_conversation_is_no_loss() -> None:

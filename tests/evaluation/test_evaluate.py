@@ -21,16 +21,20 @@ from tools.evaluate import main, of_validation_set
 
 ASSETS = Path(os.environ.get("TOOLKIT_ASSETS", ""))
 needs_assets = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
+CONVERSATIONS = str(Path(__file__).parents[1] / "assets" / "chat" / "sums.held_out.jsonl")
 STORIES = str(ASSETS / "stories260K" / "hf")
 
 
-def _trained_and_evaluated(folder: str) -> tuple[float, int, float]:
+def _trained_and_evaluated(folder: str, conversations: str = "") -> tuple[float, int, float]:
     """A run's own validation loss; the tokens and loss of what it saved, on the same ranks."""
+    validation = {"enable": True, "freq": 2, "seq_len": 64, "local_batch_size": 4, "samples": 30}
+    if conversations:
+        validation |= {"format": "messages", "dataset_path": conversations, "seq_len": 128}
     config = small_config(
         folder,
         training={"steps": 2},
         checkpoint={"enable": True, "interval": 2},
-        validation={"enable": True, "freq": 2, "seq_len": 64, "local_batch_size": 4, "samples": 30},
+        validation=validation,
     )
     trainer = small_trainer(config)
     trainer.train()
@@ -58,6 +62,11 @@ def test_the_validation_loss_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "did you mean" in capsys.readouterr().err
     assert main([*arguments, "--validation.seq_len", "1000000"]) == EXIT_CONFIG
     assert "validation.seq_len" in capsys.readouterr().err
+
+
+def test_the_validation_loss_on_conversations(tmp_path: Path) -> None:
+    [(recorded, _, loss)] = run_world(_trained_and_evaluated, 1, str(tmp_path / "run"), CONVERSATIONS)
+    assert loss == pytest.approx(recorded, rel=1e-6)
 
 
 def test_windows_are_of_the_length_of_the_training(tmp_path: Path) -> None:

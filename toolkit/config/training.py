@@ -28,7 +28,7 @@ from toolkit.config.types import (
     Table,
 )
 
-ChatFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion"]
+ConversationFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion"]
 
 
 class Model(Table):
@@ -190,7 +190,7 @@ class Training(Table):
     dataset_split: str = "train"
     """Split of a dataset of the Hugging Face hub, or a part of it such as train[:1%]; or of a DatasetDict
     that was saved."""
-    format: Literal["text"] | ChatFormat | None = None
+    format: Literal["text"] | ConversationFormat | None = None
     """As data.format, which it replaces."""
     columns: dict[str, str] | None = None
     """As data.columns, which they replace."""
@@ -248,7 +248,7 @@ class MixtureCorpus(Table):
     """As training.dataset_split."""
     text_column: str | None = None
     """As data.text_column, which it replaces."""
-    format: Literal["text"] | ChatFormat | None = None
+    format: Literal["text"] | ConversationFormat | None = None
     """As data.format, which it replaces."""
     columns: dict[str, str] | None = None
     """As data.columns, which they replace."""
@@ -259,7 +259,7 @@ class Data(Table):
 
     text_column: str = "text"
     """Column that holds the text, or a template of columns such as "{question}\\n{answer}"; {{ is a brace."""
-    format: Literal["text"] | ChatFormat = "text"
+    format: Literal["text"] | ConversationFormat = "text"
     """What a row of a file holds: a text, or a conversation as messages (role and content, as OpenAI's),
     sharegpt (from and value), alpaca (instruction, input, output) or prompt_completion (two texts or lists
     of messages)."""
@@ -304,7 +304,7 @@ class Validation(Table):
     """As training.dataset_subset."""
     dataset_split: str = "validation"
     """As training.dataset_split."""
-    format: Literal["text"] | ChatFormat | None = None
+    format: Literal["text"] | ConversationFormat | None = None
     """As data.format, which it replaces."""
     columns: dict[str, str] | None = None
     """As data.columns, which they replace."""

@@ -72,22 +72,39 @@ def open_corpora(
         DataError: as :func:`open_data`.
     """
     for corpus in corpora(config):
-        cache = tokenized(
-            open_corpus(**corpus.arguments()),
-            tokenizer,
-            cache_folder=config.data.cache_folder,
-            progress=progress,
-            processes=processes,
-            max_inline_gb=max_inline_gb,
-            verify=verify,
-            chat=_chat_options(config) if corpus.shape else None,
+        yield (
+            corpus.table,
+            open_tokens(
+                config,
+                corpus,
+                tokenizer,
+                progress=progress,
+                max_inline_gb=max_inline_gb,
+                processes=processes,
+                verify=verify,
+            ),
         )
-        if corpus.shape:
-            from toolkit.data.chat.empty_masks import check_conversations
 
-            seq_len = config.value("validation" if corpus.table == "validation" else "training").seq_len
-            check_conversations(cache, seq_len, config.data.empty_mask, corpus.table)
-        yield corpus.table, cache
+
+def open_tokens(config: Config, corpus: CorpusOptions, tokenizer: Tokenizer, **options: Any) -> TokenCache:
+    """One corpus as tokens, with ``options`` of :func:`toolkit.data.token_cache.tokenized`.
+
+    Raises:
+        DataError: as :func:`open_data`.
+    """
+    cache = tokenized(
+        open_corpus(**corpus.arguments()),
+        tokenizer,
+        cache_folder=config.data.cache_folder,
+        chat=_chat_options(config) if corpus.shape else None,
+        **options,
+    )
+    if corpus.shape:
+        from toolkit.data.chat.empty_masks import check_conversations
+
+        seq_len = config.value("validation" if corpus.table == "validation" else "training").seq_len
+        check_conversations(cache, seq_len, config.data.empty_mask, corpus.table)
+    return cache
 
 
 def _chat_options(config: Config) -> ChatOptions:
