@@ -43,7 +43,7 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def compiles(config: Config, device: torch.device) -> bool:
-    """Whether something will be compiled: the model, or FlexAttention by itself."""
+    """Say if something will be compiled: the model, or FlexAttention by itself."""
     return config.compile.enable or (device.type == "cuda" and _attention(config, device) == "flex")
 
 

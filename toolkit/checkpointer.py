@@ -1,4 +1,4 @@
-"""What a run begins with and leaves behind: its checkpoints, and the folders that it hands on."""
+"""Checkpoints that a run begins with and leaves behind, and the folders that it hands on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from toolkit.train_step import TrainState
 
 
 class Position(Protocol):
-    """What knows where in the data a run is."""
+    """An object that knows where in the data a run is."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -83,8 +83,8 @@ class Checkpointer:
         return step_folder(self.manager.folder, self._state.step)
 
     def tensors(self, *, model_only: bool, copies: bool = False) -> dict[str, Tensor]:
-        """Of this rank, or those of its ``copies``, which no checkpoint holds. Beside an adapter only what is
-        trained: the frozen model is read again from where it came from."""
+        """Tensors of this rank, or those of its ``copies``, which no checkpoint holds. Beside an adapter only
+        what is trained: the frozen model is read again from where it came from."""
         named = list(self._model_parts.tied_copies() if copies else self._model_parts.named_parameters())
         if self._config.finetune.adds:
             named = [(name, parameter) for name, parameter in named if parameter.requires_grad]

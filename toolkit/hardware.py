@@ -1,4 +1,4 @@
-"""What this machine has, found without importing torch so that checks stay fast."""
+"""Hardware of this machine, found without importing torch so that checks stay fast."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cores() -> int:
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has instructions for it; without them bfloat16 is slower than float32."""
+    """Say if this CPU has instructions for it; without them bfloat16 is slower than float32."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux: say nothing rather than guess

@@ -43,7 +43,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of the global batch: ``loss`` is the mean a token (nats), ``tokens`` how many labels counted,
+    """Results of a global batch: ``loss`` is the mean a token (nats), ``tokens`` how many labels counted,
     ``stop`` whether any rank asked to stop after this step."""
 
     loss: float

@@ -183,7 +183,7 @@ class Trainer:
         )
 
     def _about(self) -> dict[str, Any]:
-        """What every manifest tells of the run."""
+        """Facts of the run that every manifest tells."""
         return {
             "config": self.config.to_toml(origins=False),
             "model": asdict(self.args),
@@ -304,7 +304,7 @@ class Trainer:
 
     @property
     def _begins_from_weights(self) -> bool:
-        """Whether there is something to compare the end with: a model that was trained before."""
+        """Say if there is something to compare the end with: a model that was trained before."""
         return (
             pretrained_folder(self.config) is not None or self.config.checkpoint.initial_load_path is not None
         )
@@ -315,7 +315,7 @@ class Trainer:
         )
 
     def _validate(self, speed: SpeedMeter, request: StopRequest) -> bool:
-        """Whether it was cut short, since a rank was asked to stop."""
+        """Validate; True says that it was cut short, since a rank was asked to stop."""
         from toolkit.validate import validate
 
         assert self.validation_loader is not None

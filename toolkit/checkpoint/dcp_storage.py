@@ -103,7 +103,7 @@ class RowByRow(DefaultSavePlanner):
 
 
 class Results(list[WriteResult]):
-    """What a rank reports of its writing: DCP's results and, riding along, its files."""
+    """A rank's report of its writing: DCP's results and, riding along, its files."""
 
     files: Files
 
@@ -165,7 +165,7 @@ _ALLOWED = {
 
 
 def _enum_member(kind: Any, name: str) -> Any:
-    """What ``getattr`` may do for a pickle: Python 3.11.0 to 3.11.3 write the members of an enum so."""
+    """Serve the ``getattr`` of a pickle, by which Python 3.11.0 to 3.11.3 write the members of an enum."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise CheckpointError("it names builtins.getattr, which no checkpoint of tensors needs")
     return kind[name]

@@ -71,7 +71,7 @@ def load_tensors(
 
 
 def excluded(name: str, exclude: Sequence[str]) -> bool:
-    """Whether ``name`` is one of ``exclude`` or lies under one ("optim" covers "optim.norm.weight.step")."""
+    """Say if ``name`` is one of ``exclude`` or lies under one ("optim" covers "optim.norm.weight.step")."""
     return any(name == prefix or name.startswith(prefix + ".") for prefix in exclude)
 
 
@@ -85,7 +85,7 @@ def share(files: Mapping[str, dict[str, Any]], ranks: Ranks) -> dict[str, dict[s
 def _misfits(
     metadata: Metadata, wanted: Mapping[str, Tensor], exclude: Sequence[str], ranks: Ranks
 ) -> list[str]:
-    """What differs in names and shapes between the checkpoint and this rank's tensors."""
+    """Differences in names and shapes between the checkpoint and this rank's tensors."""
     stored = tensors_of(metadata)
     problems = []
     missing = [name for name in wanted if name not in stored]

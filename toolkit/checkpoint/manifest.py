@@ -1,4 +1,4 @@
-"""What makes a folder a checkpoint: its manifest. Imports no torch.
+"""The manifest, which makes a folder a checkpoint. Imports no torch.
 
 ``step-N/manifest.json`` is written last, inside a temporary folder that one rename then turns into
 ``step-N``. A folder with a sound manifest therefore holds a complete checkpoint, and only such folders
@@ -57,7 +57,7 @@ _RUN_FIELDS: dict[str, type | types.UnionType] = {
     "best_validation": float | int | None,
     "best_step": int | None,
 }
-"""What a manifest may tell of its run, and this toolkit reads."""
+"""Entries of a manifest about its run that this toolkit reads."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -130,7 +130,7 @@ def unsound_steps(folder: Path) -> dict[int, str]:
 
 
 def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool) -> list[str]:
-    """What is wrong with these files of the checkpoint in ``folder``, one line a file.
+    """Problems of these files of the checkpoint in ``folder``, one line a file.
 
     Existence and size; with ``verify`` the SHA-256 too, which reads them.
     """

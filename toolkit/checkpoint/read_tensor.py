@@ -23,7 +23,7 @@ from toolkit.io.tensor_file import Region, TensorPlace, new_output, read_region,
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """What one rank has saved of a tensor: the box at ``offsets``."""
+    """The part of a tensor that one rank has saved: the box at ``offsets``."""
 
     place: TensorPlace
     offsets: tuple[int, ...]

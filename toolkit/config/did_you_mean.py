@@ -1,4 +1,4 @@
-"""What a user probably meant by a name that does not exist."""
+"""Guess which name a user meant by one that does not exist."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class LlamaAdapter(Table):
 
 
 class Finetune(Table):
-    """What of a model is trained. Everything, unless a key says otherwise."""
+    """The part of a model that is trained: all of it, unless a key says otherwise."""
 
     adapter: Literal["none", "lora", "prefix_tuning", "llama_adapter"] = "none"
     """Parameters to add, which alone are trained; their tables are finetune.lora and so on."""
@@ -81,7 +81,7 @@ class Finetune(Table):
 
     @property
     def adds(self) -> bool:
-        """Whether the model gets parameters of an adapter, and is itself frozen."""
+        """Say if the model gets parameters of an adapter, and is itself frozen."""
         return self.adapter != "none"
 
     @property
@@ -91,6 +91,6 @@ class Finetune(Table):
 
     @property
     def chooses(self) -> bool:
-        """Whether anything but all of a plain model is trained."""
+        """Say if anything but all of a plain model is trained."""
         patterns = bool(self.trainable or self.frozen)
         return self.adds or patterns or self.freeze_first_layers > 0 or self.freeze_last_layers > 0

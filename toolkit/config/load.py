@@ -59,7 +59,7 @@ def load_config(argv: Sequence[str]) -> Config:
 
 
 def _no_paths(settings: Mapping[str, Setting]) -> Iterator[Problem]:
-    """What can be no path where one is meant; of names of config files, reading them tells."""
+    """Report values that can be no path where one is meant; of names of config files, reading them tells."""
     for key, setting in settings.items():
         field = find_field(key)
         is_path = field and any(isinstance(mark, LocalPath) for mark in field.marks)

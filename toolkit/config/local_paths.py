@@ -39,7 +39,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def read_bytes(path: str | os.PathLike[str], *, at_most: int) -> bytes:
-    """What a regular file holds.
+    """Return the content of a regular file.
 
     Raises:
         OSError: as :func:`open_regular`, or it has more bytes than ``at_most``.

@@ -45,7 +45,7 @@ class Parallelism(Table):
     needs at once, and with a pipeline none, whose micro-batches would gather them each time. A number keeps
     them sharded over that many ranks, a divisor of dp_shard x cp, where pp and tp are 1."""
     fsdp_wrap_policy: Literal["block", "class", "size"] = "block"
-    """What is gathered and freed together. block: the embedding, each block, the head; class: each module of
+    """Modules gathered and freed together. block: the embedding, each block, the head; class: each module of
     fsdp_wrap_classes; size: each module with fsdp_min_num_params that are in no smaller unit."""
     fsdp_wrap_classes: Annotated[
         list[str], ActsWith("parallelism.fsdp_wrap_policy", ("class",), refused=True)
@@ -142,7 +142,7 @@ class ActivationCheckpoint(Table):
 
     @property
     def by_operator(self) -> bool:
-        """Whether it chooses operators."""
+        """Say if it chooses operators."""
         return self.mode == "selective" and self.selective_ac_option == "op"
 
 
@@ -152,7 +152,7 @@ class Compile(Table):
     enable: bool = False
     """Compile the components."""
     components: list[Literal["model", "loss"]] = ["model", "loss"]
-    """What to compile: any of model (block by block) and loss."""
+    """Parts to compile: any of model (block by block) and loss."""
     backend: str = "inductor"
     """Back end of torch.compile."""
     fullgraph: bool = True
@@ -165,7 +165,7 @@ class Compile(Table):
 
     @property
     def blocks(self) -> bool:
-        """Whether blocks are compiled."""
+        """Say if blocks are compiled."""
         return self.enable and "model" in self.components
 
 

@@ -18,7 +18,7 @@ ONE_CORPUS = tuple(
 
 
 def is_set(config: Config, key: str) -> bool:
-    """Whether a value is not the default: the config that a run saves names every key."""
+    """Say if a value is not the default: the config that a run saves names every key."""
     return bool(config.value(key) != fields_by_key()[key].default)
 
 
@@ -42,7 +42,7 @@ def _nearness(config: Config, key: str) -> int:
 
 
 def _mixture_is_nearer(config: Config, key: str) -> bool:
-    """Whether a file sets ``key`` and another file or a flag the mixture, nearer as far as can be told."""
+    """Say if a file sets ``key`` and another file or a flag the mixture, nearer as far as can be told."""
 
     def place(key: str) -> str:
         origin = config.origin(key)

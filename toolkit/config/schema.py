@@ -191,7 +191,7 @@ def find_table(name: str) -> type[Table] | None:
 
 
 def is_group(name: str) -> bool:
-    """Whether tables, and only they, stand in the table of this name."""
+    """Say if tables, and only they, stand in the table of this name."""
     return f"{name}.{NAME}" in named_tables()
 
 

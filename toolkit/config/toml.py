@@ -40,7 +40,7 @@ class Setting:
 
 @dataclass
 class Layer:
-    """What one or more files set."""
+    """Settings of one or more files, and the problems of reading them."""
 
     settings: dict[str, Setting] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)

@@ -260,7 +260,7 @@ class Data(Table):
     text_column: str = "text"
     """Column that holds the text, or a template of columns such as "{question}\\n{answer}"; {{ is a brace."""
     format: Literal["text"] | ConversationFormat = "text"
-    """What a row of a file holds: a text, or a conversation as messages (role and content, as OpenAI's),
+    """Form of a file's rows: a text, or a conversation as messages (role and content, as OpenAI's),
     sharegpt (from and value), alpaca (instruction, input, output) or prompt_completion (two texts or lists
     of messages)."""
     columns: dict[str, str] = {}
@@ -272,7 +272,7 @@ class Data(Table):
     chat_template_kwargs: dict[str, str] = {}
     """Variables for the template, such as {date_string = "26 Jul 2024"}."""
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    """What of a conversation is learnt: the assistant's turns with their ends, the last of them, or all."""
+    """Parts of a conversation to learn: the assistant's turns with their ends, the last of them, or all."""
     empty_mask: Literal["error", "drop"] = "error"
     """Conversations without a token to learn, by themselves or once they are cut at seq_len: refuse to
     train, or train without them."""

@@ -1,4 +1,4 @@
-"""What a schema class is made of: the base of every table, number ranges, and marks on fields.
+"""Parts that schema classes are made of: the base of every table, number ranges, and marks on fields.
 
 A mark says where a key, or a value of it, does not act, so that the preflight can refuse or note what would
 otherwise be ignored in silence.
@@ -37,10 +37,10 @@ NonNegativeFloat = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Momentum = Annotated[float, Interval(ge=0), Lt(1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]
-"""What a user calls a table in a table of tables, ``dict[Name, SomeTable]``: a bare key of TOML."""
+"""A user's name of a table in a table of tables, ``dict[Name, SomeTable]``: a bare key of TOML."""
 
 FLOAT8 = ("float8", "quantize.linear.float8")
-"""What torchtitan's releases call the converter of linear layers to float8."""
+"""Names of the converter of linear layers to float8 in torchtitan's releases."""
 
 NONE = "None"
 """How TOML and the command line, which have no null, write it for a key that may be None."""
@@ -48,7 +48,7 @@ NONE = "None"
 
 @dataclass(frozen=True)
 class RefusedValues:
-    """Of a key, or of a list, ``values`` that torchtitan has and this toolkit has not, for the ``reason``."""
+    """Mark ``values`` of a key or a list that torchtitan has and this toolkit has not, for the ``reason``."""
 
     values: tuple[Any, ...]
     reason: str

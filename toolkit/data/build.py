@@ -115,7 +115,7 @@ def _chat_options(config: Config) -> ChatOptions:
 
 
 class CorpusOptions(NamedTuple):
-    """What one table says of a corpus. ``column_key``, ``format_key`` and ``columns_key`` are the keys that
+    """One table's options of a corpus. ``column_key``, ``format_key`` and ``columns_key`` are the keys that
     its text column, its format and its other names come from."""
 
     table: str

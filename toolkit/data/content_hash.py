@@ -1,4 +1,4 @@
-"""What the files of a corpus hold: their sizes, and hashes that are remembered so that nothing is read twice.
+"""Sizes of a corpus' files, and hashes of them that are remembered so that nothing is read twice.
 
     <cache folder>/hashes/    for each list of files, the hash of each and the stamps it had then
 
@@ -33,7 +33,7 @@ CORE_BYTES_PER_SECOND = 12e6  # benchmarks/results/tokenize_corpus.md, with tikt
 
 
 def too_large(n_bytes: float, max_bytes: float, flags: str = "--job.config_file FILE …") -> Problem | None:
-    """What is wrong with so much text where a run tokenises ``max_bytes`` itself, or None."""
+    """The problem of so much text where a run tokenises ``max_bytes`` itself, or None."""
     if n_bytes <= max_bytes:
         return None
     minutes = n_bytes / CORE_BYTES_PER_SECOND / cores() / 60
@@ -50,7 +50,7 @@ def too_large(n_bytes: float, max_bytes: float, flags: str = "--job.config_file 
 
 
 def stamps(source: Corpus) -> list[tuple[int, ...]]:
-    """What changes when a file is written: size, and times of modification and of status change."""
+    """Stamps that change when a file is written: size, and times of modification and of status change."""
     try:
         stats = [path.stat() for path in source.files]
     except OSError as error:

@@ -310,7 +310,7 @@ def _mixture(
 
 
 def _text(parts: Sequence[MixturePart], mixture: MixtureOrder) -> dict[str, Any]:
-    """What identifies the text of a mixture."""
+    """Identify the text of a mixture."""
     from toolkit.data.mixture import identity
 
     return identity(mixture.quotas) | {f"{part.name}.corpus": part.corpus.fingerprint for part in parts}

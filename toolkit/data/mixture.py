@@ -100,14 +100,14 @@ def percent(quota: int) -> str:
 
 
 def identity(found: Mapping[str, int]) -> dict[str, str]:
-    """What the order of a mixture with these quotas depends on, but for the corpora, to be compared."""
+    """Describe the order of a mixture with these quotas, but for its corpora, so that two can be compared."""
     about = {f"{name}.share": percent(found[name]) for name in sorted(found)}
     return {"corpus": f"mixture of {', '.join(sorted(found))}"} | about
 
 
 @functools.lru_cache(maxsize=4)
 def _block_table(seed: int, counts: tuple[int, ...], block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each position of a block: the part that it draws, and its rank among those that do."""
+    """For each position of a block: the part that it draws, and its rank among those that do."""
     key = f"llama-toolkit mixture 1, seed {seed}, block {block}".encode()
     image = permute(np.arange(BLOCK), BLOCK, key)
     parts = np.searchsorted(np.cumsum(counts), image, side="right")

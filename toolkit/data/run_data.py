@@ -1,4 +1,4 @@
-"""What the ranks of a run train on, which their launcher has prepared. Imports no torch."""
+"""Data that the ranks of a run train on, which their launcher has prepared. Imports no torch."""
 
 from __future__ import annotations
 

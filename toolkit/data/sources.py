@@ -87,7 +87,7 @@ class Corpus:
 
 
 def kind(path: Path) -> str:
-    """What the file holds, by its name: "text", "json", or "rows" of columns."""
+    """Tell a file's kind by its name: "text", "json", or "rows" of columns."""
     if path.suffix in (".parquet", ".arrow"):
         return "rows"
     return "json" if is_json(path) else "text"
@@ -148,7 +148,7 @@ def check_source(
     split: str = "train",
     shape: Shape | None = None,
 ) -> Problem | None:
-    """What is wrong with a corpus, as far as can be seen in milliseconds, or None."""
+    """The problem of a corpus, as far as can be seen in milliseconds, or None."""
     try:
         open_corpus(name, path, text_column, subset=subset, split=split, shape=shape)
     except DataError as error:
@@ -157,7 +157,7 @@ def check_source(
 
 
 def problem_of(error: DataError, path: str | None) -> Problem:
-    """What :func:`open_corpus` has raised, as a problem."""
+    """Return as a problem the error that :func:`open_corpus` has raised."""
     if isinstance(error, SourceError):
         return error.problems[0]
     rule, _, fix = str(error).partition("\n  fix:  ")
@@ -263,7 +263,7 @@ def _find_item(item: str, split: str, *, any_suffix: bool) -> list[Path]:
 
 
 def _is_saved_dataset(place: Path) -> bool:
-    """Whether ``save_to_disk`` wrote this folder."""
+    """Say if ``save_to_disk`` wrote this folder."""
     one = (place / "state.json").is_file() and (place / "dataset_info.json").is_file()
     return one or (place / "dataset_dict.json").is_file()
 
@@ -298,7 +298,7 @@ def _folders(top: str | Path, item: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _matches(pattern: str, item: str) -> Iterator[str]:
-    """What a glob names. That of Python follows links that go in circles, some forty times round."""
+    """Paths that a glob names. That of Python follows links that go in circles, some forty times round."""
     head, recursive, tail = re.sub(r"(^|/)\*\*$", r"\1**/*", pattern).partition("**/")
     if not recursive or (head and not head.endswith("/")):
         yield from glob.iglob(pattern)

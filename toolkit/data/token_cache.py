@@ -156,7 +156,7 @@ def _refuse_large(source: Corpus, max_bytes: float) -> None:
 
 
 def _encoder(source: Corpus, tokenizer: Tokenizer, chat: ChatOptions | None) -> ConversationEncoder | None:
-    """What makes tokens of conversations; None for text."""
+    """Return the encoder of conversations; None for text."""
     if source.shape is None:
         return None
     from toolkit.data.chat.sft import ConversationEncoder  # needs jinja
@@ -251,7 +251,7 @@ def _build(
 
 
 def _about(source: Corpus) -> dict[str, Any]:
-    """What meta.json tells of the source, which others of the same content may not have."""
+    """Facts of the source for meta.json, which others of the same content may not share."""
     files = {"files": [str(path) for path in source.files]} if source.shape else {}
     return {"corpus": source.name, **files}
 

@@ -25,7 +25,7 @@ class Ranks:
         self.size = dist.get_world_size(group) if self.distributed else 1
 
     def on_rank_0(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns on rank 0, on every rank.
+        """Return on every rank the result of ``make`` on rank 0.
 
         Raises:
             CheckpointError, DataError: ``make`` failed; the same message on every rank, a CheckpointError

@@ -32,7 +32,7 @@ DEFAULT_NEW_TOKENS = 256  # lm-eval's own
 
 
 class TaskModel(TemplateLM):
-    """What lm-eval calls a model. ``length`` is the longest input, at most the model's context."""
+    """A model as lm-eval wants it. ``length`` is the longest input, at most the model's context."""
 
     def __init__(self, evaluator: Evaluator, generator: Generator, tokenizer: Tokenizer, *, length: int):
         super().__init__()
@@ -82,7 +82,7 @@ class TaskModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What comes after each context, to the first of the texts that end it."""
+        """Continue each context up to the first of the texts that end it."""
         made = [""] * len(requests)
         asked = sorted(range(len(requests)), key=lambda number: repr(requests[number].args[1]))
         for _, numbers in groupby(asked, key=lambda number: repr(requests[number].args[1])):
@@ -122,7 +122,7 @@ class TaskModel(TemplateLM):
         return texts
 
     def _ended(self, tokens: list[int], until: list[str]) -> bool:
-        """Whether one of ``until`` has come: in the last tokens, since the earlier ones were looked at."""
+        """Say if one of ``until`` has come: in the last tokens, since the earlier ones were looked at."""
         longest = max((len(text.encode()) for text in until), default=0)
         tail = self._tokenizer.decode(tokens[-longest - 1 :]) if longest else ""
         return any(text in tail for text in until)

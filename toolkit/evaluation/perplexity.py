@@ -71,7 +71,7 @@ class Loss:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """What does not depend on the tokenizer."""
+        """Bits a byte of the text, which do not depend on the tokenizer."""
         return self.total / math.log(2) / self.n_bytes if self.n_bytes else None
 
 
@@ -87,7 +87,7 @@ class Evaluator:
 
     @torch.no_grad()
     def loss(self, batches: Iterable[Batch]) -> Loss:
-        """Of micro-batches as a loader gives them, of which each data-parallel rank brings its own and
+        """Loss of micro-batches as a loader gives them, of which each data-parallel rank brings its own and
         equally many."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
@@ -107,7 +107,7 @@ class Evaluator:
         return Loss(sums[0].item(), int(sums[1].item()))
 
     def loss_of_rows(self, rows: Iterable[Row]) -> Loss:
-        """Of the continuations of all rows together, which are read as they are needed."""
+        """Loss of the continuations of all rows together, which are read as they are needed."""
         return self.loss(self._batches(iter(rows)))
 
     def _batches(self, rows: Iterator[Row]) -> Iterator[Batch]:
@@ -116,7 +116,7 @@ class Evaluator:
 
     @torch.no_grad()
     def scores(self, rows: Sequence[Row]) -> list[Score]:
-        """Of the continuation of each row."""
+        """Scores of the continuations, one a row."""
         sums_R2 = torch.zeros(len(rows), 2, dtype=torch.float64, device=self.device)
         for indices in self._shares(rows):
             batch = self._batch(rows, indices)
@@ -243,7 +243,7 @@ def text_loss(
     length: int,
     stride: int | None = None,
 ) -> Loss:
-    """Of texts, each by itself, in windows of ``length`` tokens.
+    """Loss of texts, each by itself, in windows of ``length`` tokens.
 
     Raises:
         DataError: there is no text.

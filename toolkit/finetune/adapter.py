@@ -44,7 +44,7 @@ class Adapter:
     base: Mapping[str, str] | None = None
     """``place`` and ``fingerprint`` of the model that it was trained on, as far as it tells."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """What the manifest tells of the run that trained it."""
+    """The manifest's entries of the run that trained it."""
 
     @property
     def tensors(self) -> Mapping[str, Stored]:

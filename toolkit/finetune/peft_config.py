@@ -84,7 +84,7 @@ def peft_base(folder: Path) -> str:
 
 
 def read_peft(folder: Path, args: ModelArgs) -> PeftAdapter:
-    """What the adapter in ``folder`` is, for a model of ``args``; reads headers only.
+    """Describe the adapter in ``folder``, for a model of ``args``; reads headers only.
 
     Raises:
         DataError: the folder is not whole, of a kind or form that there is none of here, or of another model.
@@ -227,8 +227,8 @@ def _check_shapes(shapes: Shapes, args: ModelArgs, options: Finetune, folder: Pa
 def peft_config(
     args: ModelArgs, options: Finetune, *, base: str | None, replaced: Iterable[str]
 ) -> dict[str, Any]:
-    """What adapter_config.json says of an adapter; ``replaced`` are parameters of the model itself that were
-    trained beside it.
+    """Content of adapter_config.json for an adapter; ``replaced`` are parameters of the model itself that
+    were trained beside it.
 
     Raises:
         DataError: PEFT has no such adapter.

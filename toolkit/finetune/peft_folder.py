@@ -95,7 +95,7 @@ def write_peft(
 
 
 def _base_name(base: Mapping[str, str] | None) -> str | None:
-    """What PEFT loads the base by: a folder that is there, by all of its name; else as it was called."""
+    """The name that PEFT loads the base by: the full one of a folder that is there; else as it was called."""
     place = (base or {}).get("place", "")
     if Path(place).expanduser().is_dir():
         return str(Path(place).expanduser().resolve())

@@ -15,11 +15,11 @@ from toolkit.models.common.lm_head import OutputHead
 
 _ops = torch.ops.mkldnn
 _ROWS = 8
-"""Of inputs for which the layout is chosen; others are multiplied too."""
+"""Rows of inputs for which the layout is chosen; others are multiplied too."""
 
 
 def can_pack(model: Decoder) -> bool:
-    """Whether ``model`` has plain bf16 tensors, not packed yet, on a CPU whose instructions oneDNN uses."""
+    """Say if ``model`` has plain bf16 tensors, not packed yet, on a CPU whose instructions oneDNN uses."""
     plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
     plain &= all(module.weight is not None for module in model.modules() if isinstance(module, nn.Linear))
     first = next(model.parameters())

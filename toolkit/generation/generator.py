@@ -30,7 +30,7 @@ Compiler = Callable[[Decoder], Compiled]
 """Gives a forward of the model that is compiled when it is called, for the shapes that it is called with."""
 
 Stop = Callable[[int, list[int]], bool]
-"""Whether the prompt of this number ends, of which these tokens have been made; the same on every rank."""
+"""Say if the prompt of this number ends, of which these tokens have been made; the same on every rank."""
 
 
 class Generator:

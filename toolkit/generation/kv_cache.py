@@ -38,8 +38,8 @@ class Window:
 
 
 class KVCache:
-    """Of rows that begin with ``padding`` columns each. ``capacity`` columns are reserved at first, and are
-    all that there are if ``fixed``."""
+    """Keys and values of rows that begin with ``padding`` columns each. ``capacity`` columns are reserved at
+    first, and are all that there are if ``fixed``."""
 
     def __init__(
         self, layers: int, padding: Sequence[int], capacity: int, device: torch.device, *, fixed: bool = False

@@ -31,7 +31,7 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """What was held back, when no token is to come."""
+        """Return the text held back, when no token is to come."""
         text, self._told = self._new(), len(self._ids)
         return text
 

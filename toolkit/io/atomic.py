@@ -1,4 +1,4 @@
-"""What survives a power cut: the contents of a file, and the names in a folder."""
+"""Writes that survive a power cut: of the contents of a file, and of the names in a folder."""
 
 from __future__ import annotations
 

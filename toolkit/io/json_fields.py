@@ -13,7 +13,7 @@ from toolkit.config.types import MAX_SIZE
 from toolkit.errors import DataError, shown
 
 MAX_BYTES = 200_000_000
-"""Of a JSON file: some ten times those of the largest tokenizers and indexes there are."""
+"""Limit of a JSON file: some ten times those of the largest tokenizers and indexes there are."""
 
 
 def is_count(value: object, *, at_most: int = 2**63 - 1) -> bool:
@@ -32,7 +32,7 @@ def is_positive(value: object) -> bool:
 
 
 def parse_json(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """What a text says as JSON; ``pairs`` makes its objects.
+    """Parse a text as JSON; ``pairs`` makes its objects.
 
     Raises:
         ValueError: it is no JSON, or nested too deep, or not UTF-8, or has an integer of too many digits.

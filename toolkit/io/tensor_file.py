@@ -31,7 +31,7 @@ Region = Sequence[slice]
 
 _MAX_PICKLE = 100_000_000
 BUFFER_BYTES = 8 << 20
-"""Of the buffer, unless one row, or one head, has more. Small enough to stay in a processor's cache."""
+"""Size of the buffer, unless one row, or one head, has more. Small enough to stay in a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class SavedFile:
         self._headers = [record.header_offset for record in self._records]
 
     def load(self) -> Any:
-        """What is in the file, its tensors on the meta device: names, shapes and places, and no numbers.
+        """Load the file, its tensors on the meta device: names, shapes and places, and no numbers.
 
         Raises:
             UnpicklingError: it holds more than tensors.

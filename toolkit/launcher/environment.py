@@ -1,4 +1,4 @@
-"""What a launcher and its ranks know of one another: environment variables, and a signal."""
+"""Environment variables, and a signal, by which a launcher and its ranks know of one another."""
 
 from __future__ import annotations
 

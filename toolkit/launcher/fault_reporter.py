@@ -37,7 +37,7 @@ _Frames = list[traceback.FrameSummary]  # outermost first
 
 
 class FaultReporter:
-    """Of the rank ``rank``, whose report and trace get names that begin with ``prefix``.
+    """Report faults of the rank ``rank``, whose report and trace get names that begin with ``prefix``.
 
     A rank that is ``supervised`` answers the launcher, which tells the user; others wait for each other's
     reports, and the first of them tells. ``step`` gives the step in progress.
@@ -146,7 +146,7 @@ def _frames(walk: Iterator[tuple[FrameType, int]]) -> _Frames:
 
 
 def _transfers(frames: _Frames) -> bool:
-    """Whether this is in a send or receive between stages of a pipeline."""
+    """Say if this is in a send or receive between stages of a pipeline."""
     innermost = frames[-1]
     return innermost.name in _TRANSFERS or "/distributed/pipelining/" in innermost.filename
 

@@ -63,7 +63,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Report:
-    """Of one rank in ``step``: ``where`` in the code it is, its ``places`` in all groups, and whether it
+    """One rank in ``step``: ``where`` in the code it is, its ``places`` in all groups, and whether it
     ``waits``, if known in which of these, and since how many ``seconds`` (0: unknown)."""
 
     rank: int

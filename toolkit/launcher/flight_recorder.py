@@ -36,7 +36,7 @@ def enable(entries: int, prefix: Path) -> None:
 
 
 def _traces() -> dict[str, dict[str, Any]]:
-    """What each recorder that there is remembers, if anything."""
+    """Traces of the recorders that there are and that remember anything."""
     from torch._C import _distributed_c10d
 
     traces = {}

@@ -1,4 +1,4 @@
-"""What asks a run to save and stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, and its wall time. Imports no torch."""
+"""Requests to save and stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, and a run's wall time. Imports no torch."""
 
 from __future__ import annotations
 

@@ -39,5 +39,5 @@ class Deadline:
         self._last, self._longest = now, max(self._longest, now - self._last)
 
     def near(self) -> bool:
-        """Whether another lap and a save, for which twice the longest is allowed, might end too late."""
+        """Say if another lap and a save, for which twice the longest is allowed, might end too late."""
         return self._clock() + 2 * self._longest + self._reserve > self._end

@@ -1,4 +1,4 @@
-"""What a run reports of its steps, through one object: console, ``metrics.jsonl``, TensorBoard, W&B."""
+"""Report a run's steps through one object: console, ``metrics.jsonl``, TensorBoard, W&B."""
 
 from __future__ import annotations
 

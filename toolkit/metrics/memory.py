@@ -47,7 +47,7 @@ _SAVINGS = (
 def out_of_memory_advice(
     device: torch.device, step: int, error: BaseException, *, snapshots: Path | None = None
 ) -> str:
-    """What to tell a user whose run ended with ``error``, an out-of-memory error, in ``step`` (0: before).
+    """Advise a user whose run ended with ``error``, an out-of-memory error, in ``step`` (0: before).
 
     ``snapshots`` is the folder of memory snapshots, where they are on.
     """

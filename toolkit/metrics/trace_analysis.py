@@ -111,7 +111,7 @@ Range = tuple[float, float, str]
 
 
 def _cpu_ranges(events: list[Event], *, main: int, kernels: bool) -> tuple[list[Range], dict[int, str]]:
-    """What the threads did, as ranges that do not overlap within a thread, and the part of each operator
+    """Work of the threads, as ranges that do not overlap within a thread, and the part of each operator
     by its id. Where there are ``kernels``, the CPU counts only for what keeps the device waiting."""
     threads: dict[tuple[Any, int], list[Event]] = {}
     for event in events:

@@ -45,7 +45,7 @@ def needs_tokenizer(config: Config) -> bool:
 
 
 def model_named(config: Config) -> str:
-    """What to call the model: "llama3.1 8B", or the config.json that describes it."""
+    """Name the model: "llama3.1 8B", or the config.json that describes it."""
     folder = config_folder(config)
     if folder is not None:
         return str(folder / CONFIG)

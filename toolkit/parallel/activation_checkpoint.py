@@ -53,7 +53,7 @@ _MATMULS = {"aten::mm": 1, "aten::bmm": 1, "aten::addmm": 2}
 
 
 def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Whether mode "op" keeps the result of ``operator``: the rule at the top of this file.
+    """Decide if mode "op" keeps the result of ``operator``: the rule at the top of this file.
 
     torch.compile may override what is preferred, not what must be.
     """

@@ -81,5 +81,5 @@ def _as_shape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _in_order(x: Tensor, dim: int) -> bool:
-    """Whether parts along ``dim`` that lie one after another in memory are the whole."""
+    """Say if parts along ``dim`` that lie one after another in memory are the whole."""
     return dim == 0 or (x.shape[:dim].numel() == 1 and not always_copy)

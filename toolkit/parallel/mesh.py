@@ -29,7 +29,7 @@ class Mesh:
     dp_rank: int
     """Which part of a global batch this rank reads. Ranks of one pp, cp and tp group read the same."""
     is_loss_rank: bool
-    """Whether this rank counts what those of its pp and tp groups have alike, such as labels."""
+    """True on the rank that counts what those of its pp and tp groups have alike, such as labels."""
     shape: str
     """Sizes in words."""
     coordinates: str

@@ -23,12 +23,12 @@ class Schedule:
     needs: Literal["", "stages", "rounds"] = ""
 
     def takes_stages(self, count: int, pp: int) -> bool:
-        """Whether it runs ``count`` stages on ``pp`` ranks."""
+        """Say if it runs ``count`` stages on ``pp`` ranks."""
         each, rest = divmod(count, pp)
         return rest == 0 and (each >= self.stages if self.more else each == self.stages)
 
     def takes_micro_batches(self, count: int, *, stages: int, pp: int) -> bool:
-        """Whether it runs ``count`` micro-batches a step through ``stages`` on ``pp`` ranks."""
+        """Say if it runs ``count`` micro-batches a step through ``stages`` on ``pp`` ranks."""
         if self.needs == "stages":
             return count >= stages
         return self.needs == "" or count % max(1, count // pp) == 0
@@ -56,7 +56,7 @@ def schedule_of(parallelism: Parallelism) -> Schedule:
 
 
 def may_split_backward(parallelism: Parallelism) -> bool:
-    """Whether a backward may be computed in two halves; a schedule from a file may."""
+    """Say if a backward may be computed in two halves; a schedule from a file may."""
     if parallelism.pipeline_parallel_degree == 1:
         return False
     return schedule_of(parallelism).split_backward or bool(parallelism.pipeline_parallel_schedule_csv)

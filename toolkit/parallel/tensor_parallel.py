@@ -42,7 +42,7 @@ class Between:
     split: bool
 
     def whole(self, x: Tensor) -> Tensor:
-        """What lies between the blocks, put together on every rank."""
+        """Put together on every rank what lies between the blocks."""
         return gather(x, SEQUENCE, self.group) if self.split else x
 
     def summed(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a rank sends in one step, by formula; docs/parallelism.md has the formulas in words.
+"""Bytes that a rank sends in one step, by formula; docs/parallelism.md has the formulas in words.
 
 An exchange is a collective, or a transfer, of one kind in one group: the bytes of the whole tensor, added up
 over a step. A whole tensor is what all ranks have together after an all-gather and before a reduce-scatter;
@@ -54,7 +54,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step asks of this rank: the ``passes`` of each of its models, in order, and the ``tokens`` of a
+    """This rank's work of a step: the ``passes`` of each of its models, in order, and the ``tokens`` of a
     micro-batch that it has, those of all ranks of its tp group. ``shards`` names the ranks of FSDP."""
 
     config: Config

@@ -217,7 +217,7 @@ def _describe_rank(run: PlannedRun, found: Holding, alike: Sequence[int]) -> Ite
 
 
 def _memory(run: PlannedRun, found: Holding) -> Iterator[tuple[str, int, str]]:
-    """What is held where, in bytes."""
+    """Bytes held, and where."""
     training, options = run.config.training, run.config.parallelism
     assert run.mesh and run.batch
     where = "in CPU memory" if training.enable_cpu_offload else ""
@@ -245,7 +245,7 @@ def _memory(run: PlannedRun, found: Holding) -> Iterator[tuple[str, int, str]]:
 
 
 def _sent(found: Holding) -> Iterator[tuple[str, int, str]]:
-    """What goes out over each dimension in a step, in bytes; without the few of the whole world."""
+    """Bytes that go out over each dimension in a step, without the few of the whole world."""
     from toolkit.planner.communication import WORLD
 
     sizes: dict[str, Counter[str]] = {}

@@ -1,4 +1,4 @@
-"""What single ranks of a run hold and send, found by building their part of the model without its numbers.
+"""Compute what single ranks of a run hold and send, by building their part of the model without its numbers.
 
 A process group that sends nothing stands in for the world, so that one process takes the place of any rank
 of any number. The model is built as for training, on the meta device, where a tensor has a shape and no
@@ -32,7 +32,7 @@ from toolkit.planner.communication import Exchange, exchanges
 
 @dataclass(frozen=True)
 class Part:
-    """Of the parameter ``name``, of shape ``whole``, the rank stores ``local``; it may be frozen."""
+    """A rank's part ``local`` of the parameter ``name``, which is of shape ``whole`` and may be frozen."""
 
     name: str
     whole: tuple[int, ...]
@@ -43,8 +43,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Unit:
-    """What FSDP gathers together: the ``bytes`` that the rank then has, which tensor parallelism has cut, and
-    numbers of gradients, whole and as the rank stores them."""
+    """Parameters that FSDP gathers together: the ``bytes`` that the rank then has, which tensor parallelism
+    has cut, and numbers of gradients, whole and as the rank stores them."""
 
     name: str
     bytes: int
@@ -54,7 +54,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Holding:
-    """What ``rank`` holds of the model and of the optimizer, and its part in the exchanges of a step."""
+    """Parts of model and optimizer that ``rank`` holds, and its part in the exchanges of a step."""
 
     rank: int
     parts: list[Part]

@@ -1,4 +1,4 @@
-"""What the rules look at: the config, the world it shall run in, and what follows from both."""
+"""A run as the rules look at it: the config, the world it shall run in, and what follows from both."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class PlannedRun:
 
     @cached_property
     def model_named(self) -> str:
-        """What to call the model."""
+        """Name the model."""
         return model_named(self.config)
 
     @property

@@ -1,4 +1,4 @@
-"""What a folder that should hold weights holds in their place, and what to do about it."""
+"""Tell what a folder that should hold weights holds in their place, and what to do about it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.preflight.hub import download_line
 
 
 def instead_of_checkpoint(folder: Path) -> str:
-    """What to do where ``folder`` is no checkpoint of ours."""
+    """Advise what to do where ``folder`` is no checkpoint of ours."""
     if (folder / CONFIG).is_file():
         return "it is a Hugging Face folder: set checkpoint.initial_load_in_hf = true"
     return _converted(folder) or "name a step-N folder of a finished save"

@@ -142,7 +142,7 @@ def prepare(
 
 
 def _opened(what: str, path: Path, adapter: Path | None, hashes: bool) -> tuple[WeightSource, Adapter | None]:
-    """What is read, and the adapter that is merged into it."""
+    """Open what is read, and the adapter that is merged into it."""
     if what == MERGE:
         assert adapter is not None
         base = open_weights(path, verify=hashes)
@@ -246,7 +246,7 @@ def compare(source: WeightSource, written: WeightSource) -> None:
 
 
 def _manifest(conversion: Conversion) -> dict[str, Any]:
-    """What a checkpoint tells of the model: the entries of a run that its readers look for."""
+    """A checkpoint's account of the model: the entries of a run that its readers look for."""
     tokenizer = conversion.beside.place
     return {
         "model_only": True,

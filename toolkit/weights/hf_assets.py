@@ -1,4 +1,4 @@
-"""What goes beside weights that are handed on: the files of the tokenizer, and the special tokens' ids."""
+"""Companions of weights that are handed on: the files of the tokenizer, and the special tokens' ids."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tokenizer_of(source: WeightSource) -> Path | None:
 
 
 def run_of(source: WeightSource) -> Mapping[str, Any]:
-    """What the manifest of a checkpoint, or of an adapter, tells of its run; nothing for other weights."""
+    """Facts of the run that a checkpoint's or an adapter's manifest tells; none for other weights."""
     return getattr(origin(source), "run", {})
 
 

@@ -76,7 +76,7 @@ def generation_config(tokens: SpecialTokens) -> dict[str, bytes]:
 
 
 def shard_names(count: int) -> list[str]:
-    """What the files are called."""
+    """Names of the files."""
     if count == 1:
         return [SINGLE]
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]

@@ -24,7 +24,7 @@ from toolkit.launcher.environment import threads
 from toolkit.weights.source import EMBEDDING, HEAD, Stored, WeightSource
 
 BLOCK_BYTES = 16 << 20
-"""Of a thread's block: small, so that many threads need little."""
+"""Size of a thread's block: small, so that many threads need little."""
 _SHOWN = 8
 # The shape is a run's to change, and elsewhere that of the config.json beside the weights.
 _TIED = "model.tie_embeddings, or for a tool tie_word_embeddings in config.json,"
@@ -101,7 +101,7 @@ def _contents(source: WeightSource | None) -> tuple[str, dict[str, Stored]]:
 
 
 def _misfits(stored: Mapping[str, Stored], tensors: Mapping[str, Tensor | Filled], ranks: Ranks) -> list[str]:
-    """What differs in names and shapes between the weights and the tensors of this rank."""
+    """Differences in names and shapes between the weights and the tensors of this rank."""
     problems = []
     missing = [name for name in tensors if name not in stored]
     if missing:

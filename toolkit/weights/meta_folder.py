@@ -28,7 +28,7 @@ _NO_WEIGHT = "rope.freqs"
 _BY_ROWS = ("wq.weight", "wk.weight", "wv.weight", "w1.weight", "w3.weight", "output.weight")
 _BY_COLUMNS = ("wo.weight", "w2.weight")
 _BEFORE_ZIP = b"\x80\x02\x8a\n"
-"""What files of torch before 1.6 begin with."""
+"""First bytes of files of torch before 1.6."""
 _SHOWN = 5
 
 
@@ -95,7 +95,7 @@ class MetaFolder:
         return out
 
     def _refuse_misfits(self) -> None:
-        """What cannot be joined: slices of several dtypes, or of other sizes across the cut."""
+        """Refuse slices that cannot be joined: of several dtypes, or of other sizes across the cut."""
         wrong = []
         for name, joined in self._joined.items():
             across = {(piece.dtype, _without(piece.shape, joined.axis)) for piece in joined.pieces}

@@ -30,7 +30,7 @@ from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import Region, Stored, WeightSource
 
 MODEL_PREFIX = "model."
-"""What the names of a model's tensors begin with in a checkpoint."""
+"""Beginning of the names of a model's tensors in a checkpoint."""
 
 _NEEDED = """it must be one of
     a Hugging Face folder: config.json and model.safetensors, or shards with model.safetensors.index.json
@@ -154,7 +154,7 @@ def _holds(folder: Path, *patterns: str) -> bool:
 
 
 def _hub_hint(path: Path | str) -> str:
-    """What to do with the id of a model on the Hub."""
+    """Advise what to do with the id of a model on the Hub."""
     name = os.fspath(path)
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
         return ""

@@ -21,7 +21,7 @@ from toolkit.io.json_fields import is_size, parse_json, read_object
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Of each dtype that weights may have, by safetensors' name of it."""
+"""Bytes of an item of each dtype that weights may have, by safetensors' name of it."""
 
 _MAX_HEADER = 100_000_000
 _MAX_DIMENSIONS = 8
@@ -150,7 +150,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _instead_of_safetensors(folder: Path) -> str:
-    """What there is in place of safetensors, and what to do."""
+    """Tell what there is in place of safetensors, and what to do."""
     if not folder.is_dir():
         return "there is no such folder"
     if any(folder.glob("*.bin")):

@@ -1,4 +1,4 @@
-"""What every format of weights on disk is read as: tensors by our names, of which any region can be read.
+"""The form in which weights on disk of any format are read: tensors by our names, any region of them.
 
 Our names and our order of rows are Meta's: ``tok_embeddings.weight``, ``layers.0.attention.wq.weight``, …,
 ``norm.weight``, ``output.weight``, with the rows of wq and wk in pairs that RoPE turns together.

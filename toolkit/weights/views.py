@@ -86,7 +86,7 @@ class Resized(View):
 
     @cached_property
     def _means(self) -> dict[str, Tensor]:
-        """Of the rows that are there, summed in fp64 a block of rows at a time."""
+        """Means of the rows that are there, summed in fp64 a block of rows at a time."""
         means = {}
         for name in {EMBEDDING, HEAD} & self.base.tensors.keys():
             (rows, width), dtype = self.base.tensors[name].shape, self.base.tensors[name].dtype

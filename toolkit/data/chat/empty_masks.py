@@ -15,7 +15,7 @@ NAMED = 5  # conversations that a message names
 
 
 def without_loss(corpus: TokenCache, seq_len: int) -> np.ndarray:
-    """Whether each conversation has no token to learn within a row of ``seq_len``."""
+    """Say of each conversation if it has no token to learn within a row of ``seq_len``."""
     assert corpus.conversations is not None
     first = corpus.conversations[:, FIRST]
     return (first < 0) | (first > seq_len)

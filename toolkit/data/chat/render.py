@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 SECONDS = 10.0
 """For a dialog; the longest take some milliseconds."""
 MEMORY_BYTES = 1 << 30
-"""Of the process, some 50 MB of which are Python's and jinja's."""
+"""Limit of the process, some 50 MB of which are Python's and jinja's."""
 MAX_TEXT = 50_000_000
 BEGIN, END = "__generation_begins", "__generation_ends"
 """Names of the marks around what ``{% generation %}`` marks."""

@@ -28,7 +28,7 @@ VERSION = 1  # raise it when conversations become other ids or masks
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What the configuration says of conversations, for all corpora."""
+    """Options of the configuration for conversations, of all corpora."""
 
     template: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class ConversationEncoder:
 
     @property
     def fingerprint(self) -> list[Any]:
-        """What ids and masks depend on besides the text and the tokenizer."""
+        """Everything that ids and masks depend on besides the text and the tokenizer."""
         shape = [self.shape.format, sorted(self.shape.names.items())]
         return [VERSION, *shape, self.form.fingerprint, self.options.train_on]
 

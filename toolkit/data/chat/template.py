@@ -30,7 +30,7 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
 TRAINING_DAY = datetime(2024, 7, 26)
-"""What a template is told of the day in training, so that a cache does not depend on when it was made."""
+"""The day that a template is told in training, so that a cache does not depend on when it was made."""
 _MAX_BYTES = 1_000_000  # of a template
 _PRIVATE_USE = range(0xE000, 0xF8FF)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 AttentionMask = Any
-"""What a back end's own ``mask`` returns, made once a forward and handed to every block."""
+"""The return value of a back end's own ``mask``, made once a forward and handed to every block."""
 Prefix = tuple[Tensor, Tensor]
 """Keys and values (P, K, E) that every query sees beside those of its row: :class:`SDPA` takes them."""
 
@@ -25,7 +25,7 @@ class AttentionBackend(Protocol):
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
     ) -> AttentionMask:
-        """What attention may see: documents (B, S) of equal ids, or one document a row for None.
+        """Build the mask that keeps to documents (B, S) of equal ids, or to one document a row for None.
 
         The tokens of a document lie next to one another. B is ``rows``. Keys are those of the first
         ``length`` tokens of S, queries those from ``first`` on: all S of both, unless the sequence is
@@ -103,7 +103,7 @@ def attention_mask(documents_BS: Tensor, first: int = 0) -> Tensor:
 
 
 def causal_mask(length: int, device: torch.device, first: int = 0) -> Tensor | None:
-    """Of the queries from ``first`` on to ``length`` keys; None is torch's own causal mask, of all."""
+    """Mask of the queries from ``first`` on to ``length`` keys; None is torch's own causal mask, of all."""
     if first == 0:
         return None
     if device.type == "cuda":  # a form that the flash kernel takes, where a dense mask is not

@@ -11,7 +11,7 @@ _N_CL100K_RANKS = 100_256  # GPT-4's: they would pass for a trained file, and ha
 
 @dataclass(frozen=True)
 class TiktokenForm:
-    """What a tiktoken file leaves to the program that reads it, for files of ``n_ranks`` ranks.
+    """All that a tiktoken file leaves to the program that reads it, for files of ``n_ranks`` ranks.
 
     Attributes:
         called: the models with this form, in messages.

@@ -1,4 +1,4 @@
-"""What the tiktoken files of Llama 3 and 4 leave to the program that reads them. Imports no torch.
+"""All that the tiktoken files of Llama 3 and 4 leave to the program that reads them. Imports no torch.
 
 The ids of the special tokens are the same in all Llama 3 releases; the names are not.
 """

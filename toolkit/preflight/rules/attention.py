@@ -84,7 +84,7 @@ def attention_takes_head_dim(run: PlannedRun) -> list[Problem]:
 
 @note
 def attention_notes(run: PlannedRun) -> list[str]:
-    """What becomes of a choice that was made otherwise than here, and of one that is dear."""
+    """Tell what becomes of a choice that was made otherwise than here, and of one that is dear."""
     model, named = run.config.model, flavor_attention(run.config.model.flavor or "")
     choice = attention_of(run)
     said = []

@@ -18,7 +18,7 @@ def _set(run: PlannedRun, key: str) -> bool:
 
 @rule()
 def formats_act(run: PlannedRun) -> list[Problem]:
-    """What is said of conversations is said of some corpus."""
+    """Options of conversations are for some corpus that the run reads."""
     read = corpora(run.config)
     problems = []
     for name in ("format", "columns"):

@@ -134,7 +134,7 @@ def mixture_resumable(run: PlannedRun) -> list[Problem]:
 
 
 def _position_counts(run: PlannedRun) -> dict[str, str]:
-    """What of a mixture the position in the data depends on; nothing where a weight is too small."""
+    """Facts of a mixture that the position in the data depends on; none where a weight is too small."""
     if not run.config.data.mixture:
         return {}
     from toolkit.data.mixture import identity, quotas
@@ -170,7 +170,7 @@ def batch_resumable(run: PlannedRun) -> list[Problem]:
 
 @note
 def checkpoint_notes(run: PlannedRun) -> list[str]:
-    """What sets the run apart from the one so far, and checkpoints of other runs beside its own."""
+    """Tell what sets the run apart from the one so far, and of checkpoints of other runs beside its own."""
     if run.manifest is None or not run.resumes:
         return []
     changes = list(_changes(run))

@@ -194,7 +194,7 @@ def sharding_notes(run: PlannedRun) -> list[str]:
 
 
 def units_in_blocks(run: PlannedRun) -> bool:
-    """Whether a part of a block is gathered by itself."""
+    """Say if a part of a block is gathered by itself."""
     options = run.config.parallelism
     if options.fsdp_wrap_policy == "class":
         return any(name in INNER_CLASSES for name in options.fsdp_wrap_classes)

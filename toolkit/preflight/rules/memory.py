@@ -116,5 +116,5 @@ def inductor_attends_in_fp64(run: PlannedRun) -> list[Problem]:
 
 
 def _compiler() -> str:
-    """What inductor calls."""
+    """The C++ compiler that inductor calls."""
     return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")

@@ -34,7 +34,7 @@ def mixture_or_dataset(run: PlannedRun) -> list[Problem]:
 
 @note
 def mixture_notes(run: PlannedRun) -> list[str]:
-    """What a mixture replaces of the file that the config extends."""
+    """Tell which settings of the file that the config extends a mixture replaces."""
     config = run.config
     return [
         f"{key} = {format_toml(config.value(key))} ({config.origin(key)}) gives way to [data.mixture]"

@@ -127,7 +127,7 @@ def early_step_alone(run: PlannedRun) -> list[Problem]:
 
 @note
 def optim_notes(run: PlannedRun) -> list[str]:
-    """What is allowed but may surprise."""
+    """Tell what is allowed but may surprise."""
     schedule, training, optimizer = run.config.lr_scheduler, run.config.training, run.config.optimizer
     said = []
     if training.epochs and is_set(run.config, "training.steps"):

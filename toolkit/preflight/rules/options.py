@@ -35,7 +35,7 @@ def _idle(run: PlannedRun) -> Iterator[tuple[Field, list[ActsWith]]]:
 
 @rule()
 def options_act(run: PlannedRun) -> list[Problem]:
-    """What is asked for, beside a switch with which nothing reads it, would be ignored in silence."""
+    """A key that is set beside a switch with which nothing reads it would be ignored in silence."""
     return [
         run.problem(
             field.key,

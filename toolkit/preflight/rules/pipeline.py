@@ -19,7 +19,7 @@ from toolkit.preflight.rules.fsdp import units_in_blocks
 _DEGREE = "parallelism.pipeline_parallel_degree"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 _ENDS = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers")
-"""What the embedding and the head count as."""
+"""Layers that the embedding and the head count as."""
 _SHOWN = 4
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _SIZE = "parallelism.pipeline_parallel_microbatch_size"
@@ -122,7 +122,7 @@ def parts_are_a_cut(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def rows_fill_micro_batches(run: PlannedRun) -> list[Problem]:
-    """What a rank has of a step is whole micro-batches."""
+    """A rank's samples of a step make whole micro-batches."""
     size = run.config.parallelism.pipeline_parallel_microbatch_size
     if run.pp == 1 or run.rows is None or run.rows % size == 0:
         return []

@@ -8,7 +8,7 @@ from toolkit.preflight.planned_run import PlannedRun, rule
 
 @rule()
 def saves_are_made(run: PlannedRun) -> list[Problem]:
-    """What is to be kept is saved, by a way that this device has."""
+    """Checkpoints that are to be kept are saved, by a way that this device has."""
     options, problems = run.config.checkpoint, []
     if options.keep_every_n and options.keep_every_n % options.interval:
         rule = (

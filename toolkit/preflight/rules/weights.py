@@ -25,7 +25,7 @@ _SHOWN = 4
 
 @rule()
 def weights_options_act(run: PlannedRun) -> list[Problem]:
-    """What is asked of weights from or for Hugging Face goes together."""
+    """Options of weights from or for Hugging Face go together."""
     options, problems = run.config.checkpoint, []
     if options.initial_load_in_hf and not options.initial_load_model_only:
         rule = "a Hugging Face folder has only weights, no optimizer, step and data position"
