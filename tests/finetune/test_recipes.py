@@ -27,6 +27,7 @@ MODELS = {
     "llama3_70b_lora": ("llama3.3", "70B"),
     "llama3_8b_full": ("llama3.1", "8B"),
     "llama3_8b_lora": ("llama3.1", "8B"),
+    "llama3_8b_qlora": ("llama3.1", "8B"),
     "qwen3_8b_lora": ("qwen3", "8B"),
 }
 
