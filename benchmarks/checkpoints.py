@@ -1,4 +1,4 @@
-"""What a checkpoint costs beside plain torch.distributed.checkpoint: seconds, bytes and memory of a rank.
+"""Costs of a checkpoint beside plain torch.distributed.checkpoint: seconds, bytes and memory of a rank.
 
     python -m benchmarks.checkpoints [--parameters 1.0 0.5] [--ranks 2] [--repeats 5] [--folder FOLDER]
                                      [--output benchmarks/results/checkpoints.md]

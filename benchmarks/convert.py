@@ -1,4 +1,4 @@
-"""What converting a model costs: seconds, and the most memory that the program took.
+"""Costs of converting a model: seconds, and the most memory that the program took.
 
     python -m benchmarks.convert FOLDER [--folder WORK] [--ways hf-to-dcp dcp-to-hf ...]
                                         [--output benchmarks/results/convert.md]

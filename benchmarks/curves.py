@@ -1,4 +1,4 @@
-"""Whether a run is the same on any mesh: the debug run on eight layouts of eight ranks and on one process.
+"""Compare the curves of one run on any mesh: the debug run on eight layouts of eight ranks and one process.
 
     python -m benchmarks.curves [--steps 200] [--precision float32] [--folder FOLDER]
                                 [--output benchmarks/results/curves.md] [--plot docs/curves.png]
@@ -50,7 +50,7 @@ ONE, OTHER_SEED = "one process", "one process, another seed"
 
 
 def losses(folder: Path) -> list[float]:
-    """Of each step of a finished run."""
+    """Losses of a finished run, one a step."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [record["loss"] for line in lines if "loss" in (record := json.loads(line))]
 

@@ -1,4 +1,4 @@
-"""Whether every layout gives the run of one process: 20 steps in fp32 of each combination of techniques.
+"""Check that every layout gives the run of one process: 20 steps in fp32 of each combination of techniques.
 
     python -m benchmarks.exactness [--whole] [--ranks 1 2 4] [--part 1/3] [--folder FOLDER]
                                    [--output benchmarks/results/exactness.md]
@@ -39,7 +39,7 @@ def planned(whole: bool) -> list[layouts.Row]:
 
 
 def run(folder: str, row: layouts.Row) -> dict[str, Any]:
-    """Of one row, in the world that is there."""
+    """Train by one row, in the world that is there."""
     from tests.curves import train
 
     return {"run": train(folder, row)}

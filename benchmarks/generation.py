@@ -60,7 +60,7 @@ def model_of(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> Decod
 
 
 def makers(args: ModelArgs, dtype: torch.dtype, device: torch.device, rows: int, length: int) -> list[Make]:
-    """Of ours, then of transformers'."""
+    """Makers of text: ours, then transformers'."""
     model = model_of(args, dtype, device)
     reference = theirs(model.cpu()).to(dtype).to(device).eval()
     model.to(device)

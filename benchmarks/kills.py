@@ -1,4 +1,4 @@
-"""Whether a run survives being killed: a table of many kills at random moments.
+"""Check that a run survives being killed: a table of many kills at random moments.
 
     python -m benchmarks.kills [--kills 200] [--folder FOLDER] [--output benchmarks/results/kills.md]
 

@@ -1,4 +1,4 @@
-"""What a published number was measured on, in a line."""
+"""Describe the machine that a published number was measured on, in a line."""
 
 from __future__ import annotations
 

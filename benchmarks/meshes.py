@@ -1,4 +1,4 @@
-"""Whether every layout of tests/meshes.py has the gradients of one process, and sends what the planner says.
+"""Check that layouts of tests/meshes.py have the gradients of one process, and send what the planner says.
 
     python -m benchmarks.meshes [--part 1/3] [--folder FOLDER] [--output benchmarks/results/meshes.md]
 
@@ -80,7 +80,7 @@ def _limits(precision: str) -> str:
 
 
 def _said(kept: Kept) -> str:
-    """What is wrong with a layout, if anything."""
+    """Problems of a layout, if it has any."""
     if "failure" in kept:
         return str(kept["failure"])
     problems = mesh_runs.problems(kept["row"], kept)[:3]
@@ -88,7 +88,7 @@ def _said(kept: Kept) -> str:
 
 
 def _errors(kept: Kept) -> tuple[float, float, float, float]:
-    """Of gradients, loss and norm in the first step, and of the parameters after the last."""
+    """Errors of gradients, loss and norm in the first step, and of the parameters after the last."""
     gradients, parameters = (mesh_runs.largest(kept[of].values()) for of in ("gradients", "parameters"))
     return gradients, kept["losses"][0], kept["norms"][0], parameters
 

@@ -18,11 +18,11 @@ CHUNK = 20
 """Rows that a world runs: each leaves process groups behind, with their threads and sockets."""
 
 Kept = dict[str, Any]
-"""Of a row: ``row``, ``seconds`` and what the run returned, or ``failure``."""
+"""A row's result: ``row``, ``seconds`` and what the run returned, or ``failure``."""
 
 
 class Results:
-    """What has been run: a line of JSON each in a file of ``folder``, the last one of a row counting.
+    """Runs that were made: a line of JSON each in a file of ``folder``, the last one of a row counting.
 
     ``name`` is unique to a row. Rows that are not ``known``, since a factor was renamed, are left out.
     """

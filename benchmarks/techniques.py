@@ -1,4 +1,4 @@
-"""What each technique does to memory and step time, alone and in stacks, on a model of 125M parameters.
+"""Effects of each technique on memory and step time, alone and in stacks, on a model of 125M parameters.
 
     python -m benchmarks.techniques [--only TEXT ...] [--steps N]
                                     [--output benchmarks/results/techniques_<device>.md]
@@ -218,7 +218,7 @@ def run(case: Case, device: str, steps: int, folder: Path) -> Measured:
 def train(
     arguments: Sequence[str], ranks: int, folder: Path, environment: Mapping[str, str]
 ) -> list[list[dict[str, Any]]]:
-    """What each rank of a run logged, step by step.
+    """Train, and return each rank's log, step by step.
 
     Raises:
         CannotRun: the run failed.

@@ -1,4 +1,4 @@
-"""What loading a Hugging Face folder into a sharded model costs: memory of each rank, and seconds.
+"""Costs of loading a Hugging Face folder into a sharded model: memory of each rank, and seconds.
 
     python -m benchmarks.weights_load FOLDER [--ranks 2] [--repeats 3] [--broadcast]
                                       [--output benchmarks/results/weights_load.md]

@@ -27,13 +27,13 @@ from toolkit.train_step import MicroBatch, StepResult
 
 STEPS = 20
 SAMPLES = 16
-"""Of a global batch."""
+"""Samples of a global batch."""
 
 VOCABULARY = 514
 """The tokenizer's 256 bytes and 256 special tokens, and two more: divisible by two ranks, not by four."""
 
 Run = dict[str, Any]
-"""What :func:`train` returns: plain values, so that a world can hand it back and a file keep it."""
+"""The result of :func:`train`: plain values, so that a world can hand it back and a file keep it."""
 
 
 def configure(folder: str | Path, row: layouts.Row, precision: str = "float32") -> Config:
@@ -103,7 +103,7 @@ def train_all(folder: str, jobs: Sequence[tuple[layouts.Row, str]]) -> list[Run]
 
 
 def differences(values: Sequence[float], expected: Sequence[float]) -> list[float]:
-    """Of each value, relative to the expected one."""
+    """Differences of the values, each relative to the expected one."""
     return [abs(value / other - 1) for value, other in zip(values, expected, strict=True)]
 
 

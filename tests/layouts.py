@@ -108,24 +108,24 @@ def reference_row(row: Row) -> Row:
 
 
 def references() -> list[Row]:
-    """What rows are compared with: a row for each combination of the levels of ``CURVES``."""
+    """Rows that others are compared with: a row for each combination of the levels of ``CURVES``."""
     combined = product(*(FACTORS[factor] for factor in CURVES))
     return [reference_row(dict(zip(CURVES, levels, strict=True))) for levels in combined]
 
 
 def settings(row: Row) -> Settings:
-    """What the levels of a row set in the configuration."""
+    """Settings of the configuration for the levels of a row."""
     return {key: value for factor, level in row.items() for key, value in FACTORS[factor][level].items()}
 
 
 def allowed(row: Mapping[str, str], *, cheap: bool = False) -> bool:
-    """Whether a row, complete or not, has nothing together that is forbidden, or if ``cheap`` costly."""
+    """Say if a row, complete or not, has nothing together that is forbidden, or if ``cheap`` costly."""
     rules = FORBIDDEN + COSTLY if cheap else FORBIDDEN
     return not any(all(row.get(factor) in levels for factor, levels in rule.items()) for rule in rules)
 
 
 def exists(row: Row) -> bool:
-    """Whether a row has a level of each factor, and no other."""
+    """Say if a row has a level of each factor, and no other."""
     return row.keys() == FACTORS.keys() and all(level in FACTORS[factor] for factor, level in row.items())
 
 

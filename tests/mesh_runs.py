@@ -49,7 +49,7 @@ rounding, AdamW makes an update of full size of it, hence the second; wrong fact
 SERIES = ("losses", "norms", "validation")
 
 Result = dict[str, Any]
-"""What :func:`compare` returns: plain values, so that a world can hand it back and a file keep it."""
+"""The result of :func:`compare`: plain values, so that a world can hand it back and a file keep it."""
 
 
 def configure(folder: str | Path, layout: str) -> Config:
@@ -179,7 +179,7 @@ def _gathered(tensor: Tensor | None) -> Tensor:
 
 
 def planned(folder: str | Path, layout: str) -> list[list[Exchange]]:
-    """What the planner says that each rank of a layout exchanges in a step."""
+    """Exchanges of each rank of a layout in a step, as the planner has them."""
     config = configure(folder, layout)
     run = PlannedRun(config, meshes.ranks(layout), detect())
     assert run.mesh and run.model
@@ -268,7 +268,7 @@ def largest(values: Iterable[float]) -> float:
 
 
 def problems(layout: str, result: Result) -> list[str]:
-    """What of a result is not as it must be; none where the layout gives the run of one process."""
+    """Problems of a result; none where the layout gives the run of one process."""
     first, later = LIMITS[meshes.precision(layout)]
     said = [f"{name}: other initial weights" for name in result["other"]]
     said += [f"{name}: on one side only" for name in result["missing"]]

@@ -158,11 +158,11 @@ CURVES = ("qwen3", "tied", "unmasked", "layers8", "float32", "bfloat16", *FINETU
 """Words that are part of what is trained: a layout is compared with one process of the same ones."""
 
 SAMPLES = 24
-"""Of a global batch: divides by every data-parallel degree up to 8 with three micro-batches each."""
+"""Samples of a global batch: divides by every data-parallel degree up to 8 with three micro-batches each."""
 
 
 def settings(layout: str) -> Settings:
-    """What a layout sets in the configuration. Raises KeyError for a word that is none."""
+    """Settings of the configuration for a layout. Raises KeyError for a word that is none."""
     values = dict(PLAIN)
     for word in layout.split():
         degree = _DEGREE.fullmatch(word)
@@ -255,7 +255,7 @@ FAST = [
     "shard2 cp2 tp2 qwen3 AC-full",
     "pp2 shard2 tp2 Interleaved1F1B qwen3 tied",
 ]
-"""What CI runs."""
+"""Layouts that CI runs."""
 
 MORE = [
     # One dimension, at more ranks.
@@ -466,7 +466,7 @@ MORE = [
     # Another family.
     "shard2 cp2 tp2 qwen3 compiled AC-full",
 ]
-"""What only the full list runs."""
+"""Layouts that only the full list runs."""
 
 LAYOUTS = FAST + MORE
 
@@ -493,7 +493,7 @@ FINETUNED_FAST = [
     "pp2 tp2 1F1B rslora tied",
     "shard2 tp2 freeze-last",
 ]
-"""What CI runs of fine-tuning."""
+"""Layouts of fine-tuning that CI runs."""
 
 FINETUNED_MORE = [
     f"{mesh} {word}"
@@ -518,7 +518,7 @@ halves, and inductor no attention in fp64 on a CPU: the preflight refuses all th
 
 
 def runs_here(layout: str) -> bool:
-    """Whether torch can."""
+    """Say if torch can."""
     words = layout.split()
     schedules = [SCHEDULES[word] for word in words if word in SCHEDULES]
     v_shaped = any(schedule.v_shaped for schedule in schedules)
@@ -536,7 +536,7 @@ CROSSED = [
 """Techniques each two of which some layout has together."""
 
 ONE_OF = [SCHEDULES, STRATEGIES, ("AC-full", "AC-2", "AC-op"), ("never", "over2"), ("by-class", "by-size")]
-"""Of each of these a run has one."""
+"""A run has one of each of these."""
 
 _SPLIT = [name for name, schedule in SCHEDULES.items() if schedule.split_backward]
 REFUSED = [

@@ -1,4 +1,4 @@
-"""What stands in for Python 3.10's missing functions does what they do."""
+"""Stand-ins for Python 3.10's missing functions do what those do."""
 
 from __future__ import annotations
 

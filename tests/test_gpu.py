@@ -1,4 +1,4 @@
-"""What only a GPU can show: a run beside the same run on the CPU, and the kernels of attention."""
+"""Tests that only a GPU can run: a run beside the same run on the CPU, and the kernels of attention."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def _world(tomls: dict[str, str], folder: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank found of each variant, imported from its file."""
+    """Findings of each rank of each variant, imported from its file."""
     folder = tmp_path_factory.mktemp("variants")
     worlds: dict[int, dict[str, str]] = {2: {}, 4: {}}
     for name, written in VARIANTS:

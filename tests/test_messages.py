@@ -1,4 +1,4 @@
-"""What others wrote reaches a terminal as text alone."""
+"""Words that others wrote reach a terminal as text alone."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def ended(program: Callable[[list[str]], int], *words: object) -> str:
 
 
 def guarded(use: Callable[[], object]) -> Callable[[list[str]], int]:
-    """What a program does around its work."""
+    """Do what a program does around its work."""
 
     def program(_: list[str]) -> int:
         try:

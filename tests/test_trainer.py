@@ -110,7 +110,7 @@ def _start_from_weights(folder: str) -> dict[str, Any]:
 
 
 def _two_runs_in_one_folder(folder: str) -> list[str]:
-    """What the second is told: of the whole folder, and of the checkpoints alone, by another way there."""
+    """Messages to the second: of the whole folder, and of the checkpoints alone, by another way there."""
     first = small_trainer(_config(Path(folder, "shared")))
     checkpoints = f"{folder}/other/../shared/checkpoint"
     said = []
@@ -129,7 +129,7 @@ def _two_runs_in_one_folder(folder: str) -> list[str]:
 
 
 def _losses_on_the_same_data(folder: str) -> tuple[float, float]:
-    """What validation says of one global batch, and what the next training step says of the same."""
+    """Return validation's loss of one global batch, and that of the next training step on the same."""
     trainer: Trainer = small_trainer(_config(Path(folder, "same")))
     batches = [batch for batch, _ in zip(trainer.loader, range(trainer.batch.accumulation), strict=False)]
     said = validate(trainer.model_parts, batches, device=trainer.device, limit=None)

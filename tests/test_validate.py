@@ -109,7 +109,7 @@ if SINCE_2_13:
 
 
 def _losses(folder: Path, parallelism: dict[str, Any], *, validated: bool) -> tuple[list[float], list[float]]:
-    """Of training and of validation, at another batch shape than training's; all in fp64."""
+    """Losses of training and of validation, at another batch shape than training's; all in fp64."""
     dtype = "float64"
     precision = {"dtype": dtype, "mixed_precision_param": dtype, "mixed_precision_reduce": dtype}
     trainer = small_trainer(

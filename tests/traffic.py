@@ -1,4 +1,4 @@
-"""What ranks send, counted from the collectives and transfers that they ask for."""
+"""Count what ranks send, from the collectives and transfers that they ask for."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ _ENDS = ("/quit", "/exit")
 
 
 class Dialog:
-    """What was said, within the context of a model.
+    """The turns so far, within the context of a model.
 
     ``answer`` gives the pieces of the model's answer and keeps it. The draws of a turn depend on the seed
     and on how many turns there were, so that a dialog with the same seed is the same again.

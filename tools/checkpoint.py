@@ -79,7 +79,7 @@ def list_steps(folder: Path) -> Iterator[str]:
 
 
 def inspect(step: Path, *, tensors: bool) -> Iterator[str]:
-    """What the manifest tells; with ``tensors``, each of them, from DCP's index."""
+    """Lines of what the manifest tells; with ``tensors``, each of them, from DCP's index."""
     manifest = read_manifest(step)
     run = manifest["run"]
     facts = {
@@ -124,7 +124,7 @@ def verify(steps: Sequence[Path]) -> Iterator[tuple[Path, list[str]]]:
 
 
 def diff(left: Path, right: Path) -> Iterator[str]:
-    """What differs, a line each; tensors are read one at a time."""
+    """Differences, a line each; tensors are read one at a time."""
     ours, theirs = read_manifest(left), read_manifest(right)
     before, after = (_settings(manifest) for manifest in (ours, theirs))
     for key in sorted(before.keys() | after.keys()):

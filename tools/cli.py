@@ -20,7 +20,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "se
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """What programs that use a model ask for, to be given to :func:`load_as_asked`."""
+    """Add the arguments of programs that use a model, to be given to :func:`load_as_asked`."""
     parser.add_argument(
         "model",
         metavar="MODEL",

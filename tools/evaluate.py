@@ -111,14 +111,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def of_text(loaded: Loaded, evaluator: Evaluator, asked: argparse.Namespace, length: int) -> Loss:
-    """Of the files of --text."""
+    """Loss of the files of --text."""
     texts = documents(asked.text, asked.text_column or _COLUMN)
     with flags_named(_TEXT_FLAGS):
         return text_loss(evaluator, needed_tokenizer(loaded), texts, length=length, stride=asked.stride)
 
 
 def of_validation_set(loaded: Loaded, evaluator: Evaluator, config: Config) -> Loss:
-    """Of the validation set of ``config``, as a training has it.
+    """Loss of the validation set of ``config``, as a training has it.
 
     Raises:
         ConfigError: its samples are longer than the model's context.
@@ -180,7 +180,7 @@ def _told(name: str, loss: Loss) -> dict[str, Any]:
 
 
 def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Sequence[str]) -> Config | None:
-    """What can be seen before the model is loaded; returns the config of --config.
+    """Check what can be seen before the model is loaded; returns the config of --config.
 
     Raises:
         ConfigError, DataError: a config, a corpus or a package that is not there.

@@ -65,7 +65,7 @@ class Sample(NamedTuple):
     padding: int
 
     def title(self) -> str:
-        """What it holds, in a line."""
+        """Its content, in a line."""
         documents = len({token.document for token in self.tokens})
         learnt = sum(token.learnt for token in self.tokens)
         inputs = sum(token.is_input for token in self.tokens)

@@ -53,16 +53,16 @@ class Kill:
 
     @classmethod
     def at_random(cls, generator: random.Random) -> Kill:
-        """Of four, one while it starts, one while it trains or saves, two within a tenth of a second of the
-        beginning of a save."""
+        """Draw a kill: of four, one while it starts, one while it trains or saves, two within a tenth of a
+        second of the beginning of a save."""
         saves, longest = generator.choice([(0, 8.0), (1, 1.0), *2 * [(generator.randint(1, 8), 0.1)]])
         return cls(generator.choice(TARGETS), saves, generator.uniform(0, longest))
 
 
 @dataclass
 class Outcome:
-    """Of one start: the kill that it was given and whether it was alive to get it, the steps that it went
-    on from and that lay newest before, the newest after, and what is wrong."""
+    """Results of one start: the kill that it was given and whether it was alive to get it, the steps that it
+    went on from and that lay newest before, the newest after, and what is wrong."""
 
     kill: Kill | None
     killed: bool = False
@@ -148,7 +148,7 @@ def _kill(
 
 
 def _look(outcome: Outcome, folder: Path, said: str, ranks: list[int], code: int) -> None:
-    """What must hold after any start."""
+    """Check what must hold after any start."""
     seen, outcome.after = outcome.after, _newest(folder)
     problems = outcome.problems
     resumed = _RESUMED.search(said)
@@ -171,7 +171,7 @@ def _look(outcome: Outcome, folder: Path, said: str, ranks: list[int], code: int
 
 
 def result(folder: Path) -> Mapping[str, str]:
-    """What a finished run has come to: each step's loss as written, and each tensor's SHA-256."""
+    """Results of a finished run: each step's loss as written, and each tensor's SHA-256."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = {f"loss {record['step']}": repr(record["loss"]) for record in records if "loss" in record}
     last = step_folder(folder / "checkpoint", STEPS)

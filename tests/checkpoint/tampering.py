@@ -39,7 +39,7 @@ def change_index(step: Path, change: Callable[[Metadata], object]) -> None:
 
 
 def shorten_storage(saved: bytes, *, by: int, compress: bool = False) -> bytes:
-    """What torch.save wrote, with the largest of its storages cut, or all of it compressed."""
+    """Return what torch.save wrote, with the largest of its storages cut, or all of it compressed."""
     written = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(saved)) as before,

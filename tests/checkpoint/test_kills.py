@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 KILLS, SEED = 3, 6
-"""Of this seed each kill comes within a tenth of a second of one of the first saves: no start ends before."""
+"""A seed by which each kill is within a tenth of a second of one of the first saves: no start ends before."""
 
 
 @pytest.fixture(scope="module")

@@ -151,7 +151,7 @@ def runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def _together(of_ranks: Iterable[Digests]) -> Digests:
-    """What the ranks hold, each thing on some of them, and where on several alike."""
+    """Gather what the ranks hold, each thing on some of them, and where on several alike."""
     found: Digests = {}
     for digests in of_ranks:
         for name, digest in digests.items():
@@ -174,7 +174,7 @@ def _check_resumed(
     *,
     tied: bool,
 ) -> None:
-    """What the ranks of a world that saved, and of one that loaded, returned."""
+    """Compare what the ranks of a world that saved, and of one that loaded, returned."""
     whole = [rank["whole"][source] for rank in saving]
     resumed = [rank["resumed"][source, target] for rank in loading]
     loaded = _together(rank["loaded"] for rank in resumed)

@@ -51,7 +51,7 @@ THINKING = (
     "{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""What Qwen3's does to the turns before the last: they have no thinking, and the last has."""
+"""A template that treats turns before the last as Qwen3's does: they have no thinking, and the last has."""
 
 OPEN_ASSISTANT = (
     "{% for message in messages %}<|{{ 'prompter' if message.role == 'user' else message.role }}|>"

@@ -97,7 +97,7 @@ def test_llama2_format(
 
 
 def test_template_of_a_tokenizer_that_puts_a_space_before_the_first_word_alone(tmp_path: Path) -> None:
-    """What transformers 5 makes of Llama 2's file and saves as tokenizer.json."""
+    """Such a one transformers 5 makes of Llama 2's file and saves as tokenizer.json."""
     from transformers import LlamaTokenizer
 
     shutil.copy(ASSETS / "tokenizers" / "llama2" / "tokenizer.model", tmp_path)

@@ -213,7 +213,7 @@ def test_llama2_and_31_have_transformers_ids(tmp_path: Path) -> None:
 @pytest.mark.skipif(TRL is None, reason="trl is not installed")
 @pytest.mark.parametrize("name", ["llama3", "qwen2_5", "qwen3", "qwen3_instruct_2507", "phi3"])
 def test_templates_that_trl_ships(other: Path, name: str) -> None:
-    """Of each trl has one with marks, which transformers can judge. Without them the ends of turns are the
+    """Each has a twin with marks in trl, which transformers can judge. Without them the ends of turns are the
     same, but for Qwen3's thinking, which the one with marks writes in every turn, and for line ends after a
     turn."""
     assert TRL is not None and TRL.submodule_search_locations

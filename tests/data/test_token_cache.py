@@ -457,7 +457,7 @@ def test_text_that_changes_before_it_is_tokenised_is_not_kept_under_the_old_key(
 
 
 def test_a_change_that_no_stamp_shows_is_seen_by_reading_again(tmp_path: Path, source: Corpus) -> None:
-    """Of the same size, and within the resolution of a time stamp."""
+    """The change keeps the size, and is within the resolution of a time stamp."""
     stamps = content_hash.stamps(source)
 
     class Meddler(ByteTokenizer):

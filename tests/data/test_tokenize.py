@@ -1,4 +1,4 @@
-"""What tokenising says of itself while it runs."""
+"""Tokenising reports on itself while it runs."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_truncation_and_padding_of_a_json_file_do_not_apply(tmp_path: Path) -> N
 
 
 def metas_cuts(text: str, max_characters: int, max_run: int) -> list[str]:
-    """What Meta's code hands to tiktoken, restated character by character from its description."""
+    """Pieces that Meta's code hands to tiktoken, restated character by character from its description."""
     pieces = []
     for start in range(0, len(text), max_characters):
         piece, run = "", 0

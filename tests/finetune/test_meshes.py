@@ -43,7 +43,7 @@ def test_every_layout_does(more_results: dict[str, Result], layout: str) -> None
 
 
 SENT = [it for it in meshes.FINETUNED_FAST if it.startswith("shard2 ") and "freeze" not in it]
-"""Of FSDP alone: torch leaves out gradients of activations below the first trained parameter."""
+"""Layouts of FSDP alone: torch leaves out gradients of activations below the first trained parameter."""
 
 
 @pytest.mark.parametrize("layout", SENT)

@@ -212,7 +212,7 @@ def test_evaluation_is_of_the_adapted_model(folder: Path, tmp_path: Path) -> Non
 
 
 class Hub:
-    """What is asked of the Hub."""
+    """A Hub that notes what is asked of it."""
 
     asked: list[tuple[str, Any]] = []
     fails = ""

@@ -71,7 +71,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], lis
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "none"])
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_what_is_computed_again_is_the_same(found: dict, name: str, mode: str) -> None:
-    """What is dropped too: PEFT's prefixes fail here, since they are a cache of past keys."""
+    """The same values are dropped, too. PEFT's prefixes fail here, since they are a cache of past keys."""
     assert found[name, mode] == pytest.approx(found[name, "none"], rel=1e-12)
 
 

@@ -149,7 +149,7 @@ def test_a_tp_that_the_ranks_do_not_divide_by(tp: int, capsys: pytest.CaptureFix
 
 
 def _errors_of_a_tokenizer(folder: str) -> list[str]:
-    """What this rank says where rank 1 has none, and where it has another."""
+    """Messages of this rank where rank 1 has none, and where it has another."""
     said = []
     for other in ("nowhere", "another"):
         path = Path(folder, other) if dist.get_rank() == 1 else MODEL

@@ -1,4 +1,4 @@
-"""What is left of logits is what transformers' processors leave of them; draws follow the probabilities."""
+"""Logits are left as transformers' processors leave them; draws follow the probabilities."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ PP = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
 def report(
     rank: int, where: str = "at train_step.py:1 (f)", *, tp: int = 7, of: str = "", waits: bool = True
 ) -> Report:
-    """Of a rank in number ``tp`` of its tp group, which waits in the group ``of``, if in any."""
+    """Report of a rank in number ``tp`` of its tp group, which waits in the group ``of``, if in any."""
     places = {
         "tp": Place("mesh_tp", TP[rank], tp, "all_reduce", done=of != "tp"),
         "pp": Place("mesh_pp", PP[rank], operation="a transfer"),

@@ -1,4 +1,4 @@
-"""What the environment of a launch may say, and what is refused before any rank starts."""
+"""The environment of a launch says what it may, and the rest is refused before any rank starts."""
 
 from __future__ import annotations
 

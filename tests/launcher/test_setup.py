@@ -88,7 +88,7 @@ class Sandbox:
         return process.returncode, out.strip(), err
 
     def installed(self) -> list[str]:
-        """What each call of pip was asked to install."""
+        """Requests to pip, one for each call."""
         notes = self.notes / "pip"
         return [line.split()[-1] for line in notes.read_text().splitlines()] if notes.exists() else []
 

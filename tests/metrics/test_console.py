@@ -71,7 +71,7 @@ print("the end")
 
 
 def _on_a_terminal(*arguments, **environment):
-    """What a terminal of 80 columns shows in the end: the visible text of each line."""
+    """Show what a terminal of 80 columns has in the end: the visible text of each line."""
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     settings = {**os.environ, **environment}

@@ -1,4 +1,4 @@
-"""What is written and said when memory runs out, with the CUDA allocator played by a stand-in."""
+"""Files are written and advice given when memory runs out, with the CUDA allocator played by a stand-in."""
 
 from __future__ import annotations
 

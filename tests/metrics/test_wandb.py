@@ -31,7 +31,7 @@ class FakeRun:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], FakeRun]]:
-    """What ``wandb.init`` was called with, and the run that it gave."""
+    """Calls of ``wandb.init``: its options, and the run that it gave."""
     runs: list[tuple[dict[str, Any], FakeRun]] = []
 
     def init(**options: Any) -> FakeRun:

@@ -39,7 +39,7 @@ PUBLISHED = {
     '"n_kv_heads": 8, "n_layers": 28, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": true, '
     '"vocab_size": 128256}',
 }
-"""What the files of the releases hold."""
+"""Contents of the files of the releases."""
 
 
 def written(folder: Path, params: dict[str, Any]) -> Path:

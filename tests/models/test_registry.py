@@ -153,7 +153,7 @@ ASSETS = os.environ.get("TOOLKIT_ASSETS", "")
 
 
 def seconds_to_check(config: Config) -> float:
-    """Of this process: whatever else the machine does, and without waiting for it."""
+    """Seconds of this process: whatever else the machine does, and without waiting for it."""
     begin = time.process_time()
     assert check(config, world_size=64, hardware=CPU) == []
     return time.process_time() - begin

@@ -29,7 +29,7 @@ UNTIED, TIED = small("llama3.1", n_layers=2), small("llama3.2", n_layers=2)
 
 @dataclass(frozen=True)
 class Sharding:
-    """What FSDP reads of a configuration, with precisions that a configuration may not have."""
+    """Values that FSDP reads of a configuration, with precisions that a configuration may not have."""
 
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
@@ -127,7 +127,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_gradients(args: ModelArgs, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """What one process without sharding gets."""
+    """Gradients of one process without sharding."""
     model = fill(Decoder(args).to(dtype))
     tokens, labels = BATCH
     model(tokens, labels=labels).backward()

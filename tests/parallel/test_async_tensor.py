@@ -58,7 +58,7 @@ def _fused(folder: str) -> tuple[Counter[str], float]:
 
 
 def _off() -> tuple[bool, bool]:
-    """What of it is left on in a process whose next model does without."""
+    """Switches of it that are left on in a process whose next model does without."""
     sharded(ARGS, SINGLE, tp=2, compiling=Compile(enable=True, components=["model"], backend="aot_eager"))
     return inductor_config._micro_pipeline_tp, autograd_collectives.always_copy
 

@@ -1,4 +1,4 @@
-"""What each strategy sends, operation by operation, and that gradients are those of one process.
+"""Each strategy sends what it should, operation by operation, and gradients are those of one process.
 
 fp64: layouts differ by the order of sums alone, some 1e-15; a wrong factor or a lost micro-batch is
 at least 1e-2.

@@ -119,7 +119,7 @@ def _record(folder: str, layouts: Sequence[str]) -> None:
 
 
 def _compare(folder: str, layouts: Sequence[str], backend: str) -> dict[str, Any]:
-    """Of each layout the error of each gradient on this rank, and how many graphs it took."""
+    """For each layout the error of each gradient on this rank, and how many graphs it took."""
     found = {}
     for layout in layouts:
         with in_layout(layout):
@@ -131,7 +131,7 @@ def _compare(folder: str, layouts: Sequence[str], backend: str) -> dict[str, Any
 
 
 def _all(folder: Path, layouts: dict[int, list[str]], backend: str = "aot_eager") -> dict[str, list[Any]]:
-    """Of each layout what each rank found."""
+    """For each layout what each rank found."""
     references = sorted({meshes.reference(layout) for some in layouts.values() for layout in some})
     run_world(_record, 1, str(folder), references)
     found = {}

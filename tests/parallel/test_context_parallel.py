@@ -111,7 +111,7 @@ def _attention(case: Case, mesh: DeviceMesh) -> AttentionBackend:
 
 
 def _costs(case: Case, mesh: DeviceMesh) -> tuple[dict[str, int], int]:
-    """What one attention sends in its forward and backward, and how many numbers it keeps between them."""
+    """Count what one attention sends in forward and backward, and the numbers that it keeps between them."""
     attention, documents = _attention(case, mesh), None if case.packing is None else PACKINGS[case.packing]
     shards = SequenceShards(mesh.get_local_rank(), case.size, case.balanced)
     mine = [shards.cut(x).requires_grad_() for x in inputs(8, case.kv_heads)]

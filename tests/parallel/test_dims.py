@@ -1,4 +1,4 @@
-"""What strategies make of a world, and that a resolved config says the same as the one it came from."""
+"""Strategies divide a world as they should, and a resolved config says the same as the one it came from."""
 
 from __future__ import annotations
 

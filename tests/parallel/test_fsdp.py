@@ -69,7 +69,7 @@ def _gradients_of_cases() -> dict[str, float]:
 
 
 def _precisions() -> dict[str, Any]:
-    """Of one model in bf16: what comes out with and without fp32 logits, and how reductions differ."""
+    """Run one model in bf16: what comes out with and without fp32 logits, and how reductions differ."""
     mixed = replace(SINGLE, param_dtype=torch.bfloat16)
     tokens, labels = BATCH
     outputs = {}
@@ -98,7 +98,7 @@ def _precisions() -> dict[str, Any]:
 
 
 def _offloaded_update() -> tuple[bool, bool, float]:
-    """Whether shards are offloaded, without page-locking, and how far an update is from the plain one."""
+    """Say if shards are offloaded, without page-locking, and how far an update is from the plain one."""
     updated = []
     for offload in (False, True):
         how = replace(EXACT, cpu_offload=offload)

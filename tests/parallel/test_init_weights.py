@@ -62,7 +62,7 @@ def matrix(mesh: DeviceMesh | None = None, placements: list[Placement] | None = 
 
 
 def all_layouts() -> dict[str, tuple[str, dict[str, str]]]:
-    """What each layout made, beside the name of what it should equal."""
+    """Weights that each layout made, beside the name of what they should equal."""
     one, two = (
         init_device_mesh("cpu", (4,)),
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")),

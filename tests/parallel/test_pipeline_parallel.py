@@ -1,4 +1,4 @@
-"""What is particular to pipelines; that they give the gradients of one process is in tests/test_meshes.py."""
+"""Tests of pipelines alone; that they give the gradients of one process is in tests/test_meshes.py."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _config(folder: Path, name: str, tied: bool = False, **parallelism: Any) -> 
 
 
 def _copy_follows(folder: Path, name: str, **parallelism: Any) -> dict[str, Any]:
-    """Whether the copy is the embedding, at the start, after two updates, and when refreshed."""
+    """Say if the copy is the embedding, at the start, after two updates, and when refreshed."""
     trainer = small_trainer(_config(folder, name, tied=True, **parallelism))
     model_parts = trainer.model_parts
     assert isinstance(model_parts, Pipeline)
@@ -138,7 +138,7 @@ _MALFORMED = {
 
 
 def _refused(folder: Path) -> dict[str, str]:
-    """What is said of files that are no schedule."""
+    """Messages for files that are no schedule."""
     said, rank = {}, torch.distributed.get_rank()
     file = folder / f"of_{rank}.csv"
     file.write_text(_GOOD)

@@ -79,7 +79,7 @@ def test_stages_go_around_the_ranks_or_come_back_in_a_v() -> None:
 
 
 class _Stage:
-    """What torch's schedules ask of a stage before they run."""
+    """A stage with what torch's schedules ask of it before they run."""
 
     def __init__(self, index: int, count: int, pp: int):
         self.stage_index, self.num_stages, self.group_size, self.group_rank = index, count, pp, 0

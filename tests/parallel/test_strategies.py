@@ -1,4 +1,4 @@
-"""What each rank holds under each strategy, against arithmetic; NO_SHARD against torch's own DDP."""
+"""Each rank holds its share under each strategy, against arithmetic; NO_SHARD against torch's own DDP."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _logits(tied: bool) -> float:
 
 
 def _types() -> set[str]:
-    """Of all that a module is handed or hands out, and of all gradients that pass."""
+    """Types of all that a module is handed or hands out, and of all gradients that pass."""
     seen: set[str] = set()
 
     def look(_: nn.Module, taken: Any, given: Any) -> None:
@@ -141,7 +141,7 @@ def _types() -> set[str]:
 
 
 def _stored() -> dict[str, float]:
-    """Of each parameter, the part that this rank has."""
+    """For each parameter, the part that this rank has."""
     model = _model(UNTIED)
     parts = {}
     for name, parameter in model.named_parameters():
@@ -172,7 +172,7 @@ def _sent(checkpointing: str, loss_parallel: bool) -> dict[str, Counter[str]]:
 
 
 COUNTED = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
-"""What tensor parallelism sends; FSDP's own have other names."""
+"""Operations by which tensor parallelism sends; FSDP's own have other names."""
 
 
 def _copies(rows: int) -> int:
@@ -249,7 +249,7 @@ LOSSES = [
     ("some", torch.float64, 1e3),
 ]
 LOSS_CLOSE = {torch.float64: (CLOSE, CLOSE), torch.float32: (1e-6, 1e-6), torch.bfloat16: (1e-6, 2**-8)}
-"""Of sum and gradient: rounding of the precision in which each is handed out."""
+"""Limits of sum and gradient: rounding of the precision in which each is handed out."""
 # Tied, logits split in the loss, tokens of a chunk of the 192, activation checkpointing.
 MODELS = [
     (False, True, 0, "none"),

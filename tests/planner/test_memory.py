@@ -1,4 +1,4 @@
-"""What is said of a rank that does not run is what one that runs has."""
+"""A rank that does not run is said to have what one that runs has."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _world(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """What each of 4 ranks held after each of ``RUNS``."""
+    """Holdings of each of 4 ranks after each of ``RUNS``."""
     return run_world(_world, 4, tmp_path_factory.mktemp("runs"), timeout=170)
 
 

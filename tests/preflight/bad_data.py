@@ -19,7 +19,7 @@ def _parquet(folder: Path) -> None:
 
 
 def _saved(folder: Path) -> None:
-    """What save_to_disk writes of a DatasetDict with one split, as far as it is looked at before a run."""
+    """Write as save_to_disk does a DatasetDict with one split, as far as it is looked at before a run."""
     (folder / "saved").mkdir()
     (folder / "saved" / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
 

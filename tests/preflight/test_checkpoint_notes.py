@@ -1,4 +1,4 @@
-"""What a start is told of the checkpoint that it goes on from."""
+"""A start is told of the checkpoint that it goes on from."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def _values(annotation: Any, marks: tuple[Any, ...] = ()) -> list[Any]:
 
 
 def _said(field: Field, value: Any, *, noted: bool, switch: str = "") -> str:
-    """What is said of a run of two ranks where one key is set."""
+    """Problems and notes of a run of two ranks where one key is set."""
     text = value if isinstance(value, str) else format_toml(value)
     flags = [f"--{field.key.replace(NAME, 'part')}={text}", *([f"--{switch}"] if switch else [])]
     config = configure(flags)

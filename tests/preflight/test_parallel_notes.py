@@ -1,4 +1,4 @@
-"""What is said of layouts that are allowed: waiting, slow networks, options that change nothing."""
+"""Notes on layouts that are allowed: waiting, slow networks, options that change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be there for a run to be sent to Weights & Biases, with and without its package."""
+"""The preflight sees if a run can be sent to Weights & Biases, with and without its package."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ class Finetune(Table):
     adapter_path: Annotated[str | None, LocalPath(), _WITH_ADAPTER] = None
     """An adapter of the same kind to start from: a folder of PEFT's, or a step-N of ours."""
     merge_on_export: Annotated[bool, _WITH_ADAPTER] = False
-    """What checkpoint.last_save_in_hf and hf_export_interval write of a LoRA: the model with the adapter
-    merged, in place of a folder of PEFT's."""
+    """Merge a LoRA into the model that checkpoint.last_save_in_hf and hf_export_interval write, in place of
+    writing a folder of PEFT's."""
     trainable: list[str] = []
     """Patterns of names of parameters to train, such as *norm.weight or tok_embeddings.*; empty is all."""
     frozen: list[str] = []
@@ -86,7 +86,7 @@ class Finetune(Table):
 
     @property
     def quantizes(self) -> bool:
-        """Whether the frozen linear layers are kept in 4 bits."""
+        """Say if the frozen linear layers are kept in 4 bits."""
         return self.adapter == "lora" and self.lora.quantize_base == "nf4"
 
     @property

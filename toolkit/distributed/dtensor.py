@@ -26,7 +26,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Filled(Protocol):
-    """What is filled with numbers by rows, as a tensor is, and keeps them in a form of its own."""
+    """An object that is filled with numbers by rows, as a tensor is, and keeps them in a form of its own."""
 
     @property
     def shape(self) -> torch.Size: ...

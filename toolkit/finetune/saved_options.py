@@ -58,7 +58,7 @@ def finetune_of(step: Path, run: Mapping[str, Any]) -> Finetune:
 
 
 def differences(saved: Finetune, here: Finetune, args: ModelArgs) -> dict[str, Any]:
-    """What keys of ``here`` would have to be for an adapter of ``saved``, by key, where they are not so."""
+    """Values that keys of ``here`` would need for an adapter of ``saved``, by key, where they are others."""
     if saved.adapter != here.adapter:
         return {"finetune.adapter": saved.adapter}
     wanted = {

@@ -41,7 +41,7 @@ def mixed_precision(training: Training, param_dtype: torch.dtype) -> MixedPrecis
 
 
 def computed_dtype(parameter: Tensor, param_dtype: torch.dtype) -> torch.dtype:
-    """What a parameter is gathered in: bytes, which stand for other numbers, as they are stored."""
+    """The dtype that a parameter is gathered in: bytes, which stand for other numbers, as they are stored."""
     return param_dtype if parameter.is_floating_point() else parameter.dtype
 
 

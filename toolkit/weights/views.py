@@ -32,7 +32,7 @@ class View:
 
 
 def origin(source: WeightSource) -> WeightSource:
-    """What a view, or a view of one, is of."""
+    """Return the source that a view, or a view of one, is of."""
     while isinstance(source, View):
         source = source.base
     return source
@@ -54,7 +54,7 @@ class Cast(View):
 
 
 class Shaped(View):
-    """Of a model of ``args``, which may be other than those that are told beside the weights."""
+    """Tensors of a model of ``args``, which may be other than those that are told beside the weights."""
 
     def __init__(self, base: WeightSource, args: ModelArgs):
         super().__init__(base)

@@ -12,7 +12,7 @@ NO_TPU = "TPUs need separate APIs, those of torch_xla, which this toolkit does n
 
 
 class Refused(Exception):
-    """What a key asks for is not to be had here."""
+    """Raised for a key whose meaning is not to be had here."""
 
     def __init__(self, rule: str, fix: str):
         self.rule, self.fix = rule, fix

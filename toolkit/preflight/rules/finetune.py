@@ -122,7 +122,7 @@ def prefix_has_a_back_end(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def exports_have_a_form(run: PlannedRun) -> list[Problem]:
-    """What is written of an adapter is a folder of PEFT's, or a model that it can be merged into."""
+    """An adapter is written as a folder of PEFT's, or as a model that it can be merged into."""
     options, checkpoint = run.config.finetune, run.config.checkpoint
     if run.model is None or not options.adds:
         return []
