@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from toolkit.generation.generator import Generator
 from toolkit.generation.load import load_model
 from toolkit.models.common.decoder import Decoder
 from toolkit.weights.hf_write import SpecialTokens, write_hf
-from tools import convert_weights
+from tools import chat, convert_weights, generate
 
-ARGS = small(n_kv_heads=2, head_dim=8, vocab_size=308)
+ARGS = small(n_kv_heads=2, head_dim=8, vocab_size=4352)
+TOKENIZER = Path(__file__).parents[1] / "assets/tokenizer"
 NEW = 20
 BY_HEAD = {"adapter": "llama_adapter", "llama_adapter": {"adapter_len": 4, "adapter_layers": 2}}
 IN_ATTENTION = {"prefix": KINDS["prefix"], "gate of all": KINDS["adaption prompt"], "gates": BY_HEAD}
@@ -32,7 +34,7 @@ CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
 
 def _prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(308, (length,), generator=generator).tolist() for length in (1, 7, 20)]
+    return [torch.randint(4000, (length,), generator=generator).tolist() for length in (1, 7, 20)]
 
 
 def _strong(model: Decoder) -> Decoder:
@@ -99,6 +101,11 @@ def _texts(folders: dict[str, Path], tp: int, order: list[str | None]) -> dict[s
     return found
 
 
+def _on_ranks(folders: dict[str, Path], order: list[str | None]) -> list[dict[str | None, Any]]:
+    """Split by tp, and by FSDP."""
+    return [_texts(folders, tp, order) for tp in (2, 1)]
+
+
 def _alone(folder: Path) -> Any:
     return load_model(folder, **CPU).generator().generate(_prompts(), max_new_tokens=NEW)
 
@@ -110,9 +117,8 @@ def test_adapters_take_turns_on_one_base_in_any_order_and_on_any_ranks(folders: 
     assert all(text not in texts[:number] for number, text in enumerate(texts))
     order = ["dora", None, "prefix", "lora", "adaption prompt", "dora", "lora", None]
     assert _texts(folders, 1, order) == expected
-    for ranks, tp in ((2, 2), (2, 1)):
-        for found in run_world(_texts, ranks, folders, tp, order):
-            assert found == expected
+    for found in run_world(_on_ranks, 2, folders, order[:5]):
+        assert found == [{kind: expected[kind] for kind in order[:5]}] * 2
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -150,3 +156,46 @@ def test_an_adapter_without_its_base_is_told(folders: dict[str, Path], tmp_path:
         with pytest.raises(DataError, match=said) as raised:
             load_model(moved, **CPU)
         assert f"--adapter {moved}" in str(raised.value)
+
+
+def test_chat_switches_adapters(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        "/adapter nobody",
+        "the same",
+        "/reset",
+        "/adapter b",
+        "the same",
+        "/reset",
+        "/adapter",
+        "the same",
+    ]
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO("\n".join([*lines, "/reset", "/adapter a", "the same"]) + "\n")
+    )
+    assert chat.main([*_words(folders), "--format=llama3", "--max-new-tokens=12"]) == 0
+    out, err = capsys.readouterr()
+    first, second, base, again = out.strip("\n").split("\n")
+    assert first == again and len({first, second, base}) == 3
+    assert "no adapter is called nobody: there are a, b" in err and "without an adapter" in err
+
+
+def test_generate_takes_adapters_in_turn(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate.main([*_words(folders), "--prompt=the same", "--json", "--max-new-tokens=12"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["adapter"], second["adapter"]) == ("a", "b") and first["tokens"] != second["tokens"]
+    twice = [f"--adapter={folders['lora']}"] * 2
+    assert generate.main([*_words(folders), *twice, "--prompt=the same"]) == 2
+    assert "name it: --adapter NAME=FOLDER" in capsys.readouterr().err
+    assert generate.main([str(folders["lora"]), f"--adapter={folders['dora']}", "--prompt=x"]) == 3
+    assert "is an adapter itself" in capsys.readouterr().err
+    assert generate.main([str(folders["base"]), f"--adapter={folders['base']}", "--prompt=x"]) == 3
+    assert "is no adapter" in capsys.readouterr().err
+
+
+def _words(folders: dict[str, Path]) -> list[str]:
+    named = [f"--adapter={name}={folders[kind]}" for name, kind in (("a", "lora"), ("b", "prefix"))]
+    return [str(folders["base"]), "--dtype=float32", "--temperature=0", f"--tokenizer={TOKENIZER}", *named]
