@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.finetune.adapters import ARGS, KINDS, OfModel, adapted, adapter_of, check_close, logits
 from tests.models.small_llama import build
+from tests.models.test_qwen3 import read, save_transformers
 from tests.models.test_transformers import theirs
 from toolkit.config.finetune import Finetune
 from toolkit.distributed.agreement import Ranks
@@ -38,6 +39,17 @@ def test_peft_reads_what_is_written(kind: str, tmp_path: Path) -> None:
     expected = logits(adapted(adapter))
     check_close(logits(found), expected)
     assert (logits(build(ARGS, torch.float32)) - expected).abs().max() > 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["dora", "prefix"])
+def test_heads_of_another_size_than_dim_gives(kind: str, tmp_path: Path) -> None:
+    """Of Qwen3, which normalises them as well."""
+    reference = save_transformers(tmp_path / "base", tied=True)
+    args = read(tmp_path / "base").args
+    adapter = adapter_of(Finetune.model_validate(KINDS[kind]), args, tmp_path / "step")
+    write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
+    found = peft.PeftModel.from_pretrained(reference, str(tmp_path / "peft"))
+    check_close(logits(found), logits(adapted(adapter, lambda model: read(tmp_path / "base"))))
 
 
 def their_config(kind: str) -> Any:

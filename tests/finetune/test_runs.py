@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from tests.finetune.adapters import OfModel, check_close, logits
 from tests.helpers import run_world
 from tests.models.small_llama import build
+from tests.preflight.bad_runs import CPU as CPU_ONLY
 from tests.training import small_config, small_trainer
 from toolkit.config import Config
 from toolkit.distributed.agreement import Ranks
@@ -27,6 +28,7 @@ from toolkit.errors import CheckpointError, DataError
 from toolkit.finetune.adapter import open_adapter_on
 from toolkit.generation.load import load_model
 from toolkit.models.registry import resolve
+from toolkit.preflight import check
 from toolkit.trainer import Trainer
 from toolkit.weights.hf_write import SpecialTokens, write_hf
 from toolkit.weights.open import open_weights
@@ -244,6 +246,15 @@ def test_the_last_folder_is_uploaded_and_no_token_told(
     with _alone(), pytest.raises(CheckpointError, match="hf upload me/tale") as raised:
         small_trainer(_config(folder, "pushed", "dora", checkpoint=push)).train()
     assert "SecretOfMine" not in str(raised.value) + "".join(capsys.readouterr())
+
+
+def test_an_upload_without_its_package_is_refused_before_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.preflight.rules.weights.find_spec", lambda name: None)
+    config = _config(folder, "never", "dora", checkpoint={"push_to_hub": "me/tale"})
+    [problem] = check(config, world_size=1, hardware=CPU_ONLY)
+    assert "huggingface_hub is not installed" in str(problem) and ".[hf]" in str(problem)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ def _peft(folder: Path, *, r: int, rank: int | None = None) -> None:
 
 
 LORA, PREFIX = "finetune.adapter=lora", "finetune.adapter=prefix_tuning"
+EXPORT = "checkpoint.last_save_in_hf checkpoint.enable"
 CASES: list[Bad] = [
     bad("lora_has_targets", f"finetune.lora.target_modules=qproj {LORA}", "none of the linear", "q_proj"),
     bad("lora_rank_is_low", f"finetune.lora.rank=300 {LORA}", "is 256", "at most 256"),
@@ -61,31 +62,33 @@ CASES: list[Bad] = [
         f"checkpoint.hf_export_interval=500 checkpoint.enable {PREFIX} finetune.trainable=norm.weight",
         "finetune.trainable",
     ),
-    bad("exports_have_a_form", f"finetune.merge_on_export {LORA}", "drawn by debug.seed"),
-    bad("exports_have_a_form", f"finetune.merge_on_export {PREFIX}", "LoRA alone to weights"),
-    bad("adapter_path_fits", f"finetune.adapter_path=no/step-3 {LORA}", "no such folder"),
+    bad("exports_have_a_form", f"finetune.merge_on_export {LORA}", "nothing is exported"),
+    bad("exports_have_a_form", f"finetune.merge_on_export {EXPORT} {LORA}", "drawn by debug.seed"),
+    bad("exports_have_a_form", f"finetune.merge_on_export {EXPORT} {PREFIX}", "LoRA alone to weights"),
+    bad("adapter_path_fits", f"finetune.adapter_path=no/step-3 {LORA}", "checkpoint.enable is false"),
+    bad("adapter_path_fits", f"finetune.adapter_path=no/step-3 checkpoint.enable {LORA}", "no such folder"),
     bad(
         "adapter_path_fits",
-        f"finetune.adapter_path=peft {LORA} finetune.lora.rank=4",
+        f"finetune.adapter_path=peft checkpoint.enable {LORA} finetune.lora.rank=4",
         "finetune.lora.rank = 2",
         "set finetune.lora.rank to that",
         prepare=lambda folder: _peft(folder, r=2),
     ),
     bad(
         "adapter_path_fits",
-        f"finetune.adapter_path=peft {PREFIX}",
+        f"finetune.adapter_path=peft checkpoint.enable {PREFIX}",
         "finetune.adapter = 'lora'",
         prepare=lambda folder: _peft(folder, r=2),
     ),
     bad(
         "adapter_path_fits",
-        f"finetune.adapter_path=peft {LORA}",
+        f"finetune.adapter_path=peft checkpoint.enable {LORA}",
         "layers.0.self_attn.q_proj.lora_A.weight (2, 256) in place of (8, 256)",
         prepare=lambda folder: _peft(folder, r=8, rank=2),
     ),
     bad(
         "adapter_path_fits",
-        f"finetune.adapter_path=peft {LORA} finetune.lora.rank=2 finetune.lora.target_modules=wq,wv",
+        f"finetune.adapter_path=peft checkpoint.enable {LORA} finetune.lora.rank=2",
         "finetune.lora.target_modules = ['layers.0.attention.wq']",
         prepare=lambda folder: _peft(folder, r=2),
     ),

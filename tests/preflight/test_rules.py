@@ -233,6 +233,13 @@ CHECKPOINT = [
         prepare=lambda folder: (save(folder, 5) / "__0_0.distcp").write_bytes(b""),
     ),
     bad(
+        "checkpoint_is_whole",
+        "checkpoint.initial_load_path=outputs/checkpoint/step-5 checkpoint.enable job.dump_folder=other",
+        "holds an adapter, and no model",
+        "convert_weights merge",
+        prepare=lambda folder: save(folder, 5, model={}, base={"place": "m", "fingerprint": ""}),
+    ),
+    bad(
         "checkpoint_has_adapter",
         "finetune.adapter=lora checkpoint.enable",
         "a run with finetune.adapter = none",

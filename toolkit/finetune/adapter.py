@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class Adapter:
     run: Mapping[str, Any] = field(default_factory=dict)
     """The manifest's entries of the run that trained it."""
 
-    @property
+    @cached_property
     def tensors(self) -> Mapping[str, Stored]:
         return {name: Stored(tuple(it.shape), it.dtype) for name, it in self.values.items()}
 

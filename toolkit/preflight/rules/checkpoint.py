@@ -72,6 +72,18 @@ def checkpoint_has_adapter(run: PlannedRun) -> list[Problem]:
 
 
 @rule(CheckpointError)
+def checkpoint_is_whole(run: PlannedRun) -> list[Problem]:
+    """A run that starts from the weights of a checkpoint needs all of them."""
+    if run.manifest is None or run.resumes or "base" not in run.manifest["run"]:
+        return []
+    fix = (
+        f"merge it first: python -m tools.convert_weights merge BASE {run.loaded} OUT; or name its base here "
+        f"and finetune.adapter_path = {run.loaded}"
+    )
+    return [run.problem(run.loaded_by, f"the checkpoint {run.loaded} holds an adapter, and no model", fix)]
+
+
+@rule(CheckpointError)
 def checkpoint_has_optimizer(run: PlannedRun) -> list[Problem]:
     """A run goes on from more than the weights."""
     if run.manifest is None or not run.resumes or not run.manifest["run"].get("model_only"):

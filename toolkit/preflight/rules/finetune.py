@@ -141,6 +141,10 @@ def exports_have_a_form(run: PlannedRun) -> list[Problem]:
 def _unmerged(run: PlannedRun) -> list[Problem]:
     """Why the adapter cannot be merged at the end of the run."""
     checkpoint, key = run.config.checkpoint, "finetune.merge_on_export"
+    if not (checkpoint.last_save_in_hf or checkpoint.hf_export_interval):
+        rule = "nothing is exported"
+        fix = "set checkpoint.last_save_in_hf or checkpoint.hf_export_interval, or leave it out"
+        return [run.problem(key, rule, fix)]
     if run.config.finetune.adapter != "lora":
         rule = f"{run.config.finetune.adapter} adds to the attention, and LoRA alone to weights"
     elif weights_folder(run.config) is None and checkpoint.initial_load_path is None:
@@ -158,6 +162,11 @@ def adapter_path_fits(run: PlannedRun) -> list[Problem]:
     key, options = "finetune.adapter_path", run.config.finetune
     if run.model is None or not options.adds or options.adapter_path is None:
         return []
+    if not run.config.checkpoint.enable:
+        rule = "is loaded as checkpoints are, and checkpoint.enable is false"
+        return [run.problem(key, rule, "set checkpoint.enable = true")]
+    if run.loaded_by == "checkpoint.load_step":
+        return []  # the run's own goes before it
     folder = Path(os.path.expanduser(options.adapter_path))
     try:
         saved = saved_options(folder, run.model)
