@@ -15,7 +15,7 @@ from tests.data.chat_data import ASSETS, OPEN_ASSISTANT, conversation, write_row
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer, weights_digest
 from toolkit.data.chat.formats import chat_format
-from toolkit.data.tokenizers.added import with_tokens
+from toolkit.data.tokenizers.added import extended
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import DataError
@@ -28,9 +28,9 @@ VOCABULARY = 4096
 @pytest.mark.parametrize("kind", ["tokenizer", "tokenizer_json", "tokenizer_sentencepiece"])
 def test_a_copy_has_them_after_all_others(tmp_path: Path, kind: str) -> None:
     original = load_tokenizer(ASSETS / kind)
-    copy = with_tokens(ASSETS / kind, TOKENS, tmp_path)
-    assert with_tokens(ASSETS / kind, TOKENS, tmp_path) == copy
-    assert with_tokens(ASSETS / kind, TOKENS[:2], tmp_path) != copy
+    copy = extended(ASSETS / kind, tmp_path, tokens=TOKENS)
+    assert extended(ASSETS / kind, tmp_path, tokens=TOKENS) == copy
+    assert extended(ASSETS / kind, tmp_path, tokens=TOKENS[:2]) != copy
     tokenizer = load_tokenizer(copy)
     added = dict(zip(TOKENS, range(VOCABULARY, VOCABULARY + 4), strict=True))
     assert tokenizer.special_tokens == original.special_tokens | added
@@ -46,13 +46,13 @@ def test_a_copy_has_them_after_all_others(tmp_path: Path, kind: str) -> None:
     assert ids[begin - 1] == added["<|assistant|>"] and ids[end - 1] == added["<|endoftext|>"]
     assert TOKENS[2] in tokenizer.decode(ids)
     with pytest.raises(DataError, match=r"has the special token <\|prompter\|> already\n  fix:  remove it"):
-        with_tokens(copy, TOKENS[1:2], tmp_path)
+        extended(copy, tmp_path, tokens=TOKENS[1:2])
 
 
 def test_transformers_reads_the_copy(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    copy = with_tokens(ASSETS / "tokenizer_json", TOKENS, tmp_path)
+    copy = extended(ASSETS / "tokenizer_json", tmp_path, tokens=TOKENS)
     judge, tokenizer = AutoTokenizer.from_pretrained(copy), load_tokenizer(copy)
     messages = conversation(random.Random(2))
     messages = [m | {"content": m["content"].replace("<|eot_id|>", "")} for m in messages]
@@ -119,10 +119,15 @@ def test_rows_are_the_mean_on_any_mesh_and_are_handed_on(tmp_path: Path, tied: b
 
     config = _config(tmp_path, tied, 1)
     loaded = load_model(config.job.dump_folder, device=torch.device("cpu"), dtype=torch.float32)
-    assert loaded.tokenizer is not None and loaded.tokenizer.special_tokens["<|prompter|>"] == VOCABULARY + 1
+    assert loaded.tokenizer is not None
+    assert chat_format(loaded.tokenizer).encode(rows[0]["messages"]) == chat_format(
+        loaded.tokenizer, OPEN_ASSISTANT
+    ).encode(rows[0]["messages"])  # the template goes with it
+    assert loaded.tokenizer.special_tokens["<|prompter|>"] == VOCABULARY + 1
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     (export,) = Path(config.job.dump_folder, "hf").iterdir()
     judge = AutoTokenizer.from_pretrained(export)
+    assert judge.chat_template == OPEN_ASSISTANT
     assert judge.convert_tokens_to_ids(TOKENS) == list(range(VOCABULARY, VOCABULARY + 4))
     assert AutoModelForCausalLM.from_pretrained(export).config.vocab_size == VOCABULARY + 8

@@ -168,7 +168,7 @@ def _real_shaped(folder: Path) -> TokenCache:
     return _tokenized(write_rows(folder / "real.jsonl", rows), Shape("alpaca"))
 
 
-def test_packed_equals_padded(tmp_path: Path) -> None:
+def test_packing_does_not_contaminate_trl_805(tmp_path: Path) -> None:
     """Summed loss and gradients; and a conversation's logits are its own, whatever its neighbours are."""
     corpus = _real_shaped(tmp_path)
     seq_len = int(np.diff(corpus.offsets).max())
@@ -290,7 +290,7 @@ def _config(file: Path, *flags: str) -> Any:
     )  # fmt: skip
 
 
-def test_empty_masks_are_counted_named_and_refused_or_dropped(tmp_path: Path) -> None:
+def test_masks_that_come_out_empty_are_counted_named_and_refused_or_dropped_trl_6668(tmp_path: Path) -> None:
     asked = [{"role": "user", "content": "hi"}]
     long = [{"role": "user", "content": "word " * 100}, {"role": "assistant", "content": "yes"}]
     good = [*asked, {"role": "assistant", "content": "hello"}]

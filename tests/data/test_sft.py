@@ -344,6 +344,9 @@ def test_what_a_format_has_no_place_for_is_told_with_place_and_fix(llama2: Token
         _mask(tokenizer, "{{ raise_exception('no tools') }}", first)
     with pytest.raises(DataError, match=r"has no variable 'nothing'\n  fix:  remove it; .* messages"):
         ChatTemplate(tokenizer, UNMARKED, variables={"nothing": "a"})
+    unended = CHATML.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|eot_id|>")
+    with pytest.raises(DataError, match=r"<\|eot_id\|>, by which a model ends its turn\n  fix:  put"):
+        _mask(tokenizer, unended, next(_generated(1)))
     marked_twice = CHATML.replace("{{ message.content }}<|im_end|>{% endg", "{% endgeneration %}"
                                   "{% generation %}{{ message.content }}<|im_end|>{% endg", 1)  # fmt: skip
     with pytest.raises(DataError, match=r"marks 2 parts for 1 turns"):

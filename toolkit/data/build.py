@@ -41,18 +41,24 @@ def run_tokenizer(config: Config) -> Tokenizer:
 
 
 def tokenizer_place(config: Config) -> Path:
-    """Folder or file of the tokenizer: that of the model, or a copy of it with more special tokens.
+    """Folder or file of the tokenizer: that of the model, or a copy of it with more special tokens and the
+    chat template that is trained on.
 
     Raises:
         DataError: the copy cannot be made.
     """
     options = config.model
     place = Path(options.tokenizer_path or options.hf_assets_path).expanduser()
-    if not options.additional_special_tokens:
+    tokens, asked = options.additional_special_tokens, config.data.chat_template
+    if not tokens and not asked:
         return place
-    from toolkit.data.tokenizers.added import with_tokens
+    from toolkit.data.chat.formats import template_text  # needs jinja
+    from toolkit.data.tokenizers.added import extended
 
-    return with_tokens(place, options.additional_special_tokens, config.data.cache_folder)
+    template = template_text(asked) if asked else None
+    if not tokens and template is None:
+        return place
+    return extended(place, config.data.cache_folder, tokens=tokens, template=template)
 
 
 def open_corpora(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.manifest import saved_settings
-from toolkit.data.tokenizers.added import with_tokens
+from toolkit.data.tokenizers.added import extended
 from toolkit.data.tokenizers.files import CANDIDATES, adds_bos, find
 from toolkit.data.tokenizers.to_json import post_processor, tokenizer_json
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from toolkit.errors import DataError
 from toolkit.weights.hf_write import SpecialTokens
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.source import WeightSource
@@ -42,10 +44,24 @@ def tokenizer_of(source: WeightSource) -> Path | None:
             trained.get("model.hf_assets_path"),
         ]
         places = [Path(name).expanduser() for name in named if name]
-        added = trained.get("model.additional_special_tokens")
         found = next((place for place in places if _has_tokenizer(place)), None)
-        return with_tokens(found, added, trained["data.cache_folder"]) if found and added else found
+        tokens, template = trained.get("model.additional_special_tokens", ()), _template(trained)
+        if found is None or not (tokens or template):
+            return found
+        return extended(found, trained["data.cache_folder"], tokens=tokens, template=template)
     return next((place for place in places if _has_tokenizer(place)), None)
+
+
+def _template(trained: Mapping[str, Any]) -> str | None:
+    """The chat template of a run with these settings, as long as it is where it was; None for a family's."""
+    asked = trained.get("data.chat_template")
+    if not asked:
+        return None
+    from toolkit.data.chat.formats import template_text  # needs jinja
+
+    with contextlib.suppress(DataError):
+        return template_text(asked)
+    return None
 
 
 def run_of(source: WeightSource) -> Mapping[str, Any]:

@@ -66,6 +66,15 @@ def check_asked(asked: str, variables: Mapping[str, Any]) -> None:
         compiled(*_template(asked), variables)
 
 
+def template_text(asked: str) -> str | None:
+    """The jinja template that is ``asked`` for; None where a family's format is.
+
+    Raises:
+        DataError: there is no such file.
+    """
+    return None if asked in chat_formats() else _template(asked)[1]
+
+
 def _template(asked: str) -> tuple[str, str]:
     """Name and text of a template, which is given itself or by its file."""
     if "{{" in asked or "{%" in asked:

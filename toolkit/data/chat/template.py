@@ -103,7 +103,17 @@ class ChatTemplate(ChatFormat):
                 if role == "assistant"
             ]
         ids, starts = self._ids_with_starts(rendered)
-        return Turns(ids, [_tokens_at(starts, place) for place in places])
+        answers = [_tokens_at(starts, place) for place in places]
+        special = set(self._tokenizer.special_tokens.values())
+        for begin, end in answers:
+            ended = any(token in special for token in ids[begin:end])
+            if end < len(ids) and ids[end] in self.stop_ids and not ended:
+                raise DataError(
+                    f"chat template {self.name}: an answer is marked without the token after it, "
+                    f"{self._tokenizer.decode([ids[end]])}, by which a model ends its turn\n"
+                    "  fix:  put {% endgeneration %} behind that token"
+                )
+        return Turns(ids, answers)
 
     def _marks(self, messages: Sequence[Message]) -> _Marks:
         if not messages:

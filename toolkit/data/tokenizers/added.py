@@ -1,8 +1,9 @@
-"""A copy of a tokenizer with more special tokens, which the original and its folder know nothing of.
+"""A copy of a tokenizer with more special tokens, or another chat template, of which the original knows
+nothing.
 
     <cache folder>/tokenizers/<key>/    the tokenizer's files, with the new tokens after all others
 
-The key is the SHA-256 of the files and the tokens: the same ones are the same copy, whoever makes it.
+The key is the SHA-256 of the files, tokens and template: the same ones are the same copy, whoever makes it.
 """
 
 from __future__ import annotations
@@ -21,18 +22,22 @@ from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import DataError
 
 CONFIG, TOKENIZER_JSON = "tokenizer_config.json", "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
 _COPIED = (
     TOKENIZER_JSON,
     CONFIG,
     "special_tokens_map.json",
-    "chat_template.jinja",
+    TEMPLATE,
     "config.json",  # which tells releases apart that name their tokens differently
     "params.json",
 )
 
 
-def with_tokens(path: str | Path, tokens: Sequence[str], cache_folder: str | Path) -> Path:
-    """The folder of the tokenizer at ``path`` with ``tokens``, whose ids follow the largest that it has.
+def extended(
+    path: str | Path, cache_folder: str | Path, *, tokens: Sequence[str] = (), template: str | None = None
+) -> Path:
+    """The folder of the tokenizer at ``path`` with ``tokens``, whose ids follow the largest that it has,
+    and with ``template`` as its chat template, if there is one.
 
     Raises:
         DataError: there is no tokenizer, it has one of the tokens, or the copy cannot be written.
@@ -45,14 +50,17 @@ def with_tokens(path: str | Path, tokens: Sequence[str], cache_folder: str | Pat
         )
     files = {name: (found.folder / name).read_bytes() for name in _COPIED if (found.folder / name).is_file()}
     files[found.path.name] = found.content
+    if template is not None:
+        files[TEMPLATE] = template.encode()
     key = hashlib.sha256(json.dumps([*tokens]).encode())
     for name in sorted(files):
         key.update(f"\0{name}\0{len(files[name])}\0".encode() + files[name])
     folder = Path(cache_folder).expanduser().absolute() / "tokenizers" / key.hexdigest()[:32]
     if not folder.is_dir():
         ids = {name: number for number, name in enumerate(tokens, start=tokenizer.n_words)}
-        files[CONFIG] = _configured(files.get(CONFIG, b"{}"), ids)
-        if TOKENIZER_JSON in files:
+        if ids:
+            files[CONFIG] = _configured(files.get(CONFIG, b"{}"), ids)
+        if ids and TOKENIZER_JSON in files:
             files[TOKENIZER_JSON] = _described(files[TOKENIZER_JSON], ids)
         _write(folder, files)
     return folder
