@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import run_world
-from tests.training import small_config
+from tests.training import small_config, small_trainer
 from toolkit import build
 from toolkit.finetune import nf4
 from toolkit.models.common.args import parameter_shapes
@@ -179,3 +179,54 @@ def test_weights_are_quantised_block_by_block_to_the_same_bits_on_any_mesh(tmp_p
             assert len(found["names"]) in (7, 14)  # of a stage, of the model
             assert found["drawn"] == found["magnitudes"] == found["loaded"] == []
             assert found["at once"] <= BLOCK_BYTES // 2
+
+
+TABLES: dict[str, Any] = {
+    "model": {"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128},
+    "training": {"steps": 1, "seq_len": 32, "global_batch_size": 4, "local_batch_size": 2},
+}
+
+
+def _from_a_checkpoint(folder: str) -> list[str]:
+    """Weights in 4 bits that differ from those of the checkpoint that they are read from."""
+    whole = small_trainer(small_config(Path(folder, "whole"), checkpoint={"enable": True}, **TABLES))
+    whole.train()
+    trained = {name: _whole(it.detach()) for name, it in whole.model_parts.named_parameters()}
+    adapted = small_trainer(
+        small_config(
+            Path(folder, "adapted"),
+            finetune={"adapter": "lora", "lora": {"quantize_base": "nf4"}},
+            checkpoint={"enable": True, "initial_load_path": f"{folder}/whole/checkpoint/step-1"},
+            **TABLES,
+        )
+    )
+    named = [(name, it) for name, it in adapted.model_parts.named_parameters() if it.dtype == torch.uint8]
+    assert len(named) == 14
+    return [name for name, it in named if not torch.equal(_whole(it), nf4.quantize(trained[name]))]
+
+
+def test_a_checkpoint_of_the_whole_model_is_quantised_as_it_is_read(tmp_path: Path) -> None:
+    assert run_world(_from_a_checkpoint, 2, str(tmp_path)) == [[], []]
+
+
+def _checkpointed(folder: str) -> list[list[float]]:
+    """Losses and norms of three steps in bf16, which keep everything, nothing of blocks, or some matmuls."""
+    found = []
+    for mode in ("none", "full", "selective"):
+        trainer = small_trainer(
+            small_config(
+                Path(folder, mode),
+                model=TABLES["model"],
+                training=TABLES["training"] | {"steps": 3, "mixed_precision_param": "bfloat16"},
+                finetune={"adapter": "lora", "lora": {"quantize_base": "nf4", "use_dora": True}},
+                activation_checkpoint={"mode": mode, "selective_ac_option": "op"},
+            )
+        )
+        trainer.train()
+        found.append([record[of] for record in trainer.history for of in ("loss", "grad_norm")])
+    return found
+
+
+def test_checkpointed_activations_change_no_bit(tmp_path: Path) -> None:
+    [[kept, *computed_again]] = run_world(_checkpointed, 1, str(tmp_path))
+    assert computed_again == [kept, kept] and len(set(kept)) == 6

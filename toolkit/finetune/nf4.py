@@ -45,6 +45,9 @@ def quantize(weight: Tensor) -> Tensor:
     return torch.cat([pairs, scales.view(torch.uint8)], dim=-1).flatten(-2)
 
 
+# This and the products below are operators of their own: where torch.compile sees that forward and backward
+# make the same numbers, it keeps those of all layers from one to the other.
+@torch.library.custom_op("toolkit::nf4_dequantize", mutates_args=())
 def dequantize(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers (R, C) of the bytes (R, C / 64 · 36): products in fp32, then of ``dtype``."""
     rows, width = packed.shape
@@ -57,6 +60,11 @@ def dequantize(packed: Tensor, dtype: torch.dtype) -> Tensor:
         levels = _pairs_of_levels(packed.device)[pairs.int()].flatten(-2)
         some.copy_(levels.mul_(scales).flatten(-2))
     return numbers
+
+
+@dequantize.register_fake
+def _(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    return packed.new_empty(packed.shape[0], packed.shape[1] // BLOCK_BYTES * BLOCK, dtype=dtype)
 
 
 @cache
@@ -77,8 +85,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return product if bias is None else product + bias
 
 
-# Operators of their own: of anything else torch.compile would see that both dequantise the same, and keep the
-# numbers of all layers from forward to backward.
 @torch.library.custom_op("toolkit::nf4_linear", mutates_args=())
 def nf4_linear(x: Tensor, packed: Tensor) -> Tensor:
     """x Wᵀ, for the weight W of the bytes; only these are kept for backward."""
