@@ -1,4 +1,4 @@
-"""What users of other libraries reported of fine-tuning, each with the name of the report."""
+"""Reports of fine-tuning by users of other libraries, each with the name of the report."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_peft_reads_what_is_written(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["dora", "prefix"])
 def test_heads_of_another_size_than_dim_gives(kind: str, tmp_path: Path) -> None:
-    """Of Qwen3, which normalises them as well."""
+    """Such heads are Qwen3's, which normalises them as well."""
     reference = save_transformers(tmp_path / "base", tied=True)
     args = read(tmp_path / "base").args
     adapter = adapter_of(Finetune.model_validate(KINDS[kind]), args, tmp_path / "step")
