@@ -261,30 +261,30 @@ class Checkpointer:
                 raise
             self.say(f"NOT EXPORTED: {error}\n  Training goes on.")
         else:
-            self.say(f"wrote the {what} of step {self._state.step}: {self._exported}")
+            self.say(f"wrote {what}: {self._exported}")
             if final and self._options.push_to_hub:
                 self._push(self._options.push_to_hub)
 
     def _write_export(self) -> str:
-        """Write the folder; the words for what it is."""
+        """Write the folder; what is in it, for the user."""
         options = self._config.finetune
         tokenizer_path = tokenizer_place(self._config)
         arguments: dict[str, Any] = {
             "dtype": self._export_dtype, "tokenizer_path": tokenizer_path, "ranks": self.manager.ranks
         }  # fmt: skip
-        max_bytes = self._options.export_max_bytes
+        max_bytes, step = self._options.export_max_bytes, self._state.step
         if not options.adds:
             from toolkit.weights.export import export_hf
 
             export_hf(self.step_folder, self._exported, max_bytes=max_bytes, **arguments)
-            return "model as a Hugging Face folder"
+            return f"the model of step {step} as a Hugging Face folder"
         from toolkit.finetune.export import export_merged, export_peft
 
         if options.merge_on_export:
             export_merged(self.step_folder, self._exported, max_bytes=max_bytes, **arguments)
-            return "model with its adapter merged as a Hugging Face folder"
+            return f"the model of step {step}, with its adapter merged, as a Hugging Face folder"
         export_peft(self.step_folder, self._exported, **arguments)
-        return "adapter as a folder of PEFT's"
+        return f"the adapter of step {step} as a folder of PEFT's"
 
     def _push(self, repository: str) -> None:
         from toolkit.weights.hub import push_folder

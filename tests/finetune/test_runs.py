@@ -28,7 +28,7 @@ from toolkit.errors import CheckpointError, DataError
 from toolkit.finetune.adapter import open_adapter_on
 from toolkit.generation.load import load_model
 from toolkit.models.registry import resolve
-from toolkit.preflight import check
+from toolkit.preflight import check, notes
 from toolkit.trainer import Trainer
 from toolkit.weights.hf_write import SpecialTokens, write_hf
 from toolkit.weights.open import open_weights
@@ -65,7 +65,7 @@ def _config(folder: Path, at: str, kind: str, **tables: dict[str, Any]) -> Confi
     }
     return small_config(
         folder / at,
-        model={"tokenizer_path": str(TOKENIZER)},
+        model={"tokenizer_path": str(TOKENIZER)} | tables.pop("model", {}),
         training={"steps": 2},
         optimizer={"lr": 1e-2},
         finetune=KINDS[kind] | tables.pop("finetune", {}),
@@ -255,6 +255,15 @@ def test_an_upload_without_its_package_is_refused_before_the_run(
     config = _config(folder, "never", "dora", checkpoint={"push_to_hub": "me/tale"})
     [problem] = check(config, world_size=1, hardware=CPU_ONLY)
     assert "huggingface_hub is not installed" in str(problem) and ".[hf]" in str(problem)
+
+
+def test_a_note_tells_what_of_the_model_peft_will_not_hear_of(folder: Path) -> None:
+    def told(**tables: dict[str, Any]) -> str:
+        return "\n".join(notes(_config(folder, "never", "dora", **tables), world_size=1, hardware=CPU_ONLY))
+
+    other = {"rope_theta": 7e4}
+    assert "does not tell of rope_theta" in told(model=other)
+    assert "does not tell" not in told() + told(model=other, finetune={"merge_on_export": True})
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from toolkit.finetune.peft_config import without_peft_form
 from toolkit.finetune.saved_options import differences, saved_options
 from toolkit.models.common.args import parameter_shapes
 from toolkit.models.from_config import weights_folder
+from toolkit.models.registry import read_hf_config
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _SHOWN = 8
@@ -196,6 +198,25 @@ def finetune_notes(run: PlannedRun) -> list[str]:
     if run.model is None:
         return []
     notes = [f"fine-tuning: trains {describe_trained(run.model, options)}"]
+    notes += _reshaped(run)
     if options.adapter == "lora" and options.lora.dropout:
         notes.append("finetune.lora.dropout: what is dropped depends on the mesh, and so does the curve")
     return notes
+
+
+def _reshaped(run: PlannedRun) -> list[str]:
+    """What a folder of PEFT's will not tell of the model that the adapter was trained with."""
+    checkpoint, options = run.config.checkpoint, run.config.finetune
+    exports = checkpoint.last_save_in_hf or checkpoint.hf_export_interval
+    folder = weights_folder(run.config)
+    if run.model is None or folder is None or not (options.adds and exports) or options.merge_on_export:
+        return []
+    try:
+        base = asdict(read_hf_config(folder))
+    except DataError:
+        return []  # another rule tells
+    changed = [key for key, value in asdict(run.model).items() if value != base[key] and key != "max_seq_len"]
+    if not changed:
+        return []
+    said = f"a folder of PEFT's does not tell of {', '.join(changed)}, which {folder} has otherwise"
+    return [f"finetune.adapter: {said}; finetune.merge_on_export hands a LoRA on with them"]
