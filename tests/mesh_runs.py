@@ -100,7 +100,7 @@ def _write_documents(file: Path, count: int) -> str:
         chance = random.Random(count)
         texts = ["".join(chance.choices("abcdefgh ", k=chance.randint(1, 30))) for _ in range(count)]
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        file.write_text("".join(json.dumps({"text": text, "label": len(text) % 2}) + "\n" for text in texts))
     return str(file)
 
 
@@ -137,7 +137,12 @@ def run(folder: str, layout: str) -> dict[str, Any]:
         "final": _whole(model_parts, lambda parameter: parameter),
         "losses": [record["loss"] for record in steps],
         "norms": [record["grad_norm"] for record in steps],
-        "validation": [record["validation_loss"] for record in trainer.history if record not in steps],
+        "validation": [
+            record[key]
+            for record in trainer.history
+            for key in ("validation_loss", "validation_accuracy", "validation_f1")
+            if key in record
+        ],
     }
 
 

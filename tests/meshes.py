@@ -48,6 +48,11 @@ def _adapter(kind: str, **options: Any) -> Settings:
     return {"finetune.adapter": kind, **{f"finetune.{key}": value for key, value in options.items()}}
 
 
+def _classification(trainable: tuple[str, ...] | list[str] = (), **options: Any) -> Settings:
+    table = {f"finetune.classification.{key}": value for key, value in options.items()}
+    return {**table, "finetune.trainable": list(trainable)}
+
+
 _ALL_LINEAR = {"lora.rank": 3, "lora.target_modules": ["all-linear"]}
 
 # A row, or what tp2 leaves of one, is whole blocks of 64 numbers in 4 bits.
@@ -137,6 +142,10 @@ WORDS: dict[str, Settings] = {
     "freeze-first": {"finetune.freeze_first_layers": 2},
     "freeze-last": {"finetune.freeze_last_layers": 1, "finetune.frozen": ["output.weight"]},
     "norms-only": {"finetune.trainable": ["*norm.weight"]},
+    "classification": _classification(num_labels=3),
+    # On a backbone that is not trained, and beside an adapter.
+    "class-head": _classification(num_labels=5, hidden_sizes=[20, 12], trainable=["output.*"]),
+    "class-lora": {**_adapter("lora", **_ALL_LINEAR), **_classification(num_labels=2)},
     "float32": _precision("float32", "float32", "float32"),
     "bfloat16": _precision("float32", "bfloat16", "float32"),
 }
@@ -153,6 +162,9 @@ FINETUNED = (
     "freeze-first",
     "freeze-last",
     "norms-only",
+    "classification",
+    "class-head",
+    "class-lora",
 )
 CURVES = ("qwen3", "tied", "unmasked", "layers8", "float32", "bfloat16", *FINETUNED)
 """Words that are part of what is trained: a layout is compared with one process of the same ones."""
@@ -492,6 +504,12 @@ FINETUNED_FAST = [
     "replicate2 shard2 dora",
     "pp2 tp2 1F1B rslora tied",
     "shard2 tp2 freeze-last",
+    "shard2 classification AC-full accumulate3",
+    "tp2 class-head",
+    "cp2 class-lora AC-op",
+    "pp2 1F1B class-head",
+    "replicate2 shard2 class-lora",
+    "pp2 tp2 Interleaved1F1B classification",
 ]
 """Layouts of fine-tuning that CI runs."""
 

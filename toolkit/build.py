@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.config import Config
+from toolkit.distributed.agreement import Ranks
 from toolkit.distributed.dtensor import Filled
 from toolkit.distributed.process_group import DTYPES, native_dtype
-from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.args import ModelArgs, is_classifier_head
 from toolkit.models.common.attention_choice import attention_choice
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.init import init_rule
@@ -131,14 +132,15 @@ def _initialize(
 ) -> None:
     named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
     if not config.finetune.adds:
-        if not pretrained:
-            initialize(named, seed, lambda name: init_rule(name, args))
+        drawn = [it for it in named if is_classifier_head(it[0], args) or not pretrained]
+        initialize(drawn, seed, lambda name: init_rule(name, args))
         return
     from toolkit.finetune.converters import added_init, settle
     from toolkit.finetune.parameters import added_shapes, is_added
 
     shapes = added_shapes(args, config.finetune)
-    drawn = [(name, parameter) for name, parameter in named if is_added(name) or not pretrained]
+    new = [it for it in named if is_added(it[0]) or is_classifier_head(it[0], args)]
+    drawn = new if pretrained else named
     initialize(
         _to_fill(drawn),
         seed,
@@ -212,7 +214,7 @@ def load_hugging_face(
     from toolkit.weights.views import Resized
 
     def opened() -> WeightSource:
-        source = SafetensorsFolder(folder)
+        source: WeightSource = SafetensorsFolder(folder)
         return Resized(source, vocab_size) if vocab_size and vocab_size > source.args.vocab_size else source
 
     source = open_alike(opened, on_rank_0_alone=broadcast, group=group)
@@ -223,16 +225,26 @@ def fill(
     model_parts: ModelParts, source: WeightSource | None, *, broadcast: bool = False, group: dist.ProcessGroup
 ) -> None:
     """Fill the model, save for what fine-tuning adds to it, from ``source``, which with ``broadcast`` rank 0
-    alone has.
+    alone has. Of a language model a classifier leaves the head.
 
     Raises:
         DataError: the weights are damaged or do not fit the model; alike on every rank.
     """
     from toolkit.finetune.parameters import is_added
     from toolkit.weights.load import load_weights
+    from toolkit.weights.source import HEAD
+    from toolkit.weights.views import Only
 
+    args = model_parts.models[0].args
+    headless = Ranks(group).on_rank_0(
+        lambda: source is not None and bool(args.classifier) and not source.args.classifier
+    )
+    if headless and source is not None:
+        source = Only(source, source.tensors.keys() - {HEAD})
     tensors: dict[str, Tensor] = {
-        name: parameter for name, parameter in model_parts.named_parameters() if not is_added(name)
+        name: parameter
+        for name, parameter in model_parts.named_parameters()
+        if not is_added(name) and not (headless and is_classifier_head(name, args))
     }
     load_weights(source, dict(_to_fill(tensors.items())), broadcast_from_rank_0=broadcast, group=group)
     model_parts.refresh_tied_copies(tensors, dict(model_parts.tied_copies()))

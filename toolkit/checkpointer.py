@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from toolkit.build import EXPORT_DTYPES, fill, load_hugging_face
 from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.checkpoint.manifest import committed_steps, step_folder
+from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
 from toolkit.config import Config
 from toolkit.data.build import tokenizer_place
 from toolkit.errors import CheckpointError, DataError, printable
@@ -163,9 +163,19 @@ class Checkpointer:
 
     def _load(self, where: int | Path, *, model_only: bool) -> dict[str, Any]:
         tensors = self.tensors(model_only=model_only)
-        manifest = self.manager.load(where, tensors, exclude=_excluded(self._config))
+        excluded = _excluded(self._config)
+        if model_only and isinstance(where, Path):
+            excluded += self._new_head(where)
+        manifest = self.manager.load(where, tensors, exclude=excluded)
         self._model_parts.refresh_tied_copies(tensors, self.tensors(model_only=model_only, copies=True))
         return manifest
+
+    def _new_head(self, source: Path) -> list[str]:
+        """What a classifier does not take from a language model: its head."""
+        if self._about["model"]["classifier"] is None:
+            return []
+        saved = self.manager.ranks.on_rank_0(lambda: read_manifest(source)["run"]["model"])
+        return [] if saved.get("classifier") else ["model.output"]
 
     def _resume(self, where: int | Path) -> None:
         excluded, state = self._options.exclude_from_loading, self._state

@@ -316,7 +316,7 @@ class Trainer:
 
     def _validate(self, speed: SpeedMeter, request: StopRequest) -> bool:
         """Validate; True says that it was cut short, since a rank was asked to stop."""
-        from toolkit.validate import validate
+        from toolkit.validate import take_class_scores, validate
 
         assert self.validation_loader is not None
         steps = self.config.validation.steps
@@ -328,13 +328,17 @@ class Trainer:
                 limit=None if steps == -1 else steps,
                 stop=lambda: request.asked,
             )
+        scores = {}
+        if classifier := self.args.classifier:
+            classes = len(classifier.labels)
+            scores = take_class_scores(self.model_parts, classes=classes, device=self.device)
         self.compile_clock()  # what validation compiles is in its own seconds already
         if loss is None:
             return True
         best = self.train_state.best_validation
         if self.train_state.step and (best is None or loss < best):
             self.train_state.best_validation, self.train_state.best_step = loss, self.train_state.step
-        self._record({"validation_loss": loss})
+        self._record({"validation_loss": loss} | scores)
         return False
 
     # Reporting

@@ -1,4 +1,4 @@
-"""The loss of training, without gradients, over a held-out corpus."""
+"""The loss of training, without gradients, over a held-out corpus, and what a classifier gets right."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from toolkit.parallel.model_parts import MicroBatch, ModelParts
 from toolkit.train_step import count_valid
@@ -43,3 +44,31 @@ def validate(
     for model in model_parts.models:
         model.train()
     return None if stops else (sums[0] / sums[1].clamp(min=1)).item()
+
+
+def take_class_scores(model_parts: ModelParts, *, classes: int, device: torch.device) -> dict[str, float]:
+    """Accuracy and macro F1 of the answers of a classifier since the last call, over all ranks.
+
+    Macro F1 is that of scikit-learn: the mean over the classes that some text has or some answer was, each 2
+    right answers / (answers + texts).
+    """
+    from toolkit.models.common.classification_head import ClassificationHead
+
+    counts = torch.zeros(3, classes, dtype=torch.int64, device=device)
+    for model in model_parts.models:
+        head = model.output
+        if isinstance(head, ClassificationHead) and head.counts is not None:
+            counts += head.counts
+            head.counts = None
+    dist.all_reduce(counts)  # each token is on one rank: of tp and cp each has a piece of the sequence
+    return _class_scores(counts.cpu())
+
+
+def _class_scores(counts: Tensor) -> dict[str, float]:
+    right, answers, texts = counts.double()
+    seen = answers + texts > 0
+    f1 = 2 * right[seen] / (answers + texts)[seen]
+    return {
+        "validation_accuracy": (right.sum() / texts.sum().clamp(min=1)).item(),
+        "validation_f1": f1.sum().item() / max(1, int(seen.sum())),
+    }

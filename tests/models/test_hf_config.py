@@ -152,7 +152,15 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     [
         (as_json(model_type="mistral"), "model_type = 'mistral'"),
         (as_json(model_type="gemma2"), "model_type = 'gemma2'"),
-        (as_json(architectures=["LlamaForSequenceClassification"]), "architectures"),
+        (as_json(architectures=["LlamaForTokenClassification"]), "architectures"),
+        (
+            as_json(architectures=["LlamaForSequenceClassification"], problem_type="regression"),
+            'problem_type = "regression": must be "single_label_classification"',
+        ),
+        (
+            as_json(architectures=["LlamaForSequenceClassification"], id2label={"0": "one", "2": "two"}),
+            "id2label",
+        ),
         (as_json(attention_bias=True), "attention_bias = true: must be false"),
         (as_json(mlp_bias=True), "mlp_bias = true: must be false"),
         (as_json(hidden_act="gelu"), 'hidden_act = "gelu": must be "silu"'),

@@ -91,6 +91,7 @@ ACTS = {
     "training.loss_chunk_tokens",
     "training.dataloader.num_workers",
     "finetune.adapter",
+    "finetune.classification.num_labels",
     "finetune.freeze_first_layers",
     "finetune.freeze_last_layers",
     "training.format",

@@ -12,6 +12,7 @@ import pytest
 from tests.preflight import (
     bad_attention,
     bad_chat,
+    bad_classification,
     bad_data,
     bad_finetune,
     bad_fsdp,
@@ -295,6 +296,7 @@ PARTS = (
     bad_memory,
     bad_optim,
     bad_chat,
+    bad_classification,
     bad_data,
     bad_mixture,
     bad_finetune,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Interval, Lt
+from annotated_types import Interval, Len, Lt
 
-from toolkit.config.types import ActsWith, LocalPath, NonNegative, Positive, PositiveFloat, Table
+from toolkit.config.types import ActsWith, LocalPath, NonNegative, Positive, PositiveFloat, Size, Table
 
 _WITH_ADAPTER = ActsWith("finetune.adapter", ("lora", "prefix_tuning", "llama_adapter"), refused=True)
 _BLOCK_LINEARS = ["wq", "wv"]
@@ -57,6 +57,29 @@ class LlamaAdapter(Table):
     """head: tanh of a number for each head, as in the paper; layer: one plain number, as in PEFT."""
 
 
+_CLASSES = ActsWith("finetune.classification.num_labels", above=1, refused=True)
+
+
+class Classification(Table):
+    """A head that says to which of some classes a text belongs, in place of the vocabulary's, and is trained
+    on rows of a text and a label."""
+
+    num_labels: NonNegative = 0
+    """Classes, two or more; 0 is a language model."""
+    hidden_sizes: Annotated[list[Size], Len(max_length=8), _CLASSES] = []
+    """Sizes of fully connected layers before the scores, SiLU behind each. Hugging Face has none."""
+    label_names: Annotated[list[str], _CLASSES] = []
+    """Names of the classes, in order: what config.json tells (id2label), and what a row may say in place of
+    the number. Empty is LABEL_0, LABEL_1 and so on."""
+    label_column: Annotated[str, _CLASSES] = "label"
+    """Column of the class, a number from 0 or a name; the text is in data.text_column."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all classes."""
+        return tuple(self.label_names) or tuple(f"LABEL_{index}" for index in range(self.num_labels))
+
+
 class Finetune(Table):
     """The part of a model that is trained: all of it, unless a key says otherwise."""
 
@@ -78,6 +101,7 @@ class Finetune(Table):
     lora: Annotated[LoRA, ActsWith("finetune.adapter", ("lora",))] = LoRA()
     prefix_tuning: Annotated[PrefixTuning, ActsWith("finetune.adapter", ("prefix_tuning",))] = PrefixTuning()
     llama_adapter: Annotated[LlamaAdapter, ActsWith("finetune.adapter", ("llama_adapter",))] = LlamaAdapter()
+    classification: Classification = Classification()
 
     @property
     def adds(self) -> bool:

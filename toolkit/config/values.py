@@ -43,6 +43,9 @@ def _plural(annotation: Any) -> str:
         return f"lists of {_plural(typing.get_args(annotation)[0])}"
     if typing.get_origin(annotation) is Literal:
         return " and ".join(json.dumps(choice) for choice in typing.get_args(annotation))
+    if typing.get_origin(annotation) is Annotated:
+        inner, *metadata = typing.get_args(annotation)
+        return _plural(inner) + _bounds(tuple(metadata))
     return _PLURALS[annotation]
 
 

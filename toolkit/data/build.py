@@ -16,6 +16,7 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from toolkit.data.chat.sft import ChatOptions
     from toolkit.data.chat.shapes import Shape
+    from toolkit.data.labelled_texts import LabelledTexts
 
 
 def open_data(config: Config, *, progress: bool) -> RunData:
@@ -135,6 +136,7 @@ class CorpusOptions(NamedTuple):
     format_key: str
     columns: Mapping[str, str]
     columns_key: str
+    labelled: LabelledTexts | None
 
     @property
     def shape(self) -> Shape | None:
@@ -153,7 +155,7 @@ class CorpusOptions(NamedTuple):
             "text_column": self.text_column,
             "subset": self.dataset_subset,
             "split": self.dataset_split,
-            "shape": self.shape,
+            "shape": self.shape or self.labelled,
         }
 
 
@@ -181,4 +183,15 @@ def _options(config: Config, table: str) -> CorpusOptions:
         format_key,
         config.value(columns_key),
         columns_key,
+        _labelled(config, column_key),
     )
+
+
+def _labelled(config: Config, column_key: str) -> LabelledTexts | None:
+    """What the rows of a classifier's corpora hold; None for a language model."""
+    options = config.finetune.classification
+    if not options.num_labels:
+        return None
+    from toolkit.data.labelled_texts import LabelledTexts
+
+    return LabelledTexts(config.value(column_key), options.label_column, options.names)

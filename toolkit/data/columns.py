@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from toolkit.errors import DataError, Problem
 
@@ -24,6 +24,23 @@ class SourceError(DataError):
 def is_json(path: Path) -> bool:
     """Say if the file has JSON lines (else it is plain text), by its name."""
     return path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
+
+
+CLASSIFICATION = "classification"
+"""The format of rows of a text and its class."""
+
+
+class RowShape(Protocol):
+    """What a row holds, where that is more than one text."""
+
+    @property
+    def format(self) -> str: ...
+
+    def columns(self, there: Collection[str], where: str) -> list[str]:
+        """The columns to read, of those that are ``there``. Raises SourceError; it says ``where``."""
+
+    def check(self, row: Mapping[str, Any], where: str) -> None:
+        """Raise DataError where a row is none of these."""
 
 
 class Template(NamedTuple):

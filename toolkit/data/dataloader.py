@@ -108,6 +108,10 @@ def _rows(name: str, corpus: TokenCache, **options: Any) -> Rows:
         from toolkit.data.conversation_rows import ConversationRows
 
         return ConversationRows(corpus, **options)
+    if corpus.labels is not None:
+        from toolkit.data.labelled_rows import LabelledRows
+
+        return LabelledRows(corpus, **options)
     try:
         return corpus_rows(corpus.tokens, corpus.offsets, **options)
     except DataError as error:
@@ -149,13 +153,15 @@ class Loader:
         return self._sampler.n
 
     def conversations(self) -> Iterator[str]:
-        """Tell how the conversations of each corpus that has some fill its rows."""
+        """Tell how the conversations, or the texts with a class, of each corpus fill its rows."""
         dataset = self._data.dataset
         for (name, corpus), rows in zip(dataset.corpora.items(), dataset.rows, strict=True):
             if corpus.mask is not None:
                 from toolkit.data.conversation_rows import statistics
 
                 yield f"{name and f'{name}: '}{statistics(corpus, rows)}"
+            elif corpus.labels is not None:
+                yield f"{name and f'{name}: '}{rows.describe()}"
 
     @property
     def samples(self) -> int:
@@ -170,7 +176,8 @@ class Loader:
 
     def refuse_unknown_ids(self, batch: Batch) -> None:
         """Raise DataError where an id is none of the tokenizer's: an embedding has no row for it."""
-        highest = max(int(part.max()) for part in (batch["tokens"], batch["labels"]) if part is not None)
+        labels = None if self._corpora[0].labels is not None else batch["labels"]  # those are no ids
+        highest = max(int(part.max()) for part in (batch["tokens"], labels) if part is not None)
         if highest >= self._corpora[0].n_words:
             folders = ", ".join(str(corpus.folder) for corpus in self._corpora)
             raise DataError(

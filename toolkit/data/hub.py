@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.chat.shapes import Shape
-from toolkit.data.columns import SourceError
+from toolkit.data.columns import RowShape, SourceError
 from toolkit.data.content_hash import locked, remember, say, too_large
 from toolkit.data.sources import Corpus
 from toolkit.errors import DataError, Problem, install, shown
@@ -57,7 +56,7 @@ def saved_files(folder: Path, split: str) -> list[Path]:
 
 
 def named(
-    name: str, text_column: str, subset: str | None, split: str, shape: Shape | None = None
+    name: str, text_column: str, subset: str | None, split: str, shape: RowShape | None = None
 ) -> HubSource:
     """A dataset of the hub, or one of :data:`KNOWN`, of which nothing is known but the name.
 

@@ -20,8 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from toolkit.data import text_files
-from toolkit.data.chat.shapes import Shape
-from toolkit.data.columns import Template, template_for
+from toolkit.data.columns import RowShape, Template, template_for
 from toolkit.data.text_files import REPLACE
 from toolkit.errors import DataError
 
@@ -72,8 +71,8 @@ class RowPiece:
             ) from None
 
 
-def read_conversations(path: Path, shape: Shape) -> Iterator[RowPiece]:
-    """The pieces of a file of conversations, in order, with the columns of their shape."""
+def read_shaped(path: Path, shape: RowShape) -> Iterator[RowPiece]:
+    """The pieces of a file whose rows have a shape, in order, with its columns."""
     with _errors(path):
         columns = tuple(shape.columns(_schema(path).names, str(path)))
         batches = _parquet_batches if path.suffix == ".parquet" else _arrow_batches
@@ -109,7 +108,7 @@ def check_schema(path: Path, text_column: str) -> None:
         _template(path, _schema(path), text_column)
 
 
-def check_shape(path: Path, shape: Shape) -> None:
+def check_shape(path: Path, shape: RowShape) -> None:
     """Raises DataError where a column of the shape is missing, by the file's schema alone."""
     with _errors(path):
         shape.columns(_schema(path).names, str(path))

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.data.columns import SourceError, is_json
+from toolkit.data.columns import RowShape, SourceError, is_json
 from toolkit.errors import ConfigError, DataError, Problem, closest, did_you_mean, install
 
 if TYPE_CHECKING:
-    from toolkit.data.chat.shapes import Shape
     from toolkit.data.text_files import Piece
 
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
@@ -45,14 +44,14 @@ class Corpus:
     """An ordered list of files. ``name`` is what the user called it.
 
     ``identity`` names the contents where they are known without reading the files. With a ``shape`` its
-    rows are conversations, and no column holds a text.
+    rows are more than texts: conversations, or texts with a class.
     """
 
     name: str
     files: tuple[Path, ...]
     text_column: str
     identity: str = ""
-    shape: Shape | None = None
+    shape: RowShape | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -73,7 +72,7 @@ class Corpus:
         """Every file, in order, as pieces. Raises DataError for a file that cannot be read."""
         for path in self.files:
             if kind(path) == "rows" and self.shape:
-                yield from _parquet().read_conversations(path, self.shape)
+                yield from _parquet().read_shaped(path, self.shape)
             elif kind(path) == "rows":
                 yield from _parquet().read_pieces(path, self.text_column)
             else:
@@ -100,7 +99,7 @@ def open_corpus(
     *,
     subset: str | None = None,
     split: str = "train",
-    shape: Shape | None = None,
+    shape: RowShape | None = None,
 ) -> Corpus:
     """Find a corpus: the files at ``path`` where it is given, else what is called ``name``.
 
@@ -146,7 +145,7 @@ def check_source(
     *,
     subset: str | None = None,
     split: str = "train",
-    shape: Shape | None = None,
+    shape: RowShape | None = None,
 ) -> Problem | None:
     """The problem of a corpus, as far as can be seen in milliseconds, or None."""
     try:
@@ -188,7 +187,9 @@ def check_name(name: str) -> Problem | None:
     return Problem("there is no dataset of this name", fix, "dataset", name)
 
 
-def _hub_source(name: str, text_column: str, subset: str | None, split: str, shape: Shape | None) -> Corpus:
+def _hub_source(
+    name: str, text_column: str, subset: str | None, split: str, shape: RowShape | None
+) -> Corpus:
     from toolkit.data import hub
 
     if unknown := check_name(name):
@@ -348,6 +349,4 @@ def _check_first_line(path: Path, source: Corpus) -> None:
         line.texts(source.text_column)
         return
     for number, row in line.rows():
-        where = f"{line.path}, line {number}"
-        source.shape.columns(row, where)
-        source.shape.conversation(row, where)
+        source.shape.check(row, f"{line.path}, line {number}")

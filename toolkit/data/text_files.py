@@ -136,11 +136,12 @@ def _read_row(row: str, path: Path, line: int) -> dict[str, Any]:
 def _row_text(values: Mapping[str, Any], text_column: str, path: Path, line: int) -> str:
     template = template_for(text_column, values, f"{path}, line {line}")
     for column in template.columns:
-        _check_value(values[column], f"{path}, line {line}: column {column!r}")
+        check_text(values[column], f"{path}, line {line}: column {column!r}")
     return template.fill([values[column] for column in template.columns])
 
 
-def _check_value(value: object, where: str) -> None:
+def check_text(value: object, where: str) -> None:
+    """Raise DataError where a row's value is no text; null is none at all."""
     if value is None:
         return
     if not isinstance(value, str):

@@ -4,6 +4,7 @@
                                /offsets.bin   int64: where each document begins, and the end
                                /mask.bin            of conversations: uint8, which tokens are learnt
                                /conversations.bin   and int64, where each was read and what of it is learnt
+                               /labels.bin          of texts with a class: int32, the class of each
                                /meta.json     counts, type, key, size of the vocabulary, hashes of blocks
     <cache folder>/tokens/<key>.building/     a build in progress, or what a killed one left
     <cache folder>/tokens/<key>.lock          held (flock) by the process that builds
@@ -33,10 +34,11 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from toolkit.data.columns import CLASSIFICATION
 from toolkit.data.content_hash import content_hashes, locked, say, stamps, too_large, unread
 from toolkit.data.sources import Corpus, kind
 from toolkit.data.token_files import TokenCache, open_cache
@@ -48,7 +50,10 @@ from toolkit.io.block_hashes import HashedFile
 
 if TYPE_CHECKING:
     from toolkit.data.chat.sft import ChatOptions, ConversationEncoder
+    from toolkit.data.labelled_texts import LabelledTextEncoder
     from toolkit.data.tokenize import Encoded, Encoder, TokenizeBar
+
+RowEncoder: TypeAlias = "ConversationEncoder | LabelledTextEncoder"
 
 FORMAT = 1  # raise it when pieces are cut, or documents are framed, in another way
 ALONE_BYTES = 16 << 20  # of text: up to here helpers would hardly be under way before one process is done
@@ -67,7 +72,7 @@ def tokenized(
 ) -> TokenCache:
     """The tokenised ``source``: opened where it has been built before and is sound, else built now.
 
-    A source with a shape needs ``chat``, which says how its conversations become tokens.
+    A source of conversations needs ``chat``, which says how they become tokens.
 
     Any number of processes may call this at once: one builds, the others wait. ``progress`` shows on
     stderr what is going on. ``processes`` 0 is one a core, or none but this one for a small corpus.
@@ -155,13 +160,18 @@ def _refuse_large(source: Corpus, max_bytes: float) -> None:
         raise DataError(f"{source.name}: {problem}")
 
 
-def _encoder(source: Corpus, tokenizer: Tokenizer, chat: ChatOptions | None) -> ConversationEncoder | None:
-    """Return the encoder of conversations; None for text."""
+def _encoder(source: Corpus, tokenizer: Tokenizer, chat: ChatOptions | None) -> RowEncoder | None:
+    """Return the encoder of rows that are more than a text; None for text."""
     if source.shape is None:
         return None
-    from toolkit.data.chat.sft import ConversationEncoder  # needs jinja
+    from toolkit.data.labelled_texts import LabelledTextEncoder, LabelledTexts
 
-    assert chat is not None
+    if isinstance(source.shape, LabelledTexts):
+        return LabelledTextEncoder(tokenizer, source.shape, _dtype(tokenizer))
+    from toolkit.data.chat.sft import ConversationEncoder  # needs jinja
+    from toolkit.data.chat.shapes import Shape
+
+    assert chat is not None and isinstance(source.shape, Shape)
     return ConversationEncoder(tokenizer, source.shape, chat, _dtype(tokenizer))
 
 
@@ -172,7 +182,7 @@ def _dtype(tokenizer: Tokenizer) -> str:
 def _key(
     source: Corpus,
     tokenizer: Tokenizer,
-    encoder: ConversationEncoder | None,
+    encoder: RowEncoder | None,
     root: Path,
     progress: bool,
 ) -> str:
@@ -197,7 +207,7 @@ def _process_count(source: Corpus) -> int:
 def _build(
     source: Corpus,
     tokenizer: Tokenizer,
-    encoder: ConversationEncoder | None,
+    encoder: RowEncoder | None,
     key: str,
     folder: Path,
     progress: bool,
@@ -252,8 +262,10 @@ def _build(
 
 def _about(source: Corpus) -> dict[str, Any]:
     """Facts of the source for meta.json, which others of the same content may not share."""
-    files = {"files": [str(path) for path in source.files]} if source.shape else {}
-    return {"corpus": source.name, **files}
+    about: dict[str, Any] = {"corpus": source.name}
+    if source.shape is None or source.shape.format == CLASSIFICATION:
+        return about
+    return about | {"files": [str(path) for path in source.files]}
 
 
 def _write(

@@ -13,6 +13,8 @@ from toolkit.errors import DataError
 from toolkit.io.block_hashes import BLOCK_BYTES, first_damaged
 from toolkit.io.json_fields import MAX_BYTES, Fields, parse_object
 
+LABELS = "labels.bin"
+
 
 @dataclass(frozen=True, eq=False)
 class TokenCache:
@@ -22,7 +24,8 @@ class TokenCache:
     Every id is below ``n_words``. ``fingerprint`` names the content, whatever the place. Of conversations
     there are also ``mask`` (n_tokens,) uint8, 1 where a token is learnt, ``conversations`` (n_documents, 4)
     int64 as :mod:`toolkit.data.chat.empty_masks` has it, and ``files``, the names that they had when they
-    were tokenised. Pickles as its folder's name.
+    were tokenised. Of texts with a class there are ``labels`` (n_documents,) int32. Pickles as its
+    folder's name.
     """
 
     folder: Path
@@ -35,6 +38,7 @@ class TokenCache:
     mask: np.ndarray | None = field(default=None, repr=False)
     conversations: np.ndarray | None = field(default=None, repr=False)
     files: tuple[str, ...] = ()
+    labels: np.ndarray | None = field(default=None, repr=False)
 
     def __reduce__(self) -> tuple:
         return open_cache, (self.folder,)
@@ -73,6 +77,8 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
     expected = {"tokens.bin": n_tokens * dtype.itemsize, "offsets.bin": (n_documents + 1) * 8}
     if files is not None:
         expected |= {"mask.bin": n_tokens, "conversations.bin": n_documents * 32}
+    if LABELS in blocks.values:
+        expected[LABELS] = n_documents * 4
     for name, size in expected.items():
         actual = (folder / name).stat().st_size
         if actual != size:
@@ -88,6 +94,8 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
         raise DataError(f"{folder / 'offsets.bin'} is damaged: it does not span the {n_tokens:,} tokens")
     assert isinstance(fingerprint, str)
     cache = TokenCache(folder, fingerprint, n_documents, n_tokens, n_words, tokens, offsets)
+    if LABELS in expected:
+        return replace(cache, labels=np.asarray(np.memmap(folder / LABELS, np.int32, "r")))
     if files is None:
         return cache
     return replace(

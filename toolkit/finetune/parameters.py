@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from toolkit.config.finetune import Finetune
-from toolkit.models.common.args import ModelArgs, parameter_shapes
+from toolkit.models.common.args import ModelArgs, is_classifier_head, parameter_shapes
 from toolkit.models.registry import spec
 
 _LORA = ("lora_a", "lora_b", "magnitude")
@@ -39,7 +39,7 @@ def all_shapes(args: ModelArgs, options: Finetune) -> Shapes:
 def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> set[str]:
     """The ``names`` that are trained: an adapter's, and those of the model that the patterns leave.
 
-    With an adapter the model is frozen, save for what ``trainable`` names.
+    With an adapter the model is frozen, save for what ``trainable`` names and a classifier's head.
     """
     first, last = options.freeze_first_layers, args.n_layers - options.freeze_last_layers
 
@@ -47,6 +47,7 @@ def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> s
         if is_added(name):
             return True
         asked = not (options.adds or options.trainable) or _fits(name, options.trainable)
+        asked = asked or (options.adds and is_classifier_head(name, args))
         if not asked or _fits(name, options.frozen):
             return False
         if name.startswith("layers."):

@@ -105,6 +105,11 @@ def load_model(
         DataError: weights or tokenizer cannot be used; on every rank alike.
     """
     source, of_base = _open(path, adapters or {}, verify)
+    if source.args.classifier:
+        raise DataError(
+            f"{path} is a classifier of {len(source.args.classifier.labels)} classes, which has no logits of "
+            "tokens\n  fix:  name a language model"
+        )
     mesh = _mesh(device, source.args, tp)
     with torch.device("meta"):
         model = Decoder(source.args)

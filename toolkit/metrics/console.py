@@ -19,6 +19,8 @@ _COLORS = {
 _FORMATS = {
     "loss": "loss {:.4f}",
     "validation_loss": "validation loss {:.4f}",
+    "validation_accuracy": "accuracy {:.2%}",
+    "validation_f1": "macro F1 {:.4f}",
     "grad_norm": "grad_norm {:.3f}",
     "lr": "lr {:.2e}",
     "tokens_per_second": "{:,.0f} tok/s",

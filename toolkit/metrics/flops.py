@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from toolkit.models.common.args import ModelArgs, block_parameters
+from toolkit.models.common.args import ModelArgs, block_parameters, head_parameters
 
 
 def flops_per_token(args: ModelArgs, *, seq_len: int, causal: bool = False, frozen: bool = False) -> float:
@@ -19,7 +19,7 @@ def flops_per_token(args: ModelArgs, *, seq_len: int, causal: bool = False, froz
     itself does not count. ``causal`` counts only the lower triangle of attention, half of it: some systems
     publish that. A tied head counts as an untied one, for its matmul is the same.
     """
-    parameters = args.n_layers * sum(block_parameters(args)) + args.dim + args.vocab_size * args.dim
+    parameters = args.n_layers * sum(block_parameters(args)) + args.dim + head_parameters(args)
     square = 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
     return float((4 if frozen else 6) * parameters + (square // 2 if causal else square))
 

@@ -39,6 +39,10 @@ def summary(
         )
     if validation:
         lines.append(f"  validation loss  {_change(validation)}")
+    scores = [record for record in history if "validation_accuracy" in record]
+    if scores:
+        accuracy, f1 = scores[-1]["validation_accuracy"], scores[-1]["validation_f1"]
+        lines.append(f"  accuracy         {accuracy:.2%}, macro F1 {f1:.4f}")
     if trained:
         peak = max(max(it.get("memory_peak_gib", 0), it.get("memory_gib", 0)) for it in history)
         lines += [f"  trained          {trained}", f"  peak memory      {peak:.2f} GiB on rank 0"]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.config import Config
 from toolkit.errors import CheckpointError
-from toolkit.models.common.args import ModelArgs, changed, takes_vocabulary
+from toolkit.models.common.args import Classifier, ModelArgs, changed, takes_vocabulary
 from toolkit.models.common.spec import CONFIG
 from toolkit.models.registry import read_hf_config, resolve
 
@@ -33,9 +34,15 @@ def model_args(config: Config, *, tokenizer_vocab: int | None) -> ModelArgs:
     model = config.model
     folder = config_folder(config)
     if folder is not None:
-        return changed(read_hf_config(folder), **model.overrides())
-    name, flavor = model.name or _NAME, model.flavor or _FLAVOR
-    return resolve(name, flavor, tokenizer_vocab=tokenizer_vocab, **model.overrides())
+        args = changed(read_hf_config(folder), **model.overrides())
+    else:
+        name, flavor = model.name or _NAME, model.flavor or _FLAVOR
+        args = resolve(name, flavor, tokenizer_vocab=tokenizer_vocab, **model.overrides())
+    asked = config.finetune.classification
+    if not asked.num_labels:
+        return args
+    classifier = Classifier(asked.names, tuple(asked.hidden_sizes))
+    return replace(args, classifier=classifier, tie_embeddings=False)
 
 
 def needs_tokenizer(config: Config) -> bool:

@@ -31,11 +31,12 @@ def wrapped_units(model: Decoder, parallelism: Parallelism) -> list[list[nn.Modu
 def modules_of_class(
     root: nn.Module, classes: Container[str], kept: Container[nn.Module] = ()
 ) -> list[nn.Module]:
-    """Modules below ``root`` whose class has one of these names, less ``kept`` and the empty ones."""
+    """Modules below ``root`` whose class, or one that it is made from, has one of these names, less ``kept``
+    and the empty ones."""
     return [
         outermost
         for outermost, module in _below(root)
-        if type(module).__name__ in classes
+        if any(kind.__name__ in classes for kind in type(module).__mro__)
         and module not in kept
         and next(module.parameters(), None) is not None
     ]

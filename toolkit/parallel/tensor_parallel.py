@@ -224,6 +224,39 @@ def _all_logits(h: Tensor, weight_VD: Tensor, *, group: dist.ProcessGroup) -> Te
     return _Whole.apply(F.linear(h, weight_VD), group)
 
 
+def _classifier(module: Any, mesh: DeviceMesh, between: Between) -> None:
+    """Scores are few: each rank has all of the head, and answers for its piece of the sequence."""
+    for part in (module, *module.hidden):
+        _place(part, mesh, weight=WHOLE)
+    group, rank = between.group, mesh.get_local_rank()
+
+    def own(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        h, labels, *others = args
+        if labels is not None and between.split:
+            labels = labels.chunk(mesh.size(), dim=SEQUENCE)[rank]
+        return h, labels, *others
+
+    def together(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if output.ndim:
+            return between.whole(output)
+        return _Total.apply(output, group) if between.split else output
+
+    module.register_forward_pre_hook(own)
+    module.register_forward_hook(together)
+
+
+class _Total(torch.autograd.Function):
+    """The sum over ranks, on each of them. A rank's gradient is that of its own share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -245,4 +278,5 @@ STYLES: dict[str, Callable[[nn.Module, DeviceMesh, Between], None]] = {
     "embedding": _embedding,
     "head": _head,
     "gathered head": partial(_head, gathered=True),
+    "classifier": _classifier,
 }

@@ -221,7 +221,8 @@ def _tensor(
 ) -> Iterator[Exchange]:
     config, batches, reductions = work.config, passes.count("F"), work.reductions(passes)
     forwards, backwards, again = _blocks(model, passes, work)
-    ends = (model.tok_embeddings is not None) + (model.output is not None)
+    classifies = model.args.classifier is not None  # of pieces of the sequence: nothing is gathered
+    ends = (model.tok_embeddings is not None) + (model.output is not None and not classifies)
     # Attention and feed-forward: each gathers before it and scatters after it, and the other way in backward.
     once, repeated = 2 * (forwards + backwards) + batches * ends, 2 * again
     scattered = 0 if config.activation_checkpoint.by_operator else repeated
@@ -239,7 +240,9 @@ def _tensor(
     )
     whole = sum(it.numel() for it in model.parameters() if it.requires_grad and _is_whole(it))
     yield Exchange("tp", "all_reduce", ranks, reductions * whole * size)
-    if model.output is not None:
+    if model.output is not None and classifies:
+        yield Exchange("tp", "all_reduce", ranks, batches * work.precise_size)
+    elif model.output is not None:
         chunks = 0 < config.training.loss_chunk_tokens < work.tokens  # checkpointed as well
         tokens = (batches + (_again(model, passes, weights=1) if chunks else 0)) * work.tokens
         if config.parallelism.disable_loss_parallel:

@@ -22,7 +22,7 @@ from toolkit.config import Config
 from toolkit.errors import EXIT_FINISHED, ConfigError, one_line
 from toolkit.hardware import Hardware, detect
 from toolkit.launcher.environment import shown_ranks, whole_number
-from toolkit.models.common.args import block_parameters
+from toolkit.models.common.args import block_parameters, head_parameters
 from toolkit.models.from_config import needs_tokenizer
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.preflight.planned_run import PlannedRun
@@ -158,7 +158,11 @@ def _parameters(run: PlannedRun, modules: Sequence[str]) -> int:
     assert run.model
     table = run.model.vocab_size * run.model.dim
     tied = run.model.tie_embeddings and "tok_embeddings" in modules
-    sizes = {"tok_embeddings": table, "norm": run.model.dim, "output": 0 if tied else table}
+    sizes = {
+        "tok_embeddings": table,
+        "norm": run.model.dim,
+        "output": 0 if tied else head_parameters(run.model),
+    }
     return sum(sizes.get(name, sum(block_parameters(run.model))) for name in modules)
 
 

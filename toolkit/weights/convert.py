@@ -123,6 +123,14 @@ def prepare(
         raise DataError(
             f"{path} is of {spec(there.args.family).hf_config().called}, which Meta's files cannot hold"
         )
+    if classifier := there.args.classifier:
+        if to == "meta":
+            raise DataError(f"{path} is a classifier, which Meta's files cannot hold")
+        if to == "hf" and classifier.hidden_sizes:
+            raise DataError(
+                f"the classifier {path} has hidden layers, {list(classifier.hidden_sizes)}, and those of "
+                "Hugging Face have none"
+            )
     check_complete(there)
     source = there = there if merged is None else Merged(there, merged)
     if vocab_size is not None and vocab_size != source.args.vocab_size:
@@ -192,7 +200,8 @@ def mapping(conversion: Conversion) -> Iterator[str]:
         before = conversion.there.tensors[name]
         then, where = name, PART
         if conversion.to == "hf":
-            then, where = adapter.to_hf(name), files[name]
+            then = adapter.to_hf(name, classifier=source.args.classifier is not None)
+            where = files[name]
         elif conversion.to == "dcp":
             then, where = MODEL_PREFIX + name, conversion.out.name
         moved = adapter.reorders_rows(name) and (

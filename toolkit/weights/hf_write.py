@@ -95,16 +95,22 @@ def _save(source: WeightSource, progress: Progress, path: Path, names: Sequence[
         return tensor
 
     with ThreadPoolExecutor(threads()) as pool:
-        tensors = dict(zip(map(adapter.to_hf, names), pool.map(one, names), strict=True))
+        theirs = map(_hf_names(source), names)
+        tensors = dict(zip(theirs, pool.map(one, names), strict=True))
     save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _index(source: WeightSource, files: Mapping[str, Sequence[str]]) -> dict[str, bytes]:
-    to_hf = spec(source.args.family).adapter().to_hf
+    to_hf = _hf_names(source)
     weight_map = {to_hf(name): file for file, names in files.items() for name in names}
     total = sum(stored.nbytes for stored in source.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return {INDEX: _json(index)}
+
+
+def _hf_names(source: WeightSource) -> Callable[[str], str]:
+    adapter = spec(source.args.family).adapter()
+    return partial(adapter.to_hf, classifier=source.args.classifier is not None)
 
 
 def _configs(source: WeightSource, tokens: SpecialTokens) -> dict[str, bytes]:

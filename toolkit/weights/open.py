@@ -22,8 +22,8 @@ from toolkit.checkpoint.read_tensor import open_checkpoint, pieces, read_pieces
 from toolkit.config.types import MAX_LAYERS, MAX_SIZE
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
-from toolkit.io.json_fields import Fields, check_heads
-from toolkit.models.common.args import ModelArgs, RopeScaling
+from toolkit.io.json_fields import Fields, check_heads, is_count
+from toolkit.models.common.args import Classifier, ModelArgs, RopeScaling
 from toolkit.models.registry import FAMILIES
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
@@ -93,6 +93,7 @@ def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
         tie_embeddings=given.flag("tie_embeddings"),
         qk_norm=given.flag("qk_norm"),
         family=family if isinstance(family, str) else "",
+        classifier=_classifier(given),
     )
     for name in given.values.keys() - {field.name for field in fields(ModelArgs)}:
         given.refuse(name, "is no field of a model that this toolkit knows")
@@ -104,6 +105,20 @@ def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
     except DataError as error:
         raise CheckpointError(str(error)) from None
     return args
+
+
+def _classifier(given: Fields) -> Classifier | None:
+    inner = given.inner("classifier")
+    if inner is None:
+        return None
+    labels, sizes = inner.values.get("labels"), inner.values.get("hidden_sizes", [])
+    if not isinstance(labels, list) or not all(isinstance(it, str) for it in labels) or len(labels) < 2:
+        inner.refuse("labels", "must be the names of two classes or more")
+        labels = []
+    if not isinstance(sizes, list) or not all(is_count(size, at_most=MAX_SIZE) for size in sizes):
+        inner.refuse("hidden_sizes", "must be sizes of layers")
+        sizes = []
+    return Classifier(tuple(labels), tuple(sizes))
 
 
 def open_weights(path: Path | str, *, verify: bool = True, ranks: Ranks | None = None) -> WeightSource:

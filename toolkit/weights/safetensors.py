@@ -29,7 +29,7 @@ class SafetensorsFolder:
         self._adapter = spec(self.args.family).adapter()
         self._places: dict[str, TensorPlace] = {}
         for theirs, entry in folder_entries(place).items():
-            name = self._adapter.from_hf(theirs)
+            name = self._adapter.from_hf(theirs, classifier=self.args.classifier is not None)
             if name is not None:
                 self._places[name] = TensorPlace(entry.file, entry.begin, entry.shape, _DTYPES[entry.dtype])
         self.tensors: Mapping[str, Stored] = without_tied_head(

@@ -80,6 +80,11 @@ class Shape:
             raise SourceError(Problem(rule, fix, "columns", chosen))
         return [column for column in wanted.values() if column in there]
 
+    def check(self, row: Mapping[str, Any], where: str) -> None:
+        """Raise DataError where a row is none of these."""
+        self.columns(row, where)
+        self.conversation(row, where)
+
     def conversation(self, row: Mapping[str, Any], where: str) -> Conversation:
         """The conversation in a row.
 

@@ -20,11 +20,21 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Classifier:
+    """A head that scores each of ``labels`` for a sequence, in place of the vocabulary's head, after fully
+    connected layers of ``hidden_sizes``."""
+
+    labels: tuple[str, ...]
+    hidden_sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelArgs:
     """Everything that fixes the architecture.
 
     ``head_dim`` usually is ``dim / n_heads``. With ``qk_norm`` each head of queries and keys is normalised
-    before it is rotated. ``family`` names the :class:`~toolkit.models.common.spec.ModelSpec`.
+    before it is rotated. ``family`` names the :class:`~toolkit.models.common.spec.ModelSpec`. A
+    ``classifier`` has no vocabulary's head, and nothing that is tied.
     """
 
     dim: int
@@ -41,6 +51,7 @@ class ModelArgs:
     tie_embeddings: bool = False
     qk_norm: bool = False
     family: str = "llama"
+    classifier: Classifier | None = None
 
 
 def takes_vocabulary(flavor: str) -> bool:
@@ -52,7 +63,7 @@ INNER_CLASSES = ("Attention", "FeedForward", "Linear", "RMSNorm")
 """Classes of the modules inside a block."""
 WRAP_CLASSES = ("TransformerBlock", "Embedding", "OutputHead", *INNER_CLASSES)
 """Classes of the modules of a decoder: what FSDP may take as its units."""
-_FIXED = {"rope_scaling", "qk_norm", "family"}
+_FIXED = {"rope_scaling", "qk_norm", "family", "classifier"}
 _OVERRIDES = {field.name for field in fields(ModelArgs)} - _FIXED | {"rope_scaling_factor"}
 
 
@@ -90,8 +101,13 @@ def changed(base: ModelArgs, *, ffn_rule: Callable[[int], int] | None = None, **
 
 def parameter_count(args: ModelArgs) -> int:
     """Number of distinct parameters; a tied head counts once."""
-    embeddings = args.vocab_size * args.dim * (1 if args.tie_embeddings else 2)
-    return embeddings + args.n_layers * sum(block_parameters(args)) + args.dim
+    head = 0 if args.tie_embeddings else head_parameters(args)
+    return args.vocab_size * args.dim + args.n_layers * sum(block_parameters(args)) + args.dim + head
+
+
+def head_parameters(args: ModelArgs) -> int:
+    """Parameters of the head, a tied one's included."""
+    return sum(rows * columns for rows, columns in _head_shapes(args).values())
 
 
 def block_parameters(args: ModelArgs) -> tuple[int, int, int]:
@@ -130,8 +146,22 @@ def parameter_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
         shapes |= {f"layers.{layer}.{part}": shape for part, shape in block.items()}
     shapes["norm"] = (dim,)
     if not args.tie_embeddings:
-        shapes["output"] = (args.vocab_size, dim)
+        shapes |= _head_shapes(args)
     return {f"{module}.weight": shape for module, shape in shapes.items()}
+
+
+def _head_shapes(args: ModelArgs) -> dict[str, tuple[int, int]]:
+    """Of its weights (out, in) by module, in the order of its parameters."""
+    if args.classifier is None:
+        return {"output": (args.vocab_size, args.dim)}
+    sizes = (args.dim, *args.classifier.hidden_sizes)
+    hidden = {f"output.hidden.{at}": (sizes[at + 1], sizes[at]) for at in range(len(sizes) - 1)}
+    return {"output": (len(args.classifier.labels), sizes[-1]), **hidden}
+
+
+def is_classifier_head(name: str, args: ModelArgs) -> bool:
+    """Say if the parameter ``name`` is one of a classifier's head, which no language model has."""
+    return args.classifier is not None and name.startswith("output.")
 
 
 def _scaling(base: ModelArgs, factor: float) -> RopeScaling | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention import AttentionBackend, AttentionMask, attention_backend
-from toolkit.models.common.lm_head import OutputHead
+from toolkit.models.common.lm_head import OutputHead, output_head
 from toolkit.models.common.rope import rope_rotations, rotate
 
 
@@ -35,7 +35,7 @@ class Decoder(nn.Module):
             {str(index): TransformerBlock(args, self.attention) for index in range(args.n_layers)}
         )
         self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.output: OutputHead | None = OutputHead(args, loss_chunk_tokens)
+        self.output: OutputHead | None = output_head(args, loss_chunk_tokens)
 
     def forward(
         self,
@@ -45,7 +45,8 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, S, V), or with ``labels`` the summed loss: a scalar of at least fp32.
+        """Logits (B, S, V), a classifier's (B, S, labels), or with ``labels`` the summed loss: a scalar of at
+        least fp32.
 
         ``tokens`` (B, S) int64, or hidden states (B, S, D) where there is no embedding. ``positions``
         (B, S) of the tokens, 0 … S−1 if None. ``documents`` (B, S): attention stays within runs of equal

@@ -9,15 +9,16 @@ would compute something else is refused, field by field, never ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.config.types import MAX_LAYERS
 from toolkit.io.json_fields import Fields, check_heads
-from toolkit.models.common.args import ModelArgs, RopeScaling
+from toolkit.models.common.args import Classifier, ModelArgs, RopeScaling
 
 GENERATION_CONFIG = "generation_config.json"
+_ONE_LABEL = "single_label_classification"
 
 _MUST_BE_FALSE = {
     "attention_bias": "our projections have no bias",
@@ -99,7 +100,10 @@ class HFConfig:
             tie_embeddings=fields.flag("tie_word_embeddings"),
             qk_norm=self.qk_norm,
             family=self.model_type,
+            classifier=self._classifier(fields),
         )
+        if args.classifier:
+            args = replace(args, tie_embeddings=False)
         check_heads(
             fields,
             heads="num_attention_heads",
@@ -116,9 +120,9 @@ class HFConfig:
         self, args: ModelArgs, *, dtype: str, bos: int | None, eos: int | list[int] | None, pad: int | None
     ) -> dict[str, Any]:
         """Build the config.json of a model, as transformers 4 and 5 read it; its weights are of ``dtype``."""
-        scaling = args.rope_scaling
+        scaling, classifier = args.rope_scaling, args.classifier
         fields: dict[str, Any] = {
-            "architectures": [self.architecture],
+            "architectures": [self.classifier if classifier else self.architecture],
             "attention_bias": False,
             "attention_dropout": 0.0,
             "bos_token_id": bos,
@@ -150,13 +154,39 @@ class HFConfig:
             "use_cache": True,
             "vocab_size": args.vocab_size,
         }
+        if classifier:
+            labels = dict(enumerate(classifier.labels))
+            fields |= {
+                "id2label": {str(index): label for index, label in labels.items()},
+                "label2id": {label: index for index, label in labels.items()},
+                "problem_type": _ONE_LABEL,
+                # transformers refuses several texts at once of a model without one.
+                "pad_token_id": pad if pad is not None else eos[0] if isinstance(eos, list) else eos,
+            }
         return dict(sorted({**fields, **self.extra}.items()))
+
+    @property
+    def classifier(self) -> str:
+        """transformers' class with a classifier's head."""
+        return self.architecture.replace("ForCausalLM", "ForSequenceClassification")
+
+    def _classifier(self, fields: Fields) -> Classifier | None:
+        if fields.values.get("architectures") != [self.classifier]:
+            return None
+        if fields.values.get("problem_type", _ONE_LABEL) != _ONE_LABEL:
+            fields.refuse("problem_type", f'must be "{_ONE_LABEL}"')
+        labels = fields.values.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})
+        numbered = [str(index) for index in range(len(labels))] if isinstance(labels, dict) else []
+        if len(numbered) < 2 or labels.keys() != set(numbered):
+            fields.refuse("id2label", "must have a name for each of 0, 1 and so on")
+            return None
+        return Classifier(tuple(str(labels[index]) for index in numbered))
 
     def _refuse_other_models(self, fields: Fields) -> None:
         values = fields.values
         architectures = values.get("architectures", [self.architecture])
-        if architectures != [self.architecture]:
-            fields.refuse("architectures", f'must be ["{self.architecture}"]')
+        if architectures not in ([self.architecture], [self.classifier]):
+            fields.refuse("architectures", f'must be ["{self.architecture}"] or ["{self.classifier}"]')
         if values.get("hidden_act", "silu") not in ("silu", "swish"):
             fields.refuse("hidden_act", 'must be "silu"')
         if isinstance(values.get("auto_map"), dict) and "AutoModelForCausalLM" in values["auto_map"]:

@@ -28,9 +28,13 @@ def init_rule(name: str, args: ModelArgs) -> Init:
         return Init(mean=1.0)
     if name == "tok_embeddings.weight":
         return Init(std=0.02 if args.tie_embeddings else 1.0)
+    parts = name.split(".")
+    if args.classifier is not None and parts[0] == "output":
+        # Scores start as transformers' do; a layer before them keeps the size of what goes through it.
+        sizes = (args.dim, *args.classifier.hidden_sizes)
+        return Init(std=sizes[int(parts[2])] ** -0.5 if parts[1] == "hidden" else 0.02)
     if name == "output.weight":
         return Init(std=args.dim**-0.5, cut=3.0)
-    parts = name.split(".")
     if parts[-2] in ("wo", "w2", "w3"):
         return Init(std=0.02 / math.sqrt(2 * (int(parts[1]) + 1)))
     return Init(std=0.02)

@@ -1,6 +1,6 @@
 """The output head, with the loss inside of it.
 
-Shapes: B batch, S sequence, T = B·S tokens, D model dim, V vocabulary.
+Shapes: B batch, S sequence, T = B·S tokens, D model dim, V vocabulary, or the labels of a classifier.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class OutputHead(nn.Module):
         self.loss_chunk_tokens = loss_chunk_tokens
         # Of hidden states and a weight. Others take their place: compiled ones, those of tensor parallelism.
         self.logits: Callable[[Tensor, Tensor], Tensor] = F.linear
-        self.loss = _head_loss
+        self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = head_loss
 
     def forward(self, h_BSD: Tensor, labels: Tensor | None = None, tied_VD: Tensor | None = None) -> Tensor:
         """Logits (B, S, V), or the summed loss of ``labels`` (B, S). ``tied_VD`` is a tied embedding."""
@@ -37,5 +37,14 @@ class OutputHead(nn.Module):
         )
 
 
-def _head_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
+def head_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
     return cross_entropy_sum(F.linear(h_TD, weight_VD), labels_T)
+
+
+def output_head(args: ModelArgs, loss_chunk_tokens: int) -> OutputHead:
+    """The head of a model: of its vocabulary, or a classifier's."""
+    if args.classifier is None:
+        return OutputHead(args, loss_chunk_tokens)
+    from toolkit.models.common.classification_head import ClassificationHead
+
+    return ClassificationHead(args, args.classifier)

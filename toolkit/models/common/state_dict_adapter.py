@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 _OUTSIDE = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
-_FROM_OUTSIDE = {theirs: ours for ours, theirs in _OUTSIDE.items()}
+_OF_CLASSIFIER = _OUTSIDE | {"output": "score"}
 
 
 class StateDictAdapter:
@@ -24,19 +24,19 @@ class StateDictAdapter:
         self._from_block = {theirs: ours for ours, theirs in in_block.items()}
         self._reordered = tuple(f"{part}.weight" for part in reordered)
 
-    def to_hf(self, name: str) -> str:
-        """Hugging Face's name of our parameter ``name``.
+    def to_hf(self, name: str, *, classifier: bool = False) -> str:
+        """Hugging Face's name of our parameter ``name``, of a language model or of a ``classifier``.
 
         Raises:
             KeyError: no parameter of the family is called so.
         """
         module = name.removesuffix(".weight")
         if not module.startswith("layers."):
-            return f"{_OUTSIDE[module]}.weight"
+            return f"{_outside(classifier)[module]}.weight"
         _, layer, part = module.split(".", 2)
         return f"model.layers.{layer}.{self.in_block[part]}.weight"
 
-    def from_hf(self, name: str) -> str | None:
+    def from_hf(self, name: str, *, classifier: bool = False) -> str | None:
         """Our name of Hugging Face's tensor ``name``; None for what is no weight (rotary frequencies).
 
         A name that Hugging Face gives to no tensor of the family is marked, to be reported as one too many.
@@ -44,8 +44,9 @@ class StateDictAdapter:
         if name.endswith("rotary_emb.inv_freq"):
             return None
         module, _, kind = name.rpartition(".")
-        if kind == "weight" and module in _FROM_OUTSIDE:
-            return f"{_FROM_OUTSIDE[module]}.weight"
+        outside = {theirs: ours for ours, theirs in _outside(classifier).items()}
+        if kind == "weight" and module in outside:
+            return f"{outside[module]}.weight"
         parts = module.split(".", 3)
         if kind == "weight" and parts[:2] == ["model", "layers"] and parts[-1] in self._from_block:
             return f"layers.{parts[2]}.{self._from_block[parts[3]]}.weight"
@@ -55,6 +56,10 @@ class StateDictAdapter:
     def reorders_rows(self, name: str) -> bool:
         """Say if Hugging Face keeps the rows of our parameter ``name`` in another order."""
         return name.endswith(self._reordered)
+
+
+def _outside(classifier: bool) -> Mapping[str, str]:
+    return _OF_CLASSIFIER if classifier else _OUTSIDE
 
 
 def hf_row_order(rows: Sequence[int], head_dim: int) -> list[int]:

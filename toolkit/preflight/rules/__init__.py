@@ -34,6 +34,7 @@ FILES: dict[str, tuple[str, ...]] = {
     ),
     "finetune": ("finetune",),
     "nf4": ("finetune.lora.quantize_base",),
+    "classification": ("finetune.classification",),
     "data": (),
     "chat": (
         "data.format",

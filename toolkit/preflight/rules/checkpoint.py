@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 
@@ -16,7 +17,9 @@ _CURVE = ("model", "finetune", "data", "training", "validation", "optimizer", "l
 """Tables that a run which goes on is expected to share with the run so far."""
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "head_dim", "tie_embeddings")
 _SINCE_0_2 = {
-    field.name: field.default for field in fields(ModelArgs) if field.name in ("family", "qk_norm")
+    field.name: field.default
+    for field in fields(ModelArgs)
+    if field.name in ("family", "qk_norm", "classifier")
 }  # with what was meant before
 
 
@@ -44,11 +47,16 @@ def checkpoint_fits_model(run: PlannedRun) -> list[Problem]:
     """The weights are of this model: of its shapes, and of its RoPE and norms unless a key changes them."""
     if run.manifest is None or run.model is None:
         return []
-    saved, here = run.manifest["run"].get("model", {}), asdict(run.model)
+    saved = run.manifest["run"].get("model", {})
+    here = json.loads(json.dumps(asdict(run.model)))  # as a manifest has it
     saved = saved and _SINCE_0_2 | saved
     changed = [name for name, key in CHANGEABLE.items() if run.config.value(f"model.{key}") is not None]
     names = [*_SHAPE, *_SINCE_0_2, *(name for name in CHANGEABLE if name not in changed)]
-    differing = [name for name in names if name in saved and saved[name] != here[name]]
+    if run.model.classifier and not run.resumes and not saved.get("classifier"):  # is put on top of it
+        changed += ["classifier", "tie_embeddings"]
+    differing = [
+        name for name in names if name in saved and name not in changed and saved[name] != here[name]
+    ]
     if not differing:
         return []
     said = ", ".join(f"{name} {shown(saved[name])} (this model: {here[name]})" for name in differing)

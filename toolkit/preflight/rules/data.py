@@ -26,7 +26,13 @@ from toolkit.data.sources import (
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
-_DATA_KEYS = ("data.", "training.dataset", "validation.dataset", "validation.enable")
+_DATA_KEYS = (
+    "data.",
+    "training.dataset",
+    "validation.dataset",
+    "validation.enable",
+    "finetune.classification",
+)
 _ESCAPE = re.compile(r"\\[nt](?![a-zA-Z])")  # but not \nabla
 _TOKENIZER_KEYS = ("model.tokenizer_path", "model.hf_assets_path")
 
@@ -87,6 +93,9 @@ def corpus_readable(run: PlannedRun) -> list[Problem]:
             fix = found.fix.replace("data.columns", corpus.columns_key)
             fix = fix.replace("data.format", corpus.format_key)
             problems.append(run.problem(corpus.format_key, found.rule, fix))
+        elif found and found.key == "label_column":
+            key = "finetune.classification.label_column"
+            problems.append(run.problem(key, found.rule, found.fix))
         elif found:
             problems.append(run.problem(f"{corpus.table}.{found.key}", found.rule, found.fix))
     return list(dict.fromkeys(problems))

@@ -47,6 +47,17 @@ def architecture_readable(run: PlannedRun) -> list[Problem]:
     return [run.problem(architecture_key(run.config), run.architecture_error, fix)]
 
 
+@rule()
+def model_has_a_vocabulary(run: PlannedRun) -> list[Problem]:
+    """A config.json of a classifier needs its data."""
+    if run.model is None or run.model.classifier is None or run.config.finetune.classification.num_labels:
+        return []
+    labels = run.model.classifier.labels
+    rule = f"the model of {run.model_named} is a classifier of {len(labels)} classes"
+    fix = f"set finetune.classification.num_labels = {len(labels)}, or name a language model"
+    return [run.problem(architecture_key(run.config), rule, fix)]
+
+
 @rule(DataError)
 def tokenizer_readable(run: PlannedRun) -> list[Problem]:
     """There is a tokenizer where the config says."""

@@ -85,6 +85,8 @@ def weights_are_of_this_model(run: PlannedRun) -> list[Problem]:
     except DataError:
         return []  # of which weights_readable tells
     changed = [name for name, key in CHANGEABLE.items() if run.config.value(f"model.{key}") is not None]
+    if run.model.classifier:  # which is put on top of them
+        changed += ["classifier", "tie_embeddings"]
     differing = [
         field.name
         for field in fields(ModelArgs)
@@ -144,7 +146,10 @@ def weights_readable(run: PlannedRun) -> list[Problem]:
     found = {name: entry.shape for name, entry in entries.items() if adapter.from_hf(name) is not None}
     if theirs.tie_embeddings:
         found.pop(adapter.to_hf("output.weight"), None)
-    meant = {adapter.to_hf(name): shape for name, shape in parameter_shapes(theirs).items()}
+    classifies = theirs.classifier is not None
+    meant = {
+        adapter.to_hf(name, classifier=classifies): shape for name, shape in parameter_shapes(theirs).items()
+    }
     said = "; ".join(_differences(found, meant))
     rule = f"the files in {run.weights} are not of the model of its {CONFIG}: {said}"
     return [run.problem(key, rule, "take files and config.json of the same model")] if said else []
