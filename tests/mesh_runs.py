@@ -46,7 +46,7 @@ LIMITS = {"float64": (1e-9, 1e-8), "float32": (1e-5, 1e-3), "bfloat16": (1e-1, 2
 A sum of hundreds rounds by some 1e-15, 1e-6 or 1e-2 in these precisions. Where a gradient is as small as its
 rounding, AdamW makes an update of full size of it, hence the second; wrong factors are larger than all."""
 
-SERIES = ("losses", "norms", "validation")
+SERIES = ("losses", "norms", "validation", "rewards")
 
 Result = dict[str, Any]
 """The result of :func:`compare`: plain values, so that a world can hand it back and a file keep it."""
@@ -55,9 +55,10 @@ Result = dict[str, Any]
 def configure(folder: str | Path, layout: str) -> Config:
     """The config of a layout that keeps its files in ``folder``."""
     folder = Path(folder)
+    write = write_pairs if "dpo" in layout.split() else write_documents
     data = {
-        "training.dataset_path": _write_documents(folder / "training.jsonl", 400),
-        "validation.dataset_path": _write_documents(folder / "validation.jsonl", 12),
+        "training.dataset_path": write(folder / f"{write.__name__}.jsonl", 400),
+        "validation.dataset_path": write(folder / f"{write.__name__}.held-out.jsonl", 12),
         "model.hf_assets_path": str(write_tokenizer(folder / "tokenizer")),
     }
     values: meshes.Settings = {
@@ -83,6 +84,20 @@ def configure(folder: str | Path, layout: str) -> Config:
     return _nested(folder, layout, values)
 
 
+def write_pairs(file: Path, count: int) -> str:
+    """Pairs of answers of other lengths, of which a row has several and some are cut."""
+    if not file.exists():
+        chance = random.Random(count)
+
+        def text() -> str:
+            return "".join(chance.choices("abcdefgh", k=chance.randint(1, 6)))
+
+        rows = [{"prompt": text(), "chosen": text(), "rejected": text()} for _ in range(count)]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
 def _nested(folder: Path, layout: str, values: meshes.Settings) -> Config:
     tables: dict[str, Any] = {}
     for key, value in values.items():
@@ -94,7 +109,7 @@ def _nested(folder: Path, layout: str, values: meshes.Settings) -> Config:
     return small_config(folder / "runs" / layout.replace(" ", "_"), **tables)
 
 
-def _write_documents(file: Path, count: int) -> str:
+def write_documents(file: Path, count: int) -> str:
     """A corpus of documents so short that every row has several, which begin anywhere in it."""
     if not file.exists():
         chance = random.Random(count)
@@ -133,17 +148,26 @@ def run(folder: str, layout: str) -> dict[str, Any]:
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()
     steps = [record for record in trainer.history if "loss" in record]
-    return taken | {
-        "final": _whole(model_parts, lambda parameter: parameter),
-        "losses": [record["loss"] for record in steps],
-        "norms": [record["grad_norm"] for record in steps],
-        "validation": [
-            record[key]
-            for record in trainer.history
-            for key in ("validation_loss", "validation_accuracy", "validation_f1")
-            if key in record
-        ],
-    }
+    return (
+        taken
+        | {
+            "final": _whole(model_parts, lambda parameter: parameter),
+            "losses": [record["loss"] for record in steps],
+            "norms": [record["grad_norm"] for record in steps],
+            "validation": [
+                record[key]
+                for record in trainer.history
+                for key in ("validation_loss", "validation_accuracy", "validation_f1")
+                if key in record
+            ],
+            "rewards": [
+                value  # after the first step, where they are 0
+                for record in trainer.history[1:]
+                for name, value in record.items()
+                if "rewards/" in name
+            ],
+        }
+    )
 
 
 def _counted(train_step: Callable[..., Any], sent: Sent) -> Callable[..., Any]:
@@ -284,7 +308,7 @@ def problems(layout: str, result: Result) -> list[str]:
             (f"{what}, step {step + 1}", value, later if step else first)
             for step, value in enumerate(result[what])
         ]
-    measured += [("validation", value, later) for value in result["validation"]]
+    measured += [(what, value, later) for what in ("validation", "rewards") for value in result[what]]
     return said + [f"{what}: {value:.1e}" for what, value, limit in measured if not value <= limit]
 
 

@@ -58,6 +58,12 @@ _ALL_LINEAR = {"lora.rank": 3, "lora.target_modules": ["all-linear"]}
 # A row, or what tp2 leaves of one, is whole blocks of 64 numbers in 4 bits.
 _IN_BLOCKS = {"model.dim": 128, "model.ffn_dim": 256}
 
+PAIR_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}.{% endgeneration %}"
+    "{% else %}{{ message.content }}?{% endif %}{% endfor %}"
+)
+
 PLAIN: Settings = {
     **_precision("float64", "float64", "float64"),
     "model.dim": 32,
@@ -139,6 +145,14 @@ WORDS: dict[str, Settings] = {
     "llama-adapter-peft": _adapter(
         "llama_adapter", **{"llama_adapter.gate": "layer", "llama_adapter.adapter_layers": 4}
     ),
+    "dpo": {
+        **_adapter("lora", **_ALL_LINEAR),
+        "finetune.objective": "dpo",
+        "finetune.dpo.label_smoothing": 0.1,
+        "data.format": "preference",
+        "data.chat_template": PAIR_TEMPLATE,
+    },
+    "ipo": {"finetune.dpo.loss_type": "ipo", "finetune.dpo.label_smoothing": 0.0},
     "freeze-first": {"finetune.freeze_first_layers": 2},
     "freeze-last": {"finetune.freeze_last_layers": 1, "finetune.frozen": ["output.weight"]},
     "norms-only": {"finetune.trainable": ["*norm.weight"]},
@@ -159,6 +173,7 @@ FINETUNED = (
     "prefix",
     "llama-adapter",
     "llama-adapter-peft",
+    "dpo",
     "freeze-first",
     "freeze-last",
     "norms-only",
@@ -166,7 +181,7 @@ FINETUNED = (
     "class-head",
     "class-lora",
 )
-CURVES = ("qwen3", "tied", "unmasked", "layers8", "float32", "bfloat16", *FINETUNED)
+CURVES = ("ipo", "qwen3", "tied", "unmasked", "layers8", "float32", "bfloat16", *FINETUNED)
 """Words that are part of what is trained: a layout is compared with one process of the same ones."""
 
 SAMPLES = 24
@@ -510,6 +525,10 @@ FINETUNED_FAST = [
     "pp2 1F1B class-head",
     "replicate2 shard2 class-lora",
     "pp2 tp2 Interleaved1F1B classification",
+    "shard2 dpo AC-full accumulate3",
+    "tp2 dpo",
+    "cp2 dpo",
+    "pp2 tp2 1F1B dpo",
 ]
 """Layouts of fine-tuning that CI runs."""
 
@@ -528,7 +547,12 @@ FINETUNED_MORE = [
         "pp2 shard2 tp2 1F1B",
         "shard2 by-class never",
     )
-] + [f"{mesh} lora qwen3" for mesh in ("shard2", "tp2", "pp2 1F1B")]
+] + [
+    *(f"{mesh} lora qwen3" for mesh in ("shard2", "tp2", "pp2 1F1B")),
+    *(f"{mesh} dpo ipo" for mesh in ("cp2 tp2", "pp2 cp2 Interleaved1F1B", "shard2 cp2", "tp2 whole-logits")),
+    "cp2 dpo prefix",
+    "shard2 dpo llama-adapter",
+]
 
 SINCE_2_13 = torch.__version__ >= (2, 13)
 """Before, gloo cannot send to the own rank, as V-shaped pipelines do, compiled code has no backward in

@@ -4,11 +4,11 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.loss import chunked_loss, cross_entropy_sum
+from toolkit.loss import chunked_loss, token_losses
 
 
 def head(hidden, weight, labels):
-    return cross_entropy_sum(F.linear(hidden, weight), labels)
+    return token_losses(F.linear(hidden, weight), labels)
 
 
 def problem(tokens: int, dim: int = 8, vocab: int = 50, dtype: torch.dtype = torch.float64):
@@ -32,17 +32,17 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_sum_over_valid_tokens():
+def test_losses_of_valid_tokens():
     hidden, weight, labels = problem(20)
     logits = hidden @ weight.T
     expected = -sum(logits[t].log_softmax(-1)[labels[t]] for t in range(20) if labels[t] != -100)
-    torch.testing.assert_close(cross_entropy_sum(logits, labels), expected)
+    torch.testing.assert_close(token_losses(logits, labels).sum(), expected)
 
 
 @pytest.mark.parametrize("chunk", [0, 4, 100])
 def test_no_valid_token_gives_zero_loss_and_zero_gradients(chunk):
     hidden, weight, labels = problem(20)
-    loss = chunked_loss(head, hidden, weight, torch.full_like(labels, -100), chunk_tokens=chunk)
+    loss = chunked_loss(head, hidden, weight, torch.full_like(labels, -100), chunk_tokens=chunk).sum()
     loss.backward()
     assert loss == 0
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))
@@ -52,27 +52,28 @@ def test_no_valid_token_gives_zero_loss_and_zero_gradients(chunk):
 def test_precision_is_never_below_fp32_nor_below_the_inputs():
     hidden, weight, labels = problem(2000, dtype=torch.bfloat16)
     logits = (hidden @ weight.T).detach()
-    loss = cross_entropy_sum(logits, labels)
+    loss = token_losses(logits, labels)
     assert loss.dtype == torch.float32
     # bf16 has 8 bits: computed in it, the sum would be off by about 1e-2.
-    torch.testing.assert_close(loss.double(), cross_entropy_sum(logits.double(), labels), rtol=1e-6, atol=0)
-    assert cross_entropy_sum(logits.double(), labels).dtype == torch.float64
+    precise = token_losses(logits.double(), labels).sum()
+    torch.testing.assert_close(loss.double().sum(), precise, rtol=1e-6, atol=0)
+    assert token_losses(logits.double(), labels).dtype == torch.float64
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 19, 20, 21, 0])
 def test_chunks_of_any_size_give_the_same(chunk):
     hidden, weight, labels = problem(20)
     expected = head(hidden, weight, labels)
-    grads = torch.autograd.grad(expected, [hidden, weight])
+    grads = torch.autograd.grad(expected.sum(), [hidden, weight])
     loss = chunked_loss(head, hidden, weight, labels, chunk_tokens=chunk)
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(torch.autograd.grad(loss, [hidden, weight]), grads)
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), [hidden, weight]), grads)
 
 
 def test_only_the_logits_of_one_chunk_ever_exist():
     hidden, weight, labels = problem(64, dim=8, vocab=500)
     with Largest() as seen:
-        chunked_loss(head, hidden, weight, labels, chunk_tokens=16).backward()
+        chunked_loss(head, hidden, weight, labels, chunk_tokens=16).sum().backward()
     assert seen.elements == 16 * 500
 
 
@@ -92,7 +93,7 @@ def test_a_single_chunk_is_computed_once():
         return head(*args)
 
     hidden, weight, labels = problem(20)
-    chunked_loss(counted, hidden, weight, labels, chunk_tokens=20).backward()
+    chunked_loss(counted, hidden, weight, labels, chunk_tokens=20).sum().backward()
     assert len(calls) == 1
-    chunked_loss(counted, hidden, weight, labels, chunk_tokens=10).backward()
+    chunked_loss(counted, hidden, weight, labels, chunk_tokens=10).sum().backward()
     assert len(calls) == 1 + 2 * 2

@@ -132,8 +132,9 @@ def _losses_on_the_same_data(folder: str) -> tuple[float, float]:
     """Return validation's loss of one global batch, and that of the next training step on the same."""
     trainer: Trainer = small_trainer(_config(Path(folder, "same")))
     batches = [batch for batch, _ in zip(trainer.loader, range(trainer.batch.accumulation), strict=False)]
-    said = validate(trainer.model_parts, batches, device=trainer.device, limit=None)
-    return said, trainer.train_step(batches, learning_rate=1e-3).loss
+    found = validate(trainer.model_parts, batches, device=trainer.device, limit=None)
+    assert found is not None
+    return found["loss"], trainer.train_step(batches, learning_rate=1e-3).loss
 
 
 def _in_background(folder: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from toolkit.parallel.fsdp import mixed_precision
 from toolkit.parallel.init_weights import initialize
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.model_parts import ModelParts, SingleModel
+from toolkit.parallel.objective import Objective
 from toolkit.parallel.parallelize import parallelize
 
 if TYPE_CHECKING:
@@ -174,8 +175,9 @@ def _model_parts(
     param_dtype: torch.dtype,
     device: torch.device,
 ) -> ModelParts:
+    objective = _objective(config, mesh)
     if stages is None:
-        return SingleModel(models[0], mesh, shards, config.parallelism)
+        return SingleModel(models[0], mesh, shards, config.parallelism, objective)
     from toolkit.parallel.pipeline_parallel import Pipeline
 
     options = config.parallelism
@@ -184,6 +186,7 @@ def _model_parts(
         models,
         mesh,
         shards,
+        objective,
         stages_of_ranks=stages.of_ranks,
         schedule=options.pipeline_parallel_schedule,
         csv=Path(csv).expanduser() if csv else None,
@@ -191,6 +194,14 @@ def _model_parts(
         hidden_dtype=param_dtype,
         device=device,
     )
+
+
+def _objective(config: Config, mesh: Mesh) -> Objective:
+    if config.finetune.objective == "sft":
+        return Objective()
+    from toolkit.finetune.dpo import PreferenceObjective
+
+    return PreferenceObjective(config.finetune.dpo, mesh.cp.get_group() if mesh.cp else None)
 
 
 def load_hugging_face(

@@ -20,13 +20,11 @@ from torch.utils.checkpoint import checkpoint
 IGNORED_LABEL = -100
 
 
-def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """Sum over tokens of −log softmax(logits)[label], leaving out labels of −100.
-
-    A scalar of at least fp32 (fp64 stays fp64). With every label ignored it is 0, and so is its gradient.
-    """
+def token_losses(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """−log softmax(logits)[label] of each token, 0 of a label of −100: (T,), of at least fp32 (fp64 stays
+    fp64)."""
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")
+    return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="none")
 
 
 def chunked_loss(
@@ -37,34 +35,34 @@ def chunked_loss(
     *,
     chunk_tokens: int,
 ) -> Tensor:
-    """Sum of ``loss(hidden, weight, labels)`` over chunks of at most ``chunk_tokens`` tokens.
+    """``loss(hidden, weight, labels)`` of each token (T,), in chunks of at most ``chunk_tokens`` tokens.
 
     A single chunk (also ``chunk_tokens=0``) is computed directly, without the second forward.
     """
     if chunk_tokens <= 0 or len(labels_T) <= chunk_tokens:
         return loss(hidden_TD, weight_VD, labels_T)
     pieces = zip(hidden_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True)
-    sums = [
+    losses = [
         # Nothing in the head draws random numbers, and saving their state would wait for the device.
         checkpoint(loss, hidden, weight_VD, labels, use_reentrant=False, preserve_rng_state=False)
         for hidden, labels in pieces
     ]
-    return torch.stack(sums).sum()
+    return torch.cat(losses)
 
 
-def vocabulary_parallel_sum(
+def vocabulary_parallel_losses(
     logits_TV: Tensor, labels_T: Tensor, *, first: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """:func:`cross_entropy_sum` of logits of which each rank of ``group`` has a piece of the vocabulary.
+    """:func:`token_losses` of logits of which each rank of ``group`` has a piece of the vocabulary.
 
     This rank's begins at entry ``first``. The result is the same on every rank; of the gradient each
     gets that of its own logits. Three numbers a token are exchanged in place of V.
     """
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    return _VocabularyParallelSum.apply(logits_TV, labels_T, first, group)
+    return _VocabularyParallelLosses.apply(logits_TV, labels_T, first, group)
 
 
-class _VocabularyParallelSum(torch.autograd.Function):
+class _VocabularyParallelLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, first: int, group: Any) -> Tensor:
         greatest_T = _all_reduce(logits_TV.amax(-1), "max", group)
@@ -77,12 +75,12 @@ class _VocabularyParallelSum(torch.autograd.Function):
         exponents_TV = shifted_TV.exp_()
         sums_T, picked_T = _all_reduce(torch.stack([exponents_TV.sum(-1), picked_T]), "sum", group).unbind()
         ctx.save_for_backward(exponents_TV.div_(sums_T[:, None]), index_T1, mine_T, counted_T)
-        return ((sums_T.log() - picked_T) * counted_T).sum()
+        return (sums_T.log() - picked_T) * counted_T
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None]:
         softmax_TV, index_T1, mine_T, counted_T = ctx.saved_tensors
-        grad_T1 = (counted_T * grad)[:, None]
+        grad_T1 = (counted_T * grad_T)[:, None]
         grad_TV = softmax_TV * grad_T1
         return grad_TV.scatter_add_(1, index_T1, -grad_T1 * mine_T[:, None]), None, None, None
 

@@ -2,14 +2,15 @@
 
 The loss of a micro-batch is a *sum* over its tokens, divided by the number of valid tokens in the
 whole global batch (all ranks, all micro-batches), which one small all-reduce finds before the first
-backward. Gradients are then plain sums everywhere: however the batch is cut, they are the same.
+backward; or by that of whatever else the objective is a mean over. Gradients are then plain sums
+everywhere: however the batch is cut, they are the same.
 """
 
 from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -18,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.errors import TrainingError, first_few
-from toolkit.loss import IGNORED_LABEL
 from toolkit.optim.grad_clip import clip_, global_norm, nonfinite_parameters
 from toolkit.optim.optimizer_in_backward import StepInBackward
-from toolkit.parallel.model_parts import MicroBatch, ModelParts
+from toolkit.parallel.model_parts import ModelParts
+from toolkit.parallel.objective import MicroBatch, count_valid
 
 
 @dataclass
@@ -43,19 +44,15 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Results of a global batch: ``loss`` is the mean a token (nats), ``tokens`` how many labels counted,
-    ``stop`` whether any rank asked to stop after this step."""
+    """Results of a global batch: ``loss`` is the mean a token (nats), or the objective's, ``tokens`` how many
+    labels counted, ``stop`` whether any rank asked to stop after this step, ``reported`` what the objective
+    has beside the loss."""
 
     loss: float
     grad_norm: float
     tokens: int
     stop: bool
-
-
-def count_valid(batches: Iterable[MicroBatch]) -> Tensor:
-    """How many labels of these micro-batches count: an int64 scalar on their device."""
-    counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]  # type: ignore[union-attr]
-    return torch.stack(counts).sum()
+    reported: Mapping[str, float] = field(default_factory=dict)
 
 
 class TrainStep:
@@ -93,12 +90,13 @@ class TrainStep:
         assert self.early is None or len(batches) == 1, "the preflight refuses to accumulate here"
         model_parts = self.model_parts
         batches = [model_parts.prepare(batch, self.device) for batch in batches]
-        valid = count_valid(batches) * model_parts.is_loss_rank
-        counts = torch.stack([valid, torch.tensor(int(stop), device=self.device)])
+        own_counts = [count_valid(batches), model_parts.objective.count(batches)]
+        own_counts = [count * model_parts.is_loss_rank for count in own_counts]
+        counts = torch.stack([*own_counts, torch.tensor(int(stop), device=self.device)])
         dist.all_reduce(counts)
-        tokens, stops = counts.unbind()
+        tokens, items, stops = counts.unbind()
         # A batch without a single valid label has loss 0 and gradient 0, not 0/0.
-        scale = 1.0 / tokens.clamp(min=1).double()
+        scale = 1.0 / items.clamp(min=1).double()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         own = model_parts.backward(batches, scale)
@@ -111,15 +109,16 @@ class TrainStep:
             else global_norm(parameters, device=self.device)
         )
         # The only wait for the device in a step: an update with a broken gradient must not happen.
-        mean, grad_norm, count, stop_count = torch.stack(
-            [total * scale, norm, tokens.double(), stops.double()]
+        grad_norm, count, stop_count, mean, *others = torch.cat(
+            [torch.stack([norm, tokens.double(), stops.double()]), total * scale]
         ).tolist()
         if not (math.isfinite(mean) and math.isfinite(grad_norm)):
             self._refuse(mean, grad_norm, own, batches)
         clip_([*parameters, *(copy for _, copy in model_parts.tied_copies())], self.max_norm, grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return StepResult(mean, grad_norm, int(count), stop=stop_count > 0)
+        reported = dict(zip(model_parts.objective.names, others, strict=True))
+        return StepResult(mean, grad_norm, int(count), stop_count > 0, reported)
 
     def _refuse(self, loss: float, grad_norm: float, own: Tensor, batches: Sequence[MicroBatch]) -> NoReturn:
         if self.early:
@@ -135,7 +134,7 @@ class TrainStep:
 
             # After an update in backward, another forward pass would see other parameters.
             found = [] if self.early else origins(self.model_parts, batches)
-            own_loss = [] if own.isfinite() else [f"its part of the loss{self.model_parts.coordinates}"]
+            own_loss = [] if own[0].isfinite() else [f"its part of the loss{self.model_parts.coordinates}"]
             told = first_few([str(one) for one in found], 3) or _where(own_loss)
             told = told or "the sum of the ranks' losses"
             began = f"it began in {told}"

@@ -321,7 +321,7 @@ class Trainer:
         assert self.validation_loader is not None
         steps = self.config.validation.steps
         with speed.apart("validation"):
-            loss = validate(
+            found = validate(
                 self.model_parts,
                 self.validation_loader,
                 device=self.device,
@@ -333,12 +333,13 @@ class Trainer:
             classes = len(classifier.labels)
             scores = take_class_scores(self.model_parts, classes=classes, device=self.device)
         self.compile_clock()  # what validation compiles is in its own seconds already
-        if loss is None:
+        if found is None:
             return True
+        loss = found["loss"]
         best = self.train_state.best_validation
         if self.train_state.step and (best is None or loss < best):
             self.train_state.best_validation, self.train_state.best_step = loss, self.train_state.step
-        self._record({"validation_loss": loss} | scores)
+        self._record({f"validation_{name}": value for name, value in found.items()} | scores)
         return False
 
     # Reporting
@@ -380,6 +381,7 @@ class Trainer:
     def _log_step(self, result: StepResult, speed: SpeedMeter) -> None:
         values = {
             "loss": result.loss,
+            **result.reported,
             "grad_norm": result.grad_norm,
             "lr": self._rate(),
             "tokens": self.train_state.tokens,
@@ -406,6 +408,7 @@ class Trainer:
             else None,
             checkpoint=saved,
             trained=self._trained(),
+            of_tokens=self.config.finetune.objective == "sft",
         )
         self.log.say(text)
         if saved and not self.config.checkpoint.last_save_model_only:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit.parallel.model_parts import MicroBatch, ModelParts
-from toolkit.train_step import count_valid
+from toolkit.parallel.model_parts import ModelParts
+from toolkit.parallel.objective import MicroBatch
 
 
 @torch.no_grad()
@@ -21,15 +21,18 @@ def validate(
     device: torch.device,
     limit: int | None,
     stop: Callable[[], bool] = lambda: False,
-) -> float | None:
-    """Mean loss a token (nats) over all ranks' micro-batches, at most ``limit`` of them on each rank; None
-    where ``stop`` was true on some rank before the end.
+) -> dict[str, float] | None:
+    """The mean "loss" a token (nats), or the objective's with what else it reports, over all ranks'
+    micro-batches, at most ``limit`` of them on each rank; None where ``stop`` was true on some rank before
+    the end.
 
     Every rank must bring equally many micro-batches: sharded parameters are gathered in each.
     """
     for model in model_parts.models:
         model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    objective = model_parts.objective
+    names = ("loss", *objective.names)
+    sums = torch.zeros(1 + len(names), dtype=torch.float64, device=device)
     stops = torch.zeros((), device=device)
     for batch in islice(batches, limit):
         stops.fill_(stop())
@@ -37,13 +40,14 @@ def validate(
         if stops:
             break
         batch = model_parts.prepare(batch, device)
-        sums[0] += model_parts.loss(batch)
-        sums[1] += count_valid([batch]) * model_parts.is_loss_rank
+        sums[1:] += model_parts.loss(batch)
+        sums[0] += objective.count([batch]) * model_parts.is_loss_rank
     dist.all_reduce(sums)
     model_parts.end_evaluation()
     for model in model_parts.models:
         model.train()
-    return None if stops else (sums[0] / sums[1].clamp(min=1)).item()
+    means = (sums[1:] / sums[0].clamp(min=1)).tolist()
+    return None if stops else dict(zip(names, means, strict=True))
 
 
 def take_class_scores(model_parts: ModelParts, *, classes: int, device: torch.device) -> dict[str, float]:

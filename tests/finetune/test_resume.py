@@ -9,6 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers import run_world
+from tests.mesh_runs import write_pairs
+from tests.meshes import PAIR_TEMPLATE
 from tests.training import small_config, small_trainer
 from toolkit.checkpoint.manifest import read_manifest
 from toolkit.checkpoint.read_tensor import open_checkpoint
@@ -22,6 +24,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "prefix_tuning": {"adapter": "prefix_tuning"},
     "llama_adapter": {"adapter": "llama_adapter", "llama_adapter": {"adapter_layers": 1}},
     "freeze": {"freeze_first_layers": 1},
+    "dpo": {"adapter": "lora", "objective": "dpo"},
 }
 LAYOUTS: list[dict[str, int]] = [
     {},
@@ -33,11 +36,16 @@ EXACT = {"dtype": "float64", "mixed_precision_param": "float64", "mixed_precisio
 
 
 def configure(folder: Path, name: str, *, steps: int, layout: dict[str, int], **checkpoint: Any) -> Any:
+    pairs: dict[str, Any] = {}
+    if name == "dpo":
+        pairs = {"dataset_path": write_pairs(folder.parent / "pairs.jsonl", 40), "format": "preference"}
     return small_config(
         folder,
+        data={"chat_template": PAIR_TEMPLATE} if pairs else {},
         finetune=ADAPTERS[name],
         model={"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128},
-        training={"steps": steps, "seq_len": 32, "global_batch_size": 4, "local_batch_size": 2, **EXACT},
+        training={"steps": steps, "seq_len": 32, "global_batch_size": 4, "local_batch_size": 2, **EXACT}
+        | pairs,
         # torch's fused kernel computes what is left of a vector register in fp32.
         optimizer={"lr": 1e-2, "implementation": "foreach"},
         lr_scheduler={"warmup_steps": 0, "decay_type": "constant"},

@@ -33,7 +33,7 @@ from tests.parallel.sharded import (
     plain_gradients,
     sharded,
 )
-from toolkit.loss import cross_entropy_sum, vocabulary_parallel_sum
+from toolkit.loss import token_losses, vocabulary_parallel_losses
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.sharding import tensor_plan
 from toolkit.optim.grad_clip import global_norm
@@ -84,10 +84,10 @@ def _loss(labels: str, dtype: torch.dtype, scale: float) -> tuple[float, float]:
     targets = torch.randint(50, (20,), generator=generator)
     targets[{"some": slice(0, None, 3), "all": slice(None), "none": slice(0)}[labels]] = -100
     whole = logits.double().clone().requires_grad_()
-    expected = cross_entropy_sum(whole, targets)
+    expected = token_losses(whole, targets).sum()
     (expected * 0.7).backward()
     part = logits.chunk(TP, 1)[rank].clone().requires_grad_()
-    found = vocabulary_parallel_sum(part, targets, first=rank * 25, group=group)
+    found = vocabulary_parallel_losses(part, targets, first=rank * 25, group=group).sum()
     (found * 0.7).backward()
     assert part.grad is not None and whole.grad is not None
     assert found.dtype == torch.promote_types(dtype, torch.float32) and part.grad.dtype == dtype
@@ -200,7 +200,7 @@ def _saved_by_loss() -> int:
     logits = torch.randn(20, 25, requires_grad=True)
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        vocabulary_parallel_sum(logits, torch.arange(20), first=0, group=group)
+        vocabulary_parallel_losses(logits, torch.arange(20), first=0, group=group)
     return sum(numel for numel in kept if numel >= logits.numel())
 
 

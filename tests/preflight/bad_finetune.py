@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tests.preflight.bad_runs import Bad, bad
+from tests.preflight.bad_runs import Bad, bad, write
 
 
 def _peft(folder: Path, *, r: int, rank: int | None = None) -> None:
@@ -28,6 +28,10 @@ def _peft(folder: Path, *, r: int, rank: int | None = None) -> None:
 
 LORA, PREFIX = "finetune.adapter=lora", "finetune.adapter=prefix_tuning"
 EXPORT = "checkpoint.last_save_in_hf checkpoint.enable"
+FILE = "training.dataset_path=a.jsonl data.chat_template=llama3"
+PAIRS = f"training.format=preference {FILE}"
+DPO = f"finetune.objective=dpo {LORA}"
+_PAIR = write("a.jsonl", json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}))
 CASES: list[Bad] = [
     bad("lora_has_targets", f"finetune.lora.target_modules=qproj {LORA}", "none of the linear", "q_proj"),
     bad("lora_rank_is_low", f"finetune.lora.rank=300 {LORA}", "is 256", "at most 256"),
@@ -91,5 +95,36 @@ CASES: list[Bad] = [
         f"finetune.adapter_path=peft checkpoint.enable {LORA} finetune.lora.rank=2",
         "finetune.lora.target_modules = ['layers.0.attention.wq']",
         prepare=lambda folder: _peft(folder, r=2),
+    ),
+    bad(
+        "dpo_has_a_reference",
+        f"finetune.objective=dpo {PAIRS}",
+        "the model without its adapter",
+        "lora",
+        prepare=_PAIR,
+    ),
+    bad(
+        "dpo_has_a_reference",
+        f"finetune.trainable=*norm.weight {DPO} {PAIRS}",
+        "it would not be the reference",
+        prepare=_PAIR,
+    ),
+    bad(
+        "dpo_has_a_reference",
+        f"finetune.adapter_path=peft checkpoint.enable {DPO} {PAIRS}",
+        "no part of the reference",
+        "merge",
+        also="adapter_path_fits",
+        prepare=_PAIR,
+    ),
+    bad("dpo_reads_pairs", DPO, "rows with two answers", "preference", key="data.format"),
+    bad("dpo_reads_pairs", f"data.document_mask=false {DPO} {PAIRS}", "must not see", prepare=_PAIR),
+    bad("dpo_reads_pairs", f"data.train_on=all {DPO} {PAIRS}", "in common", prepare=_PAIR),
+    bad(
+        "pairs_are_compared",
+        f"finetune.objective=sft {PAIRS}",
+        "both would be learnt",
+        '"dpo"',
+        prepare=_PAIR,
     ),
 ]

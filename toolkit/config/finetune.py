@@ -80,6 +80,20 @@ class Classification(Table):
         return tuple(self.label_names) or tuple(f"LABEL_{index}" for index in range(self.num_labels))
 
 
+class DPO(Table):
+    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290)."""
+
+    beta: PositiveFloat = 0.1
+    """How closely the model is kept to the reference: the larger, the closer."""
+    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    """Loss of a pair, by trl's names: sigmoid, DPO's own; hinge (SLiC); ipo (Azar et al. 2023,
+    arXiv:2310.12036), of means over the tokens of an answer."""
+    label_smoothing: Annotated[
+        float, Interval(ge=0, le=0.5), ActsWith("finetune.dpo.loss_type", ("sigmoid",), refused=True)
+    ] = 0.0
+    """The part of the pairs whose order is taken to be wrong (conservative DPO)."""
+
+
 class Finetune(Table):
     """The part of a model that is trained: all of it, unless a key says otherwise."""
 
@@ -90,6 +104,9 @@ class Finetune(Table):
     merge_on_export: Annotated[bool, _WITH_ADAPTER] = False
     """Merge a LoRA into the model that checkpoint.last_save_in_hf and hf_export_interval write, in place of
     writing a folder of PEFT's."""
+    objective: Literal["sft", "dpo"] = "sft"
+    """sft: the next token; dpo: that chosen answers become more probable than rejected ones, as seen from the
+    model without its adapter, on data of the format preference."""
     trainable: list[str] = []
     """Patterns of names of parameters to train, such as *norm.weight or tok_embeddings.*; empty is all."""
     frozen: list[str] = []
@@ -102,6 +119,8 @@ class Finetune(Table):
     prefix_tuning: Annotated[PrefixTuning, ActsWith("finetune.adapter", ("prefix_tuning",))] = PrefixTuning()
     llama_adapter: Annotated[LlamaAdapter, ActsWith("finetune.adapter", ("llama_adapter",))] = LlamaAdapter()
     classification: Classification = Classification()
+
+    dpo: Annotated[DPO, ActsWith("finetune.objective", ("dpo",))] = DPO()
 
     @property
     def adds(self) -> bool:

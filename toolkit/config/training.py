@@ -28,7 +28,7 @@ from toolkit.config.types import (
     Table,
 )
 
-ConversationFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion"]
+ConversationFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "preference"]
 
 
 class Model(Table):
@@ -262,7 +262,7 @@ class Data(Table):
     format: Literal["text"] | ConversationFormat = "text"
     """Form of a file's rows: a text, or a conversation as messages (role and content, as OpenAI's),
     sharegpt (from and value), alpaca (instruction, input, output) or prompt_completion (two texts or lists
-    of messages)."""
+    of messages); or two answers to a prompt, preference (prompt, chosen, rejected)."""
     columns: dict[str, str] = {}
     """Other names for the columns of a conversation's format and the keys of its messages, such as
     {conversations = "dialog", from = "speaker"}."""

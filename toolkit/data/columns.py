@@ -26,7 +26,7 @@ def is_json(path: Path) -> bool:
     return path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
 
 
-CLASSIFICATION = "classification"
+CLASSIFICATION, PREFERENCE = "classification", "preference"
 """The format of rows of a text and its class."""
 
 

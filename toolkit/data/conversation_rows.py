@@ -5,7 +5,7 @@ takes more places than a row has is cut. Packed, conversations are put into rows
 (Johnson, "Near-optimal bin packing algorithms", 1973): the longest first, each into the row in which it
 leaves the least room. Which share a row is a function of the lengths alone; rows are numbered by the first
 conversation in them, and hold theirs in the order of the files. Padded, each conversation has a row of its
-own.
+own. A pair, the chosen and the rejected answer, is kept together, in this order.
 
 With a document mask each conversation is a document with positions of its own, so that it has the logits
 that it would have alone.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.data.chat.empty_masks import LEARNT, without_loss
+from toolkit.data.chat.empty_masks import LEARNT, places, together, without_loss
 from toolkit.data.packing import Rows, Sample
 from toolkit.data.token_files import TokenCache
 from toolkit.loss import IGNORED_LABEL
@@ -32,13 +32,16 @@ class ConversationRows(Rows):
         super().__init__(corpus.tokens, corpus.offsets, seq_len, document_mask=document_mask, pad_id=pad_id)
         assert corpus.mask is not None
         self.mask = corpus.mask
-        kept = np.flatnonzero(~without_loss(corpus, seq_len))
-        places = np.minimum(np.diff(corpus.offsets)[kept] - 1, seq_len)
-        rows = best_fit(places, seq_len) if packing else np.arange(len(kept))
+        n = together(corpus)
+        fitting = places(corpus, seq_len).reshape(-1, n)
+        kept = np.flatnonzero(~without_loss(corpus, seq_len).reshape(-1, n).any(axis=1))
+        rows = best_fit(fitting[kept].sum(axis=1), seq_len) if packing else np.arange(len(kept))
         order = np.argsort(rows, kind="stable")
-        self.conversations = kept[order]
+        self.conversations = (kept[order][:, None] * n + np.arange(n)).ravel()
         """The conversations that are trained on, row by row."""
-        self.starts = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
+        self.places = fitting[kept[order]].ravel()
+        """The places that each of these takes."""
+        self.starts = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2)) * n
         """(rows + 1,) where each row begins in these."""
 
     def __len__(self) -> int:
@@ -47,9 +50,9 @@ class ConversationRows(Rows):
     def sample(self, k: int) -> Sample:
         """Row ``k``."""
         row, place = self.blank(), 0
-        for number, index in enumerate(self.conversations[self.starts[k] : self.starts[k + 1]]):
-            begin, end = int(self.offsets[index]), int(self.offsets[index + 1])
-            n = min(end - begin - 1, self.seq_len)
+        there = slice(self.starts[k], self.starts[k + 1])
+        for number, (index, n) in enumerate(zip(self.conversations[there], self.places[there], strict=True)):
+            begin = int(self.offsets[index])
             here = slice(place, place + n)
             row["tokens"][here] = self.tokens[begin : begin + n]
             labels = self.tokens[begin + 1 : begin + 1 + n].astype(np.int64)
@@ -121,16 +124,20 @@ class Statistics:
     places: int
     filled: int
     learnt: int
+    pairs: int = 0
+    alike: int = 0
 
     def __str__(self) -> str:
         lengths = self.lengths
         low, middle, high, most = np.percentile(lengths, [0, 50, 95, 100])
         padding, learnt = 1 - self.filled / self.places, self.learnt / self.filled
         dropped = f", {self.dropped:,} dropped without a token to learn" if self.dropped else ""
+        alike = f", {self.alike:,} with two equal answers, which teach nothing" if self.alike else ""
+        pairs = f"; {self.pairs:,} pairs{alike}" if self.pairs else ""
         cut = f"{self.cut:,} cut, {self.tokens_cut:,} tokens lost" if self.cut else "none cut"
         return "\n".join(
             [
-                f"{len(lengths):,} conversations{dropped}; {cut}",
+                f"{len(lengths):,} conversations{dropped}; {cut}{pairs}",
                 f"  tokens of one: {low:,.0f} to {most:,.0f}, mean {lengths.mean():,.1f}, "
                 f"median {middle:,.0f}, 95% within {high:,.0f}",
                 f"  {self.rows:,} rows of {self.places // self.rows:,}: {padding:.2%} padding; "
@@ -142,10 +149,10 @@ class Statistics:
 def statistics(corpus: TokenCache, rows: ConversationRows) -> Statistics:
     """Count what a start tells of a corpus of conversations."""
     assert corpus.conversations is not None and corpus.mask is not None
-    lengths, kept, n = np.diff(corpus.offsets), rows.conversations, rows.seq_len
-    lost = np.maximum(0, lengths[kept] - 1 - n)
+    lengths, kept = np.diff(corpus.offsets), rows.conversations
+    lost = lengths[kept] - 1 - rows.places
     learnt = int(corpus.conversations[kept, LEARNT].sum())
-    for index in kept[lost > 0]:
+    for index, n in zip(kept[lost > 0], rows.places[lost > 0], strict=True):
         learnt -= int(corpus.mask[corpus.offsets[index] + n + 1 : corpus.offsets[index + 1]].sum())
     return Statistics(
         lengths=lengths,
@@ -153,7 +160,21 @@ def statistics(corpus: TokenCache, rows: ConversationRows) -> Statistics:
         cut=int((lost > 0).sum()),
         tokens_cut=int(lost.sum()),
         rows=len(rows),
-        places=len(rows) * n,
+        places=len(rows) * rows.seq_len,
         filled=int((lengths[kept] - 1 - lost).sum()),
         learnt=learnt,
+        pairs=len(kept) // 2 if corpus.paired else 0,
+        alike=_alike(corpus, kept) if corpus.paired else 0,
+    )
+
+
+def _alike(corpus: TokenCache, kept: np.ndarray) -> int:
+    """Pairs of which both answers are the same."""
+    chosen = kept[::2]
+    lengths = np.diff(corpus.offsets)
+    begins = corpus.offsets[chosen[lengths[chosen] == lengths[chosen + 1]]]
+    ends = corpus.offsets[np.searchsorted(corpus.offsets, begins, side="right")]
+    return sum(
+        np.array_equal(corpus.tokens[begin:end], corpus.tokens[end : 2 * end - begin])
+        for begin, end in zip(begins, ends, strict=True)
     )

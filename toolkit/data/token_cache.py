@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from toolkit.data.columns import CLASSIFICATION
+from toolkit.data.columns import CLASSIFICATION, PREFERENCE
 from toolkit.data.content_hash import content_hashes, locked, say, stamps, too_large, unread
 from toolkit.data.sources import Corpus, kind
 from toolkit.data.token_files import TokenCache, open_cache
@@ -265,7 +265,8 @@ def _about(source: Corpus) -> dict[str, Any]:
     about: dict[str, Any] = {"corpus": source.name}
     if source.shape is None or source.shape.format == CLASSIFICATION:
         return about
-    return about | {"files": [str(path) for path in source.files]}
+    files = [str(path) for path in source.files]
+    return about | {"files": files, "paired": source.shape.format == PREFERENCE}
 
 
 def _write(

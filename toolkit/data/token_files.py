@@ -24,8 +24,8 @@ class TokenCache:
     Every id is below ``n_words``. ``fingerprint`` names the content, whatever the place. Of conversations
     there are also ``mask`` (n_tokens,) uint8, 1 where a token is learnt, ``conversations`` (n_documents, 4)
     int64 as :mod:`toolkit.data.chat.empty_masks` has it, and ``files``, the names that they had when they
-    were tokenised. Of texts with a class there are ``labels`` (n_documents,) int32. Pickles as its
-    folder's name.
+    were tokenised; where they are ``paired``, each with an even number is chosen over the one behind it. Of
+    texts with a class there are ``labels`` (n_documents,) int32. Pickles as its folder's name.
     """
 
     folder: Path
@@ -39,6 +39,7 @@ class TokenCache:
     conversations: np.ndarray | None = field(default=None, repr=False)
     files: tuple[str, ...] = ()
     labels: np.ndarray | None = field(default=None, repr=False)
+    paired: bool = False
 
     def __reduce__(self) -> tuple:
         return open_cache, (self.folder,)
@@ -103,4 +104,5 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
         mask=np.asarray(np.memmap(folder / "mask.bin", np.uint8, "r")),
         conversations=np.asarray(np.memmap(folder / "conversations.bin", np.int64, "r")).reshape(-1, 4),
         files=tuple(files),
+        paired=bool(meta.values.get("paired")),
     )

@@ -28,6 +28,7 @@ class GatedPrompt(nn.Module):
 
     def __init__(self, args: ModelArgs, options: LlamaAdapter):
         super().__init__()
+        self.enabled = True
         self.by_head = options.gate == "head"
         self.prompt = nn.Parameter(torch.empty(options.adapter_len, args.dim))
         self.gate = nn.Parameter(torch.empty(args.n_heads if self.by_head else 1))
@@ -37,6 +38,8 @@ class GatedPrompt(nn.Module):
     def forward(
         self, attention: Attention, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask
     ) -> Tensor:
+        if not self.enabled:
+            return attention.backend(q_BSHE, k_BSKE, v_BSKE, mask)
         keys_PKE = attention.wk(self.prompt).unflatten(-1, (-1, attention.head_dim))
         values_PKE = attention.wv(self.prompt).unflatten(-1, (-1, attention.head_dim))
         if attention.k_norm is not None:

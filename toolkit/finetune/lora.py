@@ -45,11 +45,14 @@ class LoRALinear(nn.Linear):
         self.magnitude = new(self.out_features) if options.use_dora else None
         self.scale = options.scale
         self.dropout = options.dropout
+        self.enabled = True
         # Adds up over the ranks that have a part of each row.
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda squares: squares
 
     def forward(self, x: Tensor) -> Tensor:
         result = linear(x, self.weight, self.bias)
+        if not self.enabled:
+            return result
         dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
         update = F.linear(F.linear(dropped, self.lora_a), self.lora_b) * self.scale
         if self.magnitude is None:

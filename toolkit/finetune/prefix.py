@@ -27,6 +27,7 @@ class Prefix(nn.Module):
 
     def __init__(self, args: ModelArgs, options: PrefixTuning):
         super().__init__()
+        self.enabled = True
         shape = (args.n_kv_heads, options.num_virtual_tokens, args.head_dim)
         self.keys = nn.Parameter(torch.empty(shape))
         self.values = nn.Parameter(torch.empty(shape))
@@ -34,6 +35,8 @@ class Prefix(nn.Module):
     def forward(
         self, attention: Attention, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask
     ) -> Tensor:
+        if not self.enabled:
+            return attention.backend(q_BSHE, k_BSKE, v_BSKE, mask)
         prefix = self.keys.transpose(0, 1), self.values.transpose(0, 1)
         backend: Any = attention.backend
         return backend(q_BSHE, k_BSKE, v_BSKE, mask, prefix=prefix)

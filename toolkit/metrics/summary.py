@@ -24,10 +24,12 @@ def summary(
     tensorboard: Path | None,
     checkpoint: Path | None,
     trained: str = "",
+    of_tokens: bool = True,
 ) -> str:
     """A line for each result of the records that were logged, in order.
 
     ``trained`` tells which part of the model was trained, for a fine-tuning run, whose memory is told too.
+    The loss is a mean ``of_tokens``, and so has a perplexity, or not.
     """
     losses = [record["loss"] for record in history if "loss" in record]
     validation = {it["step"]: it["validation_loss"] for it in history if "validation_loss" in it}
@@ -38,7 +40,7 @@ def summary(
             f"  training loss    {losses[0]:.3f} → {mean(end):.3f} (mean of the last {len(end)} logged)"
         )
     if validation:
-        lines.append(f"  validation loss  {_change(validation)}")
+        lines.append(f"  validation loss  {_change(validation, of_tokens)}")
     scores = [record for record in history if "validation_accuracy" in record]
     if scores:
         accuracy, f1 = scores[-1]["validation_accuracy"], scores[-1]["validation_f1"]
@@ -56,12 +58,13 @@ def summary(
     return "\n".join(lines)
 
 
-def _change(losses: Mapping[int, float]) -> str:
+def _change(losses: Mapping[int, float], of_tokens: bool) -> str:
     """The last of ``losses`` by step; beside it that from before the first step, and the lowest."""
     final = [*losses.values()][-1]
     if 0 not in losses:
         return f"{final:.3f}"
     best = min((step for step in losses if step), key=lambda step: losses[step], default=0)
-    before, after = math.exp(losses[0]), math.exp(final)
-    text = f"{losses[0]:.3f} → {final:.3f} (perplexity {before:.2f} → {after:.2f})"
+    text = f"{losses[0]:.3f} → {final:.3f}"
+    if of_tokens:
+        text += f" (perplexity {math.exp(losses[0]):.2f} → {math.exp(final):.2f})"
     return text if losses[best] == final else f"{text}, lowest {losses[best]:.3f} at step {best}"

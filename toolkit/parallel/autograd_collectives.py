@@ -33,8 +33,19 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks, on each of them; without gradients."""
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
+    """The sum over ranks, on each of them. All make the same of it: the gradient of the sum, which each has
+    whole, is that of its own part."""
+    return _AllReduce.apply(x, group)
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class _Gather(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """The parts of the model that this rank has, and how a batch goes through them.
 
 One model, or under pipeline parallelism some of its stages (:mod:`toolkit.parallel.pipeline_parallel`).
-Losses are sums over tokens, of which each rank returns a share: over the world they add up to the batch's.
+Losses are sums, of which each rank returns a share: over the world they add up to the batch's.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from toolkit.distributed.dtensor import clean_name
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.fsdp import begin_micro_batch
 from toolkit.parallel.mesh import Mesh
+from toolkit.parallel.objective import MicroBatch, Objective
 
 if TYPE_CHECKING:  # read only by runs that split sequences
     from toolkit.parallel.context_parallel import SequenceShards
-
-MicroBatch = dict[str, Tensor | None]
-"""``tokens``, ``labels`` (B, S); ``positions`` and ``documents`` (B, S), or None."""
 
 
 class ModelParts(ABC):
@@ -32,11 +30,15 @@ class ModelParts(ABC):
 
     Attributes:
         models: the stages, in order.
+        objective: what is made of the last stage's output.
         is_loss_rank: this rank's labels count, and not the same ones of another rank of its pp and tp groups.
     """
 
-    def __init__(self, models: Sequence[Decoder], mesh: Mesh, shards: SequenceShards | None):
+    def __init__(
+        self, models: Sequence[Decoder], mesh: Mesh, shards: SequenceShards | None, objective: Objective
+    ):
         self.models = models
+        self.objective = objective
         self.is_loss_rank = mesh.is_loss_rank
         self.dp_rank, self.coordinates = mesh.dp_rank, mesh.coordinates
         self.shards = shards
@@ -62,26 +64,27 @@ class ModelParts(ABC):
             name: None if value is None else value.to(device, non_blocking=True)
             for name, value in batch.items()
         }
+        batch = self.objective.prepare(batch)
         if self.shards is None:
             return batch
         tokens = batch["tokens"]
         assert tokens is not None
         if batch["positions"] is None:
             batch["positions"] = torch.arange(tokens.shape[1], device=device)[None]
-        cut = {name: batch[name] for name in ("tokens", "labels", "positions")}
+        cut = {name: batch[name] for name in ("tokens", "labels", "positions", *self.objective.token_fields)}
         return batch | {name: None if x is None else self.shards.cut(x) for name, x in cut.items()}
 
     @abstractmethod
     def backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         """Forward and backward of a step's prepared micro-batches, the loss times ``scale``.
 
-        Gradients are summed over all ranks. Returns this rank's share of the summed loss without
-        ``scale``, an fp64 scalar.
+        Gradients are summed over all ranks. Returns this rank's share of the objective's sums
+        without ``scale``, (1 + names,) fp64, the loss first.
         """
 
     @abstractmethod
     def loss(self, batch: MicroBatch) -> Tensor:
-        """This rank's share of the summed loss of a prepared batch, for use without gradients."""
+        """This rank's share of the objective's sums of a prepared batch, for use without gradients."""
 
     def end_evaluation(self) -> None:
         """Free what :meth:`loss` has gathered: units that wait for their backward would stay gathered, full
@@ -95,22 +98,33 @@ class ModelParts(ABC):
 class SingleModel(ModelParts):
     """The whole model on this rank; micro-batches one after the other."""
 
-    def __init__(self, model: Decoder, mesh: Mesh, shards: SequenceShards | None, parallelism: Parallelism):
-        super().__init__([model], mesh, shards)
+    def __init__(
+        self,
+        model: Decoder,
+        mesh: Mesh,
+        shards: SequenceShards | None,
+        parallelism: Parallelism,
+        objective: Objective,
+    ):
+        super().__init__([model], mesh, shards, objective)
         self.model = model
         self.parallelism = parallelism
 
     def backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=scale.device)
+        total = torch.zeros(1 + len(self.objective.names), dtype=torch.float64, device=scale.device)
         for index, batch in enumerate(batches):
             begin_micro_batch(self.model, self.parallelism, last=index == len(batches) - 1)
-            loss = self._forward(batch)
+            loss, sums = self._objective(batch)
             (loss * scale.to(loss.dtype)).backward()
-            total += loss.detach()
+            total += sums
         return total * self.is_loss_rank  # ranks of a tp group have the same loss
 
     def loss(self, batch: MicroBatch) -> Tensor:
-        return self._forward(batch) * self.is_loss_rank
+        return self._objective(batch)[1] * self.is_loss_rank
+
+    def _objective(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        batch = self.objective.with_reference(batch, self.models, self._forward)
+        return self.objective(self._forward(batch), batch)
 
     def _forward(self, batch: MicroBatch) -> Tensor:
         return self.model(

@@ -3,7 +3,8 @@
 All micro-batches of a step, accumulated ones included, go through one run of the schedule, since each run
 reduces gradients once at its end. Stages have static shapes: the first takes tokens (b, S), the others
 hidden states (b, S, D), of which tensor parallelism holds a piece of S; the last returns its micro-batch's
-summed loss. Every stage gets positions, documents and labels, which all ranks of a pipeline have read.
+loss, of which the objective makes what is minimised. Every stage gets positions, documents and labels,
+which all ranks of a pipeline have read.
 
 A tied head lies on another stage than the embedding: it is a copy with the same initial weights, and the
 gradients of both are added, so that both take the same updates. Which of the two ranks adds which to which
@@ -31,7 +32,8 @@ from toolkit.errors import ConfigError, Problem
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.context_parallel import SequenceShards
 from toolkit.parallel.mesh import Mesh
-from toolkit.parallel.model_parts import MicroBatch, ModelParts
+from toolkit.parallel.model_parts import ModelParts
+from toolkit.parallel.objective import MicroBatch, Objective
 
 TIED = "tok_embeddings.weight"
 
@@ -65,6 +67,7 @@ class Pipeline(ModelParts):
         models: Sequence[Decoder],
         mesh: Mesh,
         shards: SequenceShards | None,
+        objective: Objective,
         *,
         stages_of_ranks: Sequence[Sequence[int]],
         schedule: str,
@@ -73,7 +76,7 @@ class Pipeline(ModelParts):
         hidden_dtype: torch.dtype,
         device: torch.device,
     ):
-        super().__init__(models, mesh, shards)
+        super().__init__(models, mesh, shards, objective)
         assert mesh.pp is not None
         self.group = mesh.pp.get_group()
         self.device = device
@@ -89,7 +92,8 @@ class Pipeline(ModelParts):
         self.is_loss_rank = self.last in self.stages and (mesh.tp is None or mesh.tp.get_local_rank() == 0)
         self.schedule: Any = None  # made at the first step, which knows its shapes
         self._scale = torch.ones((), dtype=torch.float64, device=device)
-        self._total = torch.zeros((), dtype=torch.float64, device=device)
+        self._total = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=device)
+        self._fields: MicroBatch = {}
 
     # What this rank has
 
@@ -130,7 +134,10 @@ class Pipeline(ModelParts):
     # A step
 
     def backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+        pieces = [piece for batch in batches for piece in self._pieces(batch)]
+        batches = [self.objective.with_reference(piece, self.models, self._forward) for piece in pieces]
         tokens, positions, documents, labels = self._inputs(batches)
+        self._fields = {name: _joined(batches, name) for name in self.objective.fields}
         if self.schedule is None:
             self.schedule = self.new_schedule(len(tokens) // self.micro_batch, tokens.shape[1])
         self._scale = scale
@@ -138,7 +145,7 @@ class Pipeline(ModelParts):
         extra = {"positions": positions, "documents": documents, "labels": labels}
         self.schedule.step(
             *([tokens] if 0 in self.stages else []),
-            target=labels if self.last in self.stages else None,
+            target=torch.arange(len(tokens)) if self.last in self.stages else None,
             return_outputs=False,
             **{name: x for name, x in extra.items() if x is not None},
         )
@@ -147,25 +154,33 @@ class Pipeline(ModelParts):
 
     def _inputs(self, batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """All rows of the step's micro-batches, as the schedule cuts them again."""
-
-        def joined(name: str) -> Tensor | None:
-            parts = [batch[name] for batch in batches]
-            return torch.cat(parts) if parts[0] is not None else None  # type: ignore[arg-type]
-
-        tokens, labels, positions = joined("tokens"), joined("labels"), joined("positions")
+        tokens, labels, positions = (_joined(batches, name) for name in ("tokens", "labels", "positions"))
         assert tokens is not None and labels is not None
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         if len(positions) < len(tokens):  # one row for all of each micro-batch
             positions = positions[:1].expand_as(tokens)
-        return tokens, positions, joined("documents"), labels
+        return tokens, positions, _joined(batches, "documents"), labels
+
+    def _pieces(self, batch: MicroBatch) -> list[MicroBatch]:
+        """The rows of ``batch`` as the micro-batches of the schedule."""
+        tokens = batch["tokens"]
+        assert tokens is not None
+        parts = {
+            name: x.split(self.micro_batch)
+            for name, x in batch.items()
+            if x is not None and len(x) == len(tokens)
+        }
+        return [batch | dict(zip(parts, piece, strict=True)) for piece in zip(*parts.values(), strict=True)]
 
     def new_schedule(self, count: int, length: int) -> Any:
         """The schedule of ``count`` micro-batches of ``length`` tokens on this rank."""
         tokens = torch.empty(self.micro_batch, length, dtype=torch.int64, device="meta")
         hidden = self._hidden(self.micro_batch, length, "meta").requires_grad_()
         loss_dtype = torch.promote_types(self.hidden_dtype, torch.float32)
-        loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
+        head = self.stages[self.last].output if self.last in self.stages else None
+        shape = (self.micro_batch * length,) if head is not None and head.reduction == "none" else ()
+        loss = torch.empty(shape, dtype=loss_dtype, device="meta", requires_grad=True)
         stages = [
             PipelineStage(
                 model,
@@ -206,8 +221,10 @@ class Pipeline(ModelParts):
         key = "parallelism.pipeline_parallel_schedule_csv"
         raise ConfigError(Problem(fault, fix, key, str(csv)))
 
-    def _scaled(self, loss: Tensor, labels: Tensor) -> Tensor:
-        self._total += loss.detach()
+    def _scaled(self, output: Tensor, rows: Tensor) -> Tensor:
+        """The loss of the rows that a micro-batch has of those of the step."""
+        loss, sums = self.objective(output, {name: _rows(x, rows) for name, x in self._fields.items()})
+        self._total += sums
         return loss * self._scale.to(loss.dtype)
 
     def _add_tied_gradients(self) -> None:
@@ -239,19 +256,34 @@ class Pipeline(ModelParts):
     # Without gradients
 
     def loss(self, batch: MicroBatch) -> Tensor:
-        """The rows of ``batch`` through all stages in turn, at whatever shape they have."""
+        batch = self.objective.with_reference(batch, self.models, self._forward)
+        output = self._forward(batch)
+        if output is None:
+            return torch.zeros_like(self._total)
+        return self.objective(output, batch)[1] * self.is_loss_rank
+
+    def _forward(self, batch: MicroBatch) -> Tensor | None:
+        """The rows of ``batch`` through all stages in turn, at whatever shape they have; what the last gives,
+        where it is."""
         tokens, positions, documents, labels = self._inputs([batch])
-        hidden, share = tokens, torch.zeros((), dtype=torch.float64, device=self.device)
+        hidden = tokens
         for index, model in self.stages.items():
             if index and self.owner[index - 1] != self.rank:
                 hidden = self._hidden(len(tokens), tokens.shape[1], self.device)
                 dist.recv(hidden, group=self.group, group_src=self.owner[index - 1])
             hidden = model(hidden, positions=positions, documents=documents, labels=labels)
-            if index == self.last:
-                share = hidden * self.is_loss_rank
-            elif self.owner[index + 1] != self.rank:
+            if index != self.last and self.owner[index + 1] != self.rank:
                 dist.send(hidden, group=self.group, group_dst=self.owner[index + 1])
-        return share
+        return hidden if self.last in self.stages else None
 
     def _hidden(self, rows: int, length: int, device: torch.device | str) -> Tensor:
         return torch.empty(rows, length // self.tp, self.args.dim, dtype=self.hidden_dtype, device=device)
+
+
+def _joined(batches: Sequence[MicroBatch], name: str) -> Tensor | None:
+    parts = [batch[name] for batch in batches]
+    return torch.cat(parts) if parts[0] is not None else None  # type: ignore[arg-type]
+
+
+def _rows(x: Tensor | None, rows: Tensor) -> Tensor | None:
+    return None if x is None else x[rows.to(x.device)]

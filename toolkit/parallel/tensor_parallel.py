@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from toolkit.loss import cross_entropy_sum, vocabulary_parallel_sum
+from toolkit.loss import token_losses, vocabulary_parallel_losses
 from toolkit.parallel.autograd_collectives import all_reduce, gather, reduce_scatter
 
 SEQUENCE = 1
@@ -212,11 +212,11 @@ def _head(module: Any, mesh: DeviceMesh, between: Between, *, gathered: bool = F
 
 def _split_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, rank: int, group: Any) -> Tensor:
     logits_TV = F.linear(h_TD, weight_VD)
-    return vocabulary_parallel_sum(logits_TV, labels_T, first=rank * len(weight_VD), group=group)
+    return vocabulary_parallel_losses(logits_TV, labels_T, first=rank * len(weight_VD), group=group)
 
 
 def _gathered_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, group: Any) -> Tensor:
-    return cross_entropy_sum(_all_logits(h_TD, weight_VD, group=group), labels_T)
+    return token_losses(_all_logits(h_TD, weight_VD, group=group), labels_T)
 
 
 def _all_logits(h: Tensor, weight_VD: Tensor, *, group: dist.ProcessGroup) -> Tensor:

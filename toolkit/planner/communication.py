@@ -4,8 +4,9 @@ An exchange is a collective, or a transfer, of one kind in one group: the bytes 
 over a step. A whole tensor is what all ranks have together after an all-gather and before a reduce-scatter;
 what each has in an all-reduce; what one hands on in a transfer. Validation is no part of a step.
 
-A micro-batch goes through a stage in passes: forward "F", backward "B", or its halves for inputs "I" and for
-weights "W"; a schedule may gather and free a stage between them ("UNSHARD", "RESHARD").
+A micro-batch goes through a stage in passes: forward "F", that of a reference "R", backward "B", or its
+halves for inputs "I" and for weights "W"; a schedule may gather and free a stage between them ("UNSHARD",
+"RESHARD").
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.pipeline_parallel import TIED, Pipeline
 
 WORLD = "world"
-_SCALARS = 2 * 8 + 8 + 8  # tokens and who wants to stop; the loss; the norm
+_SCALARS = 3 * 8 + 8 + 8  # tokens, what the mean is over and who wants to stop; the loss; the norm
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def exchanges(
     device, and the group be one that sends nothing. Gradients of activations count in every block, though
     torch has none below the first trained parameter."""
     work = _work(model_parts, config, mesh, batch, param_dtype)
-    found = [Exchange(WORLD, "all_reduce", tuple(range(dist.get_world_size())), _SCALARS)]
+    scalars = _SCALARS + 8 * len(model_parts.objective.names)
+    found = [Exchange(WORLD, "all_reduce", tuple(range(dist.get_world_size())), scalars)]
     for model, passes in zip(model_parts.models, work.passes, strict=True):
         for record in _units(model):
             found += _of_unit(record, passes, work)
@@ -112,8 +114,9 @@ def _work(
 ) -> StepWork:
     length = config.training.seq_len // (mesh.cp.size() if mesh.cp else 1)
     shards = "dp_shard × cp" if mesh.cp else "dp_shard"
+    reference = ["R"] * (config.finetune.objective == "dpo")
     if not isinstance(model_parts, Pipeline):
-        passes = [["F", "B"] * batch.accumulation]
+        passes = [[*reference, "F", "B"] * batch.accumulation]
         return StepWork(config, param_dtype, shards, False, passes, batch.local * length)
     count = batch.local * batch.accumulation // model_parts.micro_batch
     schedule = model_parts.new_schedule(count, length)
@@ -124,6 +127,7 @@ def _work(
         stages_left = model_parts.last + 1 - model_parts.rank
         ahead = count if model_parts.schedule_name == "GPipe" else min(count, stages_left)
         passes = [["F"] * ahead + ["B", "F"] * (count - ahead) + ["B"] * ahead]
+    passes = [reference * count + each for each in passes]
     return StepWork(config, param_dtype, shards, True, passes, model_parts.micro_batch * length)
 
 
@@ -181,12 +185,12 @@ def _gathers(record: Any, passes: Sequence[str], work: StepWork) -> tuple[int, i
     held, wholly, partly = "shard", 0, 0
     for step in passes:
         backward = step in ("B", "I", "W")
-        asked = step in ("F", "UNSHARD") or (backward and record.unshard_in_backward)
+        asked = step in ("F", "R", "UNSHARD") or (backward and record.unshard_in_backward)
         if asked and held != "whole":
             wholly += held == "shard"
             partly += held == "part"
             held = "whole"
-        if step == "F" and frees:
+        if step in ("F", "R") and frees:
             held = "part" if over_fewer else "shard"
         if step == "RESHARD" or (step == "B" and not to_the_end):
             held = "shard"
@@ -208,6 +212,7 @@ def _blocks(model: Decoder, passes: Sequence[str], work: StepWork) -> tuple[int,
     have no half of a backward: each runs the whole."""
     compiled, forwards = work.config.compile.blocks, passes.count("F")
     backwards = _again(model, passes, weights=1) if compiled else forwards
+    forwards += passes.count("R")
     again = sum(
         _again(model, passes, weights=1 if compiled else len(list(block.parameters())))
         for block in model.layers.values()
@@ -229,8 +234,11 @@ def _tensor(
     if config.activation_checkpoint.early_stop and not config.compile.blocks:
         scattered //= 2  # the last thing that a block does
     hidden = work.tokens * model.args.dim * work.size
-    yield Exchange("tp", "all_gather", ranks, (once + repeated) * hidden)
-    yield Exchange("tp", "reduce_scatter", ranks, (once + scattered) * hidden)
+    references = passes.count("R")
+    gathered = once + repeated + references * (model.output is not None)
+    scattered += once + references * (model.tok_embeddings is not None)
+    yield Exchange("tp", "all_gather", ranks, gathered * hidden)
+    yield Exchange("tp", "reduce_scatter", ranks, scattered * hidden)
     # Gradients of what every rank has whole, as norms, are shares until they are reduced, and accumulate so.
     each_batch = config.parallelism.fsdp_sync_each_batch or batches == 1
     size = (
@@ -244,7 +252,8 @@ def _tensor(
         yield Exchange("tp", "all_reduce", ranks, batches * work.precise_size)
     elif model.output is not None:
         chunks = 0 < config.training.loss_chunk_tokens < work.tokens  # checkpointed as well
-        tokens = (batches + (_again(model, passes, weights=1) if chunks else 0)) * work.tokens
+        again = _again(model, passes, weights=1) if chunks else 0
+        tokens = (batches + references + again) * work.tokens
         if config.parallelism.disable_loss_parallel:
             yield Exchange("tp", "all_gather", ranks, tokens * model.args.vocab_size * work.size)
         else:
@@ -270,6 +279,10 @@ def _context(
         yield Exchange("cp", "send", ranks, own * (there + backwards * len(ranks) * work.precise_size))
         return
     whole = own * len(ranks) * work.size
+    if model.output is not None and "R" in passes:  # the sums of answers
+        answers = work.config.training.seq_len + work.config.training.seq_len % 2
+        rows = work.tokens * len(ranks) // work.config.training.seq_len
+        yield Exchange("cp", "all_reduce", ranks, passes.count("F") * rows * answers * 8)
     yield Exchange("cp", "all_gather", ranks, (forwards + again) * whole)
     yield Exchange("cp", "reduce_scatter", ranks, backwards * whole)
 
@@ -279,7 +292,8 @@ def _pipeline(model_parts: Pipeline, work: StepWork) -> Iterator[Exchange]:
     hidden = work.tokens // model_parts.tp * model_parts.args.dim * work.size
     for stage, passes in zip(model_parts.stages, work.passes, strict=True):
         away = sum(owner.get(neighbour, rank) != rank for neighbour in (stage - 1, stage + 1))
-        yield Exchange("pp", "send", ranks, passes.count("F") * away * hidden)
+        onward = owner.get(stage + 1, rank) != rank
+        yield Exchange("pp", "send", ranks, (passes.count("F") * away + passes.count("R") * onward) * hidden)
     ends = {owner[0], owner[model_parts.last]}
     if model_parts.args.tie_embeddings and len(ends) == 2 and rank in ends:
         tables = [*model_parts.named_parameters(), *model_parts.tied_copies()]

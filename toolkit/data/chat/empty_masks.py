@@ -18,7 +18,23 @@ def without_loss(corpus: TokenCache, seq_len: int) -> np.ndarray:
     """Say of each conversation if it has no token to learn within a row of ``seq_len``."""
     assert corpus.conversations is not None
     first = corpus.conversations[:, FIRST]
-    return (first < 0) | (first > seq_len)
+    return (first < 0) | (first > places(corpus, seq_len))
+
+
+def places(corpus: TokenCache, seq_len: int) -> np.ndarray:
+    """The places that each conversation takes of a row of ``seq_len``, cut where it has no more: one fewer
+    than its tokens, since the last is predicted and predicts nothing. Of a pair, which shares a row, the
+    longer is cut, or both to half a row."""
+    whole = np.diff(corpus.offsets) - 1
+    if not corpus.paired:
+        return np.minimum(whole, seq_len)
+    other = whole.reshape(-1, 2)[:, ::-1].ravel()
+    return np.minimum(whole, np.maximum(seq_len // 2, seq_len - other))
+
+
+def together(corpus: TokenCache) -> int:
+    """The number of conversations, one behind the other, that are trained on together or not at all."""
+    return 2 if corpus.paired else 1
 
 
 def check_conversations(corpus: TokenCache, seq_len: int, empty_mask: str, table: str) -> None:
@@ -29,19 +45,21 @@ def check_conversations(corpus: TokenCache, seq_len: int, empty_mask: str, table
     """
     assert corpus.conversations is not None
     empty = without_loss(corpus, seq_len)
-    if not empty.any() or (empty_mask == "drop" and not empty.all()):
+    dropped = empty.reshape(-1, together(corpus)).any(axis=1)
+    if not empty.any() or (empty_mask == "drop" and not dropped.all()):
         return
     about = corpus.conversations[empty]
     never = int((about[:, FIRST] < 0).sum())
     reasons = [f"{never:,} have no turn of the assistant that is learnt"] if never else []
     if never < len(about):
-        reasons += [f"{len(about) - never:,} are cut at {seq_len:,} tokens before it"]
+        shared = " that both of a pair share," if corpus.paired else ""
+        reasons += [f"{len(about) - never:,} are cut at {seq_len:,} tokens{shared} before it"]
     named = "; ".join(source_of(corpus.files, row) for row in about[:NAMED])
     more = f"; and {len(about) - NAMED:,} more" if len(about) > NAMED else ""
     seq_key = "validation.seq_len" if table == "validation" else "training.seq_len"
-    longest = about[:, FIRST].max()
+    longest = about[:, FIRST].max() * together(corpus)
     longer = f"; or raise {seq_key}, of which they need up to {longest:,}" if never < len(about) else ""
-    drop = "" if empty.all() else 'set data.empty_mask = "drop" to train without them, or '
+    drop = "" if dropped.all() else 'set data.empty_mask = "drop" to train without them, or '
     raise DataError(
         f"[{table}] {len(about):,} of {len(empty):,} conversations have no token to learn: "
         f"{' and '.join(reasons)}: {named}{more}\n  fix:  {drop}correct them{longer}"

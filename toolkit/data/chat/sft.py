@@ -69,11 +69,12 @@ class ConversationEncoder:
         file = self.files.index(piece.path)
         for place, row in piece.rows():
             where = f"{piece.path}, {piece.unit} {place}"
-            ids, mask = self.encode(self.shape.conversation(row, where), where)
-            learnt = np.flatnonzero(mask)
-            tokens.append(ids)
-            masks.append(mask)
-            about.append((file, place, learnt[0] if len(learnt) else NO_LOSS, len(learnt)))
+            for conversation in self.shape.conversations(row, where):
+                ids, mask = self.encode(conversation, where)
+                learnt = np.flatnonzero(mask)
+                tokens.append(ids)
+                masks.append(mask)
+                about.append((file, place, learnt[0] if len(learnt) else NO_LOSS, len(learnt)))
         lengths = np.array([len(ids) for ids in tokens], np.int64)
         extra = {
             self.EXTRA[0]: np.concatenate([np.zeros(0, np.uint8), *masks]),

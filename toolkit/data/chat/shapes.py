@@ -4,6 +4,8 @@
     sharegpt           {"conversations": [{"from": "human", "value": "…"}, …], "system": "…"}
     alpaca             {"instruction": "…", "input": "…", "output": "…", "system": "…"}
     prompt_completion  {"prompt": "…", "completion": "…"}, either of them a text or a list of messages
+    preference         {"prompt": "…", "chosen": "…", "rejected": "…"}, two conversations; answers that are
+                       lists, without a list as a prompt, are whole conversations, as in trl
 
 ``system`` and ``input`` may be absent or empty. Names of columns, and of the keys of a message, can be others
 (``data.columns``).
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from toolkit.data.columns import SourceError
+from toolkit.data.columns import PREFERENCE, SourceError
 from toolkit.errors import DataError, Problem, did_you_mean, either
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
@@ -29,8 +31,10 @@ _NAMES = {
     "sharegpt": ("conversations", "system", "from", "value"),
     "alpaca": ("instruction", "input", "output", "system"),
     "prompt_completion": ("prompt", "completion", "role", "content"),
+    "preference": ("prompt", "chosen", "rejected", "role", "content"),
 }
-FORMATS = tuple(_NAMES)
+FORMATS = tuple(name for name in _NAMES if name != PREFERENCE)
+"""Those of which a row is one conversation."""
 _OPTIONAL = ("input", "system")
 _OF_MESSAGES = ("role", "content", "from", "value")
 
@@ -59,6 +63,15 @@ class Shape:
     def _chosen(self) -> dict[str, str]:
         return {name: other for name, other in self.renamed if name in _NAMES[self.format]}
 
+    @property
+    def paired(self) -> bool:
+        """Say if a row holds two conversations, with the chosen and the rejected answer."""
+        return self.format == PREFERENCE
+
+    @property
+    def _optional(self) -> tuple[str, ...]:
+        return ("prompt",) if self.paired else _OPTIONAL
+
     def columns(self, there: Collection[str], where: str) -> list[str]:
         """The columns to read, of those that are ``there``.
 
@@ -70,7 +83,7 @@ class Shape:
         missing = [
             name
             for name, column in wanted.items()
-            if column not in there and (name not in _OPTIONAL or name in chosen)
+            if column not in there and (name not in self._optional or name in chosen)
         ]
         if missing:
             names = ", ".join(map(repr, there)) or "none"
@@ -83,10 +96,10 @@ class Shape:
     def check(self, row: Mapping[str, Any], where: str) -> None:
         """Raise DataError where a row is none of these."""
         self.columns(row, where)
-        self.conversation(row, where)
+        self.conversations(row, where)
 
-    def conversation(self, row: Mapping[str, Any], where: str) -> Conversation:
-        """The conversation in a row.
+    def conversations(self, row: Mapping[str, Any], where: str) -> list[Conversation]:
+        """The conversation in a row, or the two, the chosen first.
 
         Raises:
             DataError: it has another shape, an unknown role or an empty turn; ``where`` is told, and the fix.
@@ -96,11 +109,18 @@ class Shape:
         except SourceError as error:
             problem = error.problems[0]
             raise DataError(f"{problem.rule}\n  fix:  {problem.fix}") from None
-        found = _READERS[self.format](self, row, where)
-        if not found.messages:
-            raise DataError(f"{where}: the conversation has no message\n  fix:  remove it")
-        for number, message in enumerate(found.messages):
-            _check(message, f"{where}, message {number + 1}")
+        found = self._preference(row, where) if self.paired else [_READERS[self.format](self, row, where)]
+        names = (", chosen", ", rejected") if self.paired else ("",)
+        for conversation, name in zip(found, names, strict=True):
+            if not conversation.messages:
+                raise DataError(f"{where}{name}: the conversation has no message\n  fix:  remove it")
+            for number, message in enumerate(conversation.messages):
+                _check(message, f"{where}{name}, message {number + 1}")
+        return found
+
+    def conversation(self, row: Mapping[str, Any], where: str) -> Conversation:
+        """The only conversation in a row. Raises DataError as :meth:`conversations`."""
+        [found] = self.conversations(row, where)
         return found
 
     def _value(self, row: Mapping[str, Any], name: str) -> Any:
@@ -175,8 +195,29 @@ class Shape:
         )
 
     def _prompt_completion(self, row: Mapping[str, Any], where: str) -> Conversation:
+        return self._answered(row, "completion", where)
+
+    def _preference(self, row: Mapping[str, Any], where: str) -> list[Conversation]:
+        answers = ("chosen", "rejected")
+        of_messages = [isinstance(self._value(row, name), list) for name in answers]
+        if of_messages[0] != of_messages[1]:
+            fix = "both must be texts, or lists of messages"
+            raise DataError(f"{where}: one of chosen and rejected is a list, the other is not\n  fix:  {fix}")
+        prompt = self._value(row, "prompt")
+        if not of_messages[0] and prompt is None:
+            fix = "name its column in data.columns, or make chosen and rejected lists of all messages"
+            raise DataError(f"{where}: there is no prompt\n  fix:  {fix}")
+        if isinstance(prompt, list) or not of_messages[0]:
+            return [self._answered(row, name, where) for name in answers]
+        whole = [self._messages(self._value(row, name), name, where) for name in answers]
+        pairs = list(zip(*(conversation.messages for conversation in whole), strict=False))
+        first = next((n for n, (one, other) in enumerate(pairs) if one != other), len(pairs) - 1)
+        return [conversation._replace(first=max(0, first)) for conversation in whole]
+
+    def _answered(self, row: Mapping[str, Any], answer: str, where: str) -> Conversation:
+        """A prompt and an answer to it, texts or messages."""
         parts = []
-        for name, role in (("prompt", "user"), ("completion", "assistant")):
+        for name, role in (("prompt", "user"), (answer, "assistant")):
             value = self._value(row, name)
             if isinstance(value, list):
                 parts.append(self._messages(value, name, where))

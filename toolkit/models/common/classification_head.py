@@ -45,7 +45,7 @@ class ClassificationHead(OutputHead):
         h_TD, labels_T = h_BSD.flatten(0, 1), labels.flatten()
         if not self.training:
             self._count(F.linear(h_TD, self.weight), labels_T)
-        return self.loss(h_TD, self.weight, labels_T)
+        return self.loss(h_TD, self.weight, labels_T).sum()
 
     @torch.no_grad()
     def _count(self, scores_TL: Tensor, labels_T: Tensor) -> None:

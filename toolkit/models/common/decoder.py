@@ -18,7 +18,7 @@ from toolkit.models.common.rope import rope_rotations, rotate
 
 
 class Decoder(nn.Module):
-    """Tokens in; logits, or with labels their summed loss, out.
+    """Tokens in; logits, or with labels their loss, out.
 
     A pipeline stage sets ``tok_embeddings``, or ``norm`` and ``output``, to None and drops blocks: then
     hidden states come in or go out. A tied head has no weight of its own and is given the embedding's,
@@ -45,8 +45,8 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, S, V), a classifier's (B, S, labels), or with ``labels`` the summed loss: a scalar of at
-        least fp32.
+        """Logits (B, S, V), a classifier's (B, S, labels), or with ``labels`` the loss, of at least fp32: a
+        scalar, the sum, or (T,) as the head's ``reduction`` has it.
 
         ``tokens`` (B, S) int64, or hidden states (B, S, D) where there is no embedding. ``positions``
         (B, S) of the tokens, 0 … S−1 if None. ``documents`` (B, S): attention stays within runs of equal

@@ -11,12 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.loss import chunked_loss, cross_entropy_sum
+from toolkit.loss import chunked_loss, token_losses
 from toolkit.models.common.args import ModelArgs
 
 
 class OutputHead(nn.Module):
-    """Hidden states to logits, or straight to the summed loss, so that a sharded head is gathered once."""
+    """Hidden states to logits, or straight to the loss, so that a sharded head is gathered once.
+
+    Attributes:
+        reduction: what becomes of the losses of tokens, as torch names it: "sum", a scalar, or "none", (T,).
+    """
+
+    reduction = "sum"
 
     def __init__(self, args: ModelArgs, loss_chunk_tokens: int):
         super().__init__()
@@ -27,18 +33,19 @@ class OutputHead(nn.Module):
         self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = head_loss
 
     def forward(self, h_BSD: Tensor, labels: Tensor | None = None, tied_VD: Tensor | None = None) -> Tensor:
-        """Logits (B, S, V), or the summed loss of ``labels`` (B, S). ``tied_VD`` is a tied embedding."""
+        """Logits (B, S, V), or the loss of ``labels`` (B, S). ``tied_VD`` is a tied embedding."""
         weight_VD = self.weight if tied_VD is None else tied_VD
         assert weight_VD is not None, "a tied head needs the embedding"
         if labels is None:
             return self.logits(h_BSD, weight_VD)
-        return chunked_loss(
+        losses_T = chunked_loss(
             self.loss, h_BSD.flatten(0, 1), weight_VD, labels.flatten(), chunk_tokens=self.loss_chunk_tokens
         )
+        return losses_T.sum() if self.reduction == "sum" else losses_T
 
 
 def head_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
-    return cross_entropy_sum(F.linear(h_TD, weight_VD), labels_T)
+    return token_losses(F.linear(h_TD, weight_VD), labels_T)
 
 
 def output_head(args: ModelArgs, loss_chunk_tokens: int) -> OutputHead:

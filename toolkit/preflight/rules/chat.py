@@ -5,6 +5,7 @@ from __future__ import annotations
 from toolkit.config.schema import find_field
 from toolkit.data.build import CorpusOptions, corpora
 from toolkit.data.chat.shapes import unknown_names
+from toolkit.data.columns import PREFERENCE
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.planned_run import PlannedRun, rule
 
@@ -33,6 +34,19 @@ def formats_act(run: PlannedRun) -> list[Problem]:
         for key in (f"data.{name}" for name in _FOR_CONVERSATIONS)
         if _set(run, key)
     ]
+
+
+@rule()
+def pairs_are_compared(run: PlannedRun) -> list[Problem]:
+    """Pairs of answers are read by an objective that tells the chosen from the rejected."""
+    paired = [corpus for corpus in corpora(run.config) if corpus.format == PREFERENCE]
+    if not paired or run.config.finetune.objective == "dpo":
+        return []
+    key = paired[0].format_key
+    rule = f"a row holds a rejected answer beside the chosen ({key}), and both would be learnt"
+    columns = '{completion = "chosen"}'
+    fix = f'set it to "dpo", or {key} to "prompt_completion" with columns = {columns}'
+    return [run.problem("finetune.objective", rule, fix)]
 
 
 @rule()

@@ -7,6 +7,8 @@ from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from toolkit.data.build import corpora
+from toolkit.data.columns import PREFERENCE
 from toolkit.errors import CheckpointError, DataError, Problem, did_you_mean, first_few
 from toolkit.finetune.parameters import (
     ALL_LINEAR,
@@ -119,6 +121,42 @@ def prefix_has_a_back_end(run: PlannedRun) -> list[Problem]:
     if run.config.parallelism.context_parallel_degree > 1 and run.config.value(_ROTATE) == "alltoall":
         rule = "a ring takes no prefix, since each of its steps has a softmax of its own"
         problems.append(run.problem(_ROTATE, rule, 'set it to "allgather"'))
+    return problems
+
+
+@rule()
+def dpo_has_a_reference(run: PlannedRun) -> list[Problem]:
+    """The reference is the model as it was, which is there as long as an adapter alone is trained."""
+    options, key = run.config.finetune, "finetune.objective"
+    if options.objective != "dpo":
+        return []
+    if not options.adds:
+        rule = "the reference is the model without its adapter, and this run has none"
+        return [run.problem(key, rule, 'set finetune.adapter = "lora" (or prefix_tuning, llama_adapter)')]
+    if options.trainable:
+        rule = "it trains parts of the model beside the adapter: without it, it would not be the reference"
+        return [run.problem("finetune.trainable", rule, "leave it empty")]
+    if options.adapter_path:
+        rule = "what it holds would be no part of the reference, which is the model without its adapter"
+        fix = "merge it into the model (tools.convert_weights merge), and begin with that"
+        return [run.problem("finetune.adapter_path", rule, fix)]
+    return []
+
+
+@rule()
+def dpo_reads_pairs(run: PlannedRun) -> list[Problem]:
+    """Each corpus has pairs of answers, of which none sees another."""
+    if run.config.finetune.objective != "dpo":
+        return []
+    keys = {corpus.format_key for corpus in corpora(run.config) if corpus.format != PREFERENCE}
+    rule = "DPO learns from rows with two answers to a prompt"
+    problems = [run.problem(key, rule, f'set it to "{PREFERENCE}"') for key in sorted(keys)]
+    if not run.config.data.document_mask:
+        rule = "an answer must not see the one that it is compared with"
+        problems.append(run.problem("data.document_mask", rule, "set it to true"))
+    if run.config.data.train_on == "all":
+        rule = "of a pair the answers are compared, not the prompt that they have in common"
+        problems.append(run.problem("data.train_on", rule, 'set it to "assistant" or "last_assistant"'))
     return problems
 
 
