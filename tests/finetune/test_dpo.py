@@ -220,7 +220,7 @@ def test_without_its_adapter_a_model_is_what_it_was(cache: TokenCache) -> None:
 
 
 class _AsHuggingFace(nn.Module):
-    """What trl asks of a model, from the logits of ours."""
+    """Answers to what trl asks of a model, from the logits of ours."""
 
     is_gradient_checkpointing = False
 

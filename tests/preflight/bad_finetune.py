@@ -117,6 +117,12 @@ CASES: list[Bad] = [
         also="adapter_path_fits",
         prepare=_PAIR,
     ),
+    bad(
+        "dpo_smooths_its_own_loss",
+        f"finetune.dpo.label_smoothing=0.1 finetune.dpo.loss_type=ipo {DPO} {PAIRS}",
+        "no labels to smooth",
+        prepare=_PAIR,
+    ),
     bad("dpo_reads_pairs", DPO, "rows with two answers", "preference", key="data.format"),
     bad("dpo_reads_pairs", f"data.document_mask=false {DPO} {PAIRS}", "must not see", prepare=_PAIR),
     bad("dpo_reads_pairs", f"data.train_on=all {DPO} {PAIRS}", "in common", prepare=_PAIR),
