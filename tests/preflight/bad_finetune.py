@@ -118,6 +118,13 @@ CASES: list[Bad] = [
         prepare=_PAIR,
     ),
     bad(
+        "dpo_has_a_reference",
+        f"{DPO} finetune.classification.num_labels=2 training.dataset_path=a.jsonl",
+        "a classifier writes no answers",
+        also="dpo_reads_pairs",
+        prepare=write("a.jsonl", json.dumps({"text": "a", "label": 1})),
+    ),
+    bad(
         "dpo_smooths_its_own_loss",
         f"finetune.dpo.label_smoothing=0.1 finetune.dpo.loss_type=ipo {DPO} {PAIRS}",
         "no labels to smooth",

@@ -27,7 +27,7 @@ def is_json(path: Path) -> bool:
 
 
 CLASSIFICATION, PREFERENCE = "classification", "preference"
-"""The format of rows of a text and its class."""
+"""The formats of rows of a text and its class, and of two answers to a prompt."""
 
 
 class RowShape(Protocol):

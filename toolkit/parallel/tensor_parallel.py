@@ -239,22 +239,10 @@ def _classifier(module: Any, mesh: DeviceMesh, between: Between) -> None:
     def together(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         if output.ndim:
             return between.whole(output)
-        return _Total.apply(output, group) if between.split else output
+        return all_reduce(output, group) if between.split else output
 
     module.register_forward_pre_hook(own)
     module.register_forward_hook(together)
-
-
-class _Total(torch.autograd.Function):
-    """The sum over ranks, on each of them. A rank's gradient is that of its own share."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 class _Whole(torch.autograd.Function):

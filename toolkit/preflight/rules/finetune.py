@@ -133,6 +133,9 @@ def dpo_has_a_reference(run: PlannedRun) -> list[Problem]:
     if not options.adds:
         rule = "the reference is the model without its adapter, and this run has none"
         return [run.problem(key, rule, 'set finetune.adapter = "lora" (or prefix_tuning, llama_adapter)')]
+    if options.classification.num_labels:
+        rule = "a classifier writes no answers that could be compared"
+        return [run.problem(key, rule, 'set it to "sft"')]
     if options.trainable:
         rule = "it trains parts of the model beside the adapter: without it, it would not be the reference"
         return [run.problem("finetune.trainable", rule, "leave it empty")]
