@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.metrics import accuracy_score, f1_score
 
 from tests.curves import write_tokenizer
 from tests.helpers import run_world
@@ -30,6 +29,7 @@ from toolkit.validate import _class_scores
 from toolkit.weights.convert import convert, prepare
 
 transformers = pytest.importorskip("transformers")
+judge = pytest.importorskip("sklearn.metrics")
 
 NAMES = ["calm", "glad", "sad"]
 WORDS = {"calm": "lake moss dusk", "glad": "sun dance laugh", "sad": "rain cold alone"}
@@ -99,6 +99,9 @@ def _runs(base: str) -> dict[str, Any]:
     resumed = _trained(_config(folder, "halves", checkpoint=saving))
     found["resumed"] = {"history": resumed.history, "weights": _weights(resumed)}
 
+    again = _trained(_config(folder, "checkpointed", activation_checkpoint={"mode": "full"}))
+    found["checkpointed"] = {"history": again.history, "weights": _weights(again)}
+
     # A language model, and classifiers on top of it.
     language = small_config(
         folder / "language",
@@ -145,8 +148,9 @@ def test_a_classifier_learns_and_says_what_it_gets_right(runs: dict[str, Any]) -
     assert last["validation_accuracy"] > 0.9 and last["validation_f1"] > 0.9
 
 
-def test_a_resumed_classifier_is_the_uninterrupted_one(runs: dict[str, Any]) -> None:
-    whole, resumed = runs["whole"], runs["resumed"]
+@pytest.mark.parametrize("other", ["resumed", "checkpointed"])
+def test_a_resumed_or_checkpointed_classifier_is_the_same(runs: dict[str, Any], other: str) -> None:
+    whole, resumed = runs["whole"], runs[other]
     for name, weight in whole["weights"].items():
         assert torch.equal(weight, resumed["weights"][name]), name
     assert whole["history"][-1]["validation_accuracy"] == resumed["history"][-1]["validation_accuracy"]
@@ -174,8 +178,8 @@ def test_transformers_reads_it_and_gives_the_same_answers(runs: dict[str, Any], 
             ours = loaded(torch.tensor([ids]))[0, -1]
         torch.testing.assert_close(ours, scores, atol=1e-5, rtol=0)
     answers, last = theirs.argmax(-1).tolist(), runs["whole"]["history"][-1]
-    assert last["validation_accuracy"] == pytest.approx(accuracy_score(classes, answers))
-    assert last["validation_f1"] == pytest.approx(f1_score(classes, answers, average="macro"))
+    assert last["validation_accuracy"] == pytest.approx(judge.accuracy_score(classes, answers))
+    assert last["validation_f1"] == pytest.approx(judge.f1_score(classes, answers, average="macro"))
     loss = F.cross_entropy(theirs.double(), torch.tensor(classes)).item()
     assert last["validation_loss"] == pytest.approx(loss, rel=1e-4)
 
@@ -248,6 +252,6 @@ def test_scores_are_those_of_scikit_learn() -> None:
         counts[1, answer] += 1
         counts[2, label] += 1
     assert _class_scores(counts) == {
-        "validation_accuracy": pytest.approx(accuracy_score(truth, answers)),
-        "validation_f1": pytest.approx(f1_score(truth, answers, average="macro", zero_division=0)),
+        "validation_accuracy": pytest.approx(judge.accuracy_score(truth, answers)),
+        "validation_f1": pytest.approx(judge.f1_score(truth, answers, average="macro", zero_division=0)),
     }
