@@ -30,7 +30,7 @@ from tests.data.chat_data import (
 from tests.data.test_chat import LLAMA2_TEMPLATE
 from toolkit.config.training import ConversationFormat
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder, loss_mask
-from toolkit.data.chat.shapes import FORMATS, Conversation, Shape
+from toolkit.data.chat.shapes import FORMATS, PREFERENCE, Conversation, Shape
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import DataError
@@ -357,7 +357,7 @@ def test_what_a_format_has_no_place_for_is_told_with_place_and_fix(llama2: Token
 
 
 def test_the_configuration_has_every_shape() -> None:
-    assert typing.get_args(ConversationFormat) == FORMATS
+    assert typing.get_args(ConversationFormat) == (*FORMATS, PREFERENCE)
 
 
 def test_an_answer_of_no_conversation_is_no_loss() -> None:
