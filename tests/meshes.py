@@ -165,6 +165,7 @@ WORDS: dict[str, Settings] = {
 }
 
 FINETUNED = (
+    "dpo",
     "lora",
     "dora",
     "rslora",
@@ -173,7 +174,6 @@ FINETUNED = (
     "prefix",
     "llama-adapter",
     "llama-adapter-peft",
-    "dpo",
     "freeze-first",
     "freeze-last",
     "norms-only",
@@ -181,8 +181,9 @@ FINETUNED = (
     "class-head",
     "class-lora",
 )
-CURVES = ("ipo", "qwen3", "tied", "unmasked", "layers8", "float32", "bfloat16", *FINETUNED)
-"""Words that are part of what is trained: a layout is compared with one process of the same ones."""
+CURVES = (*FINETUNED, "ipo", "qwen3", "tied", "unmasked", "layers8", "float32", "bfloat16")
+"""Words that are part of what is trained: a layout is compared with one process of the same ones, in this
+order, in which the later change what the earlier set."""
 
 SAMPLES = 24
 """Samples of a global batch: divides by every data-parallel degree up to 8 with three micro-batches each."""

@@ -47,6 +47,9 @@ def apply_compile(model: Decoder, options: Compile, async_tp: dist.ProcessGroup 
     static: automatically dynamic ones could change kernels between a run and its resume.
     """
     _fuse_collectives(async_tp)
+    # Graphs by kind of block, shape of a batch, gradients and whether the adapter is on: torch gives up after
+    # 8, which preferences with a validation pass.
+    torch._dynamo.config.recompile_limit = 32
     compiled: Callable[[Any], Any] = partial(
         torch.compile, backend=options.backend, fullgraph=options.fullgraph, dynamic=False
     )
