@@ -171,7 +171,7 @@ class Checkpointer:
         return manifest
 
     def _new_head(self, source: Path) -> list[str]:
-        """What a classifier does not take from a language model: its head."""
+        """Names of what a classifier does not take from a language model: its head."""
         if self._about["model"]["classifier"] is None:
             return []
         saved = self.manager.ranks.on_rank_0(lambda: read_manifest(source)["run"]["model"])

@@ -76,7 +76,7 @@ class Classification(Table):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all classes."""
+        """Names of all classes."""
         return tuple(self.label_names) or tuple(f"LABEL_{index}" for index in range(self.num_labels))
 
 

@@ -188,7 +188,7 @@ def _options(config: Config, table: str) -> CorpusOptions:
 
 
 def _labelled(config: Config, column_key: str) -> LabelledTexts | None:
-    """What the rows of a classifier's corpora hold; None for a language model."""
+    """Contents of the rows of a classifier's corpora; None for a language model."""
     options = config.finetune.classification
     if not options.num_labels:
         return None

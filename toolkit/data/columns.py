@@ -31,7 +31,7 @@ CLASSIFICATION, PREFERENCE = "classification", "preference"
 
 
 class RowShape(Protocol):
-    """What a row holds, where that is more than one text."""
+    """Contents of a row, where that is more than one text."""
 
     @property
     def format(self) -> str: ...

@@ -90,7 +90,7 @@ class LabelledTextEncoder:
 
     @property
     def fingerprint(self) -> list[Any]:
-        """What ids and classes depend on besides the text and the tokenizer."""
+        """Values that ids and classes depend on besides the text and the tokenizer."""
         shape = self.shape
         return [VERSION, shape.format, shape.text_column, shape.label_column, list(shape.names)]
 

@@ -151,7 +151,7 @@ def parameter_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
 
 
 def _head_shapes(args: ModelArgs) -> dict[str, tuple[int, int]]:
-    """Of its weights (out, in) by module, in the order of its parameters."""
+    """Shapes of its weights (out, in) by module, in the order of its parameters."""
     if args.classifier is None:
         return {"output": (args.vocab_size, args.dim)}
     sizes = (args.dim, *args.classifier.hidden_sizes)

@@ -42,7 +42,7 @@ def classifier_reads_labels(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def classifier_has_no_vocabulary_head(run: PlannedRun) -> list[Problem]:
-    """What is asked of the vocabulary's head is asked in vain."""
+    """Options of the vocabulary's head are set in vain."""
     if not run.config.finetune.classification.num_labels:
         return []
     asked = {
@@ -70,7 +70,7 @@ def hugging_face_has_no_hidden_layers(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def classifier_is_exported_whole(run: PlannedRun) -> list[Problem]:
-    """What an adapter adds to a classifier has no form in PEFT's folders or in a merged one."""
+    """A classifier's adapter has no form in PEFT's folders or in a merged one."""
     config, options = run.config, run.config.checkpoint
     if not config.finetune.classification.num_labels or not config.finetune.adds:
         return []

@@ -256,7 +256,7 @@ def finetune_notes(run: PlannedRun) -> list[str]:
 
 
 def _reshaped(run: PlannedRun) -> list[str]:
-    """What a folder of PEFT's will not tell of the model that the adapter was trained with."""
+    """Tell what a folder of PEFT's will not say of the model that the adapter was trained with."""
     checkpoint, options = run.config.checkpoint, run.config.finetune
     exports = checkpoint.last_save_in_hf or checkpoint.hf_export_interval
     folder = weights_folder(run.config)
