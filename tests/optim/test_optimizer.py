@@ -142,9 +142,12 @@ def test_names_are_clean_and_what_is_frozen_has_no_state():
     assert optimizer_tensors(named, optimizer).keys() == expected
 
 
-def test_nothing_to_train_is_an_error():
-    with pytest.raises(ValueError):
-        build_optimizer([], Optimizer())
+def test_a_stage_that_is_all_frozen_has_an_optimizer_that_does_nothing():
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer = build_optimizer([("frozen", frozen)], Optimizer())
+    optimizer.step()
+    assert optimizer_tensors([("frozen", frozen)], optimizer) == {}
+    assert torch.equal(frozen, torch.ones(2))
 
 
 def test_state_is_never_left_out_of_a_checkpoint_in_silence():
