@@ -132,7 +132,12 @@ def _train(folder: str) -> dict[str, Any]:
         torch._dynamo.reset()
         training = {"steps": 3, "local_batch_size": 4, "loss_chunk_tokens": 100}
         trainer = small_trainer(
-            small_config(Path(folder, name), training=training, **(tables if name == "compiled" else {}))
+            small_config(
+                Path(folder, name),
+                training=training,
+                checkpoint={"enable": True, "interval": 100},
+                **(tables if name == "compiled" else {}),
+            )
         )
         weights = weights_digest(trainer.model_parts.models[0])
         assert trainer.train() == 0
