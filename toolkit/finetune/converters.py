@@ -61,7 +61,7 @@ def apply_to_attention(model: Decoder, args: ModelArgs, options: Finetune) -> No
 
 
 def added_init(name: str, shape: tuple[int, ...]) -> Init:
-    """How a parameter of an adapter starts: so that at first the model is as it was, or nearly."""
+    """Return the initial distribution of an adapter's parameter, with which the model is nearly as it was."""
     return {
         # The variance of PEFT's, whose distribution is uniform.
         "lora_a": Init(std=(3 * shape[-1]) ** -0.5),

@@ -1,4 +1,4 @@
-"""Which parameters fine-tuning adds to a model, and which it trains, by name. Imports no torch."""
+"""Names and shapes of the parameters that fine-tuning adds, and those that it trains, by name. No torch."""
 
 from __future__ import annotations
 
