@@ -190,6 +190,7 @@ class Checkpointer:
             state.tokens = run["tokens"]
             state.best_validation = run["best_validation"]
             state.best_step = run.get("best_step")
+            state.before = run.get("before", {})
             state.run_id = run.get("id", state.run_id)
         done = 0 if "lr_scheduler" in excluded else manifest["step"] - run.get("schedule_start", 0)
         state.schedule_start = state.step - done
@@ -225,6 +226,7 @@ class Checkpointer:
             "schedule_start": state.schedule_start,
             "best_validation": state.best_validation,
             "best_step": state.best_step,
+            "before": state.before,
             "loader": self._position.state_dict(),
         }
         if self._options.keep_best:

@@ -39,6 +39,7 @@ class TrainState:
     schedule_start: int = 0
     best_validation: float | None = None
     best_step: int | None = None  # of that validation loss
+    before: dict[str, float] = field(default_factory=dict)  # losses that the run began with
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # rank 0's is saved
 
 

@@ -18,7 +18,7 @@ from toolkit.build import build_model, compiles, compute_dtype
 from toolkit.config import Config
 from toolkit.data.batch_size import batch_shape
 from toolkit.data.dataloader import training_loader, validation_loader
-from toolkit.data.run_data import RunData
+from toolkit.data.run_data import BASE_CORPUS, RunData
 from toolkit.distributed import process_group
 from toolkit.distributed.garbage_collection import GarbageCollection
 from toolkit.distributed.seeds import seed_step, set_deterministic
@@ -72,9 +72,10 @@ class Trainer:
         with phases("model"):
             self._build()
         self.compile_clock = self._compile_clock()
-        ranks = {"dp_rank": self.mesh.dp_rank, "dp_size": self.mesh.dp_size}
+        ranks: dict[str, Any] = {"dp_rank": self.mesh.dp_rank, "dp_size": self.mesh.dp_size}
         self.loader = training_loader(config, data, self.batch, seed=self.seed, **ranks)
         self.validation_loader = validation_loader(config, data, **ranks)
+        self.base_loader = validation_loader(config, data, table=BASE_CORPUS, **ranks)
         self.steps_an_epoch = self.loader.epoch_samples / self.batch.total
         self.total_steps = config.training.steps
         if config.training.epochs:
@@ -316,31 +317,41 @@ class Trainer:
 
     def _validate(self, speed: SpeedMeter, request: StopRequest) -> bool:
         """Validate; True says that it was cut short, since a rank was asked to stop."""
-        from toolkit.validate import take_class_scores, validate
+        from toolkit.validate import base_corpus_loss, take_class_scores, validate
 
         assert self.validation_loader is not None
-        steps = self.config.validation.steps
+        steps, state = self.config.validation.steps, self.train_state
+        options: dict[str, Any] = {
+            "device": self.device,
+            "limit": None if steps == -1 else steps,
+            "stop": lambda: request.asked,
+        }
+        values: dict[str, float] = {}
         with speed.apart("validation"):
-            found = validate(
-                self.model_parts,
-                self.validation_loader,
-                device=self.device,
-                limit=None if steps == -1 else steps,
-                stop=lambda: request.asked,
-            )
-        scores = {}
+            found = validate(self.model_parts, self.validation_loader, **options)
+            if found and self.base_loader and state.step in (0, self.total_steps):
+                values = base_corpus_loss(self.model_parts, self.base_loader, **options)
         if classifier := self.args.classifier:
             classes = len(classifier.labels)
-            scores = take_class_scores(self.model_parts, classes=classes, device=self.device)
+            values |= take_class_scores(self.model_parts, classes=classes, device=self.device)
         self.compile_clock()  # what validation compiles is in its own seconds already
         if found is None:
             return True
         loss = found["loss"]
-        best = self.train_state.best_validation
-        if self.train_state.step and (best is None or loss < best):
-            self.train_state.best_validation, self.train_state.best_step = loss, self.train_state.step
-        self._record({f"validation_{name}": value for name, value in found.items()} | scores)
+        best = state.best_validation
+        if state.step and (best is None or loss < best):
+            state.best_validation, state.best_step = loss, state.step
+        values = {f"validation_{name}": value for name, value in found.items()} | values
+        if state.step == 0:
+            state.before = {key: values[name] for name, key in self._compared.items() if name in values}
+        self._record(values)
         return False
+
+    @property
+    def _compared(self) -> dict[str, str]:
+        """Losses that are told before and after, and the samples that each is of."""
+        loaders = {"validation_loss": self.validation_loader, "base_corpus_loss": self.base_loader}
+        return {name: f"{name} of {loader.identity}" for name, loader in loaders.items() if loader}
 
     # Reporting
 
@@ -400,8 +411,10 @@ class Trainer:
         saved = None
         if self.checkpointer and self.checkpointer.due(last=True, stop=False):
             saved = self.checkpointer.step_folder
+        before = self.train_state.before
+        begun = {name: before[key] for name, key in self._compared.items() if key in before}
         text = summary(
-            self.history,
+            [{"step": 0, **begun}, *self.history],
             steps=step,
             tensorboard=self.folder / self.config.metrics.save_tb_folder
             if self.config.metrics.enable_tensorboard
@@ -425,7 +438,8 @@ class Trainer:
             return ""
         from toolkit.finetune.parameters import describe_trained
 
-        return describe_trained(self.args, self.config.finetune)
+        bytes_each = getattr(torch, self.config.training.dtype).itemsize
+        return describe_trained(self.args, self.config.finetune, bytes_each=bytes_each)
 
     def _saved_seed(self, checkpointer: Checkpointer) -> int:
         checkpointer.save(final=True)

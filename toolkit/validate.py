@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.parallel.model_parts import ModelParts
-from toolkit.parallel.objective import MicroBatch
+from toolkit.parallel.objective import MicroBatch, Objective
 
 
 @torch.no_grad()
@@ -21,16 +23,18 @@ def validate(
     device: torch.device,
     limit: int | None,
     stop: Callable[[], bool] = lambda: False,
+    objective: Objective | None = None,
 ) -> dict[str, float] | None:
     """The mean "loss" a token (nats), or the objective's with what else it reports, over all ranks'
     micro-batches, at most ``limit`` of them on each rank; None where ``stop`` was true on some rank before
-    the end.
+    the end. ``objective`` takes the place of the run's own.
 
     Every rank must bring equally many micro-batches: sharded parameters are gathered in each.
     """
     for model in model_parts.models:
         model.eval()
-    objective = model_parts.objective
+    own = model_parts.objective
+    model_parts.objective = objective = objective or own
     names = ("loss", *objective.names)
     sums = torch.zeros(1 + len(names), dtype=torch.float64, device=device)
     stops = torch.zeros((), device=device)
@@ -44,10 +48,30 @@ def validate(
         sums[0] += objective.count([batch]) * model_parts.is_loss_rank
     dist.all_reduce(sums)
     model_parts.end_evaluation()
+    model_parts.objective = own
     for model in model_parts.models:
         model.train()
     means = (sums[1:] / sums[0].clamp(min=1)).tolist()
     return None if stops else dict(zip(names, means, strict=True))
+
+
+class _NextToken(Objective):
+    """The loss of the next token, also of a model whose own objective takes the losses of tokens apart."""
+
+    def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        return super().__call__(output.sum(), batch)
+
+
+def base_corpus_loss(
+    model_parts: ModelParts, batches: Iterable[MicroBatch], **options: Any
+) -> dict[str, float]:
+    """Loss (nats a token) and perplexity of the model, adapter and all, on text that is not what it learns;
+    nothing where it was stopped before the end. ``options`` are those of :func:`validate`."""
+    found = validate(model_parts, batches, objective=_NextToken(), **options)
+    if found is None:
+        return {}
+    loss = found["loss"]
+    return {"base_corpus_loss": loss, "base_corpus_perplexity": math.exp(loss) if loss < 700 else math.inf}
 
 
 def take_class_scores(model_parts: ModelParts, *, classes: int, device: torch.device) -> dict[str, float]:

@@ -50,6 +50,13 @@ CASES = [
     ),
     bad(
         "classifier_has_no_vocabulary_head",
+        f"validation.base_corpus.dataset=embedded validation.enable validation.dataset_path=a.jsonl {LABELS}"
+        " validation.seq_len=256",
+        "gives no next token",
+        prepare=GOOD,
+    ),
+    bad(
+        "classifier_has_no_vocabulary_head",
         f"model.tie_embeddings=true {LABELS}",
         "no head to tie",
         prepare=GOOD,

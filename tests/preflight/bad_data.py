@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 
 from tests.preflight.bad_runs import bad
 
-CODE = "data.mixture.code"
+CODE, BASE = "data.mixture.code", "validation.base_corpus"
+VALIDATED = "validation.enable validation.dataset=embedded_validation validation.seq_len=256"
 
 
 def _parquet(folder: Path) -> None:
@@ -94,6 +95,16 @@ CASES = [
         "'a.txt' has no split",
         prepare=lambda folder: (folder / "a.txt").write_text("text"),
     ),
+    bad(
+        "corpus_readable",
+        f"{BASE}.dataset_path=gone.txt {VALIDATED}",
+        "gone.txt",
+        prepare=lambda folder: (folder / "a.txt").write_text("text"),
+    ),
+    bad("corpus_readable", f"{BASE}.dataset=wikitext {VALIDATED}", "Hugging Face hub"),
+    bad("base_corpus_is_named", f"{BASE}.dataset_subset=en {VALIDATED}", "no base corpus", f"{BASE}.dataset"),
+    bad("dataset_choices_act", f"{BASE}.dataset_split=test {BASE}.dataset=embedded {VALIDATED}", "no split"),
+    bad("options_act", f"{BASE}.dataset=embedded", "with validation.enable = false"),
     bad(
         "corpus_small_enough",
         "data.max_inline_gb=2.5 training.dataset_path=a.txt",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval
 from pydantic import Field as Constraint
@@ -291,6 +291,27 @@ class Data(Table):
     """Corpora to draw from by weight, in place of training.dataset: a table [data.mixture.NAME] for each."""
 
 
+class BaseCorpus(Table):
+    """Plain text of what the model knew before a fine-tune: its perplexity before the first step and after
+    the last shows what was forgotten. Rows and samples are as many and as long as those of the validation."""
+
+    dataset: Annotated[str | None, LocalPath()] = None
+    """Corpus by name, as training.dataset."""
+    dataset_path: Annotated[str | None, LocalPath()] = None
+    """Own text, as training.dataset_path."""
+    dataset_subset: str | None = None
+    """As training.dataset_subset."""
+    dataset_split: str = "validation"
+    """As training.dataset_split."""
+    format: ClassVar[str] = "text"
+    columns: ClassVar[dict[str, str]] = {}
+
+    @property
+    def named(self) -> bool:
+        """Say if there is one."""
+        return self.dataset is not None or self.dataset_path is not None
+
+
 class Validation(Table):
     """Loss on held-out text, computed as in training."""
 
@@ -319,3 +340,4 @@ class Validation(Table):
     samples: AutoOrPositive = -1
     """In place of steps: samples of one validation on all ranks together, the same ones on any mesh."""
     dataloader: DataLoader = DataLoader()
+    base_corpus: Annotated[BaseCorpus, ActsWith("validation.enable", refused=True)] = BaseCorpus()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.config import Config
-from toolkit.data.run_data import RunData
+from toolkit.data.run_data import BASE_CORPUS, RunData
 from toolkit.data.sources import open_corpus
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import TokenCache
@@ -160,9 +160,11 @@ class CorpusOptions(NamedTuple):
 
 
 def corpora(config: Config) -> list[CorpusOptions]:
-    """The corpora of the training, those of the mixture where there is one, and that of the validation."""
+    """The corpora of the training, those of the mixture where there is one, and those of the validation."""
     tables = [f"data.mixture.{name}" for name in sorted(config.data.mixture)] or ["training"]
-    return [_options(config, table) for table in [*tables, *["validation"] * config.validation.enable]]
+    if config.validation.enable:
+        tables += ["validation", *[BASE_CORPUS] * config.validation.base_corpus.named]
+    return [_options(config, table) for table in tables]
 
 
 def _options(config: Config, table: str) -> CorpusOptions:
@@ -173,7 +175,7 @@ def _options(config: Config, table: str) -> CorpusOptions:
     )
     return CorpusOptions(
         table,
-        options.dataset,
+        options.dataset or "",
         options.dataset_path,
         options.dataset_subset,
         options.dataset_split,
@@ -183,7 +185,7 @@ def _options(config: Config, table: str) -> CorpusOptions:
         format_key,
         config.value(columns_key),
         columns_key,
-        _labelled(config, column_key),
+        _labelled(config, column_key) if table != BASE_CORPUS else None,
     )
 
 

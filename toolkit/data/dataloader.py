@@ -9,6 +9,7 @@ refuse another corpus or mixture).
 from __future__ import annotations
 
 import functools
+import json
 import re
 import warnings
 from bisect import bisect_right
@@ -162,6 +163,11 @@ class Loader:
                 yield f"{name and f'{name}: '}{statistics(corpus, rows)}"
             elif corpus.labels is not None:
                 yield f"{name and f'{name}: '}{rows.describe()}"
+
+    @property
+    def identity(self) -> str:
+        """Tell which samples these are."""
+        return json.dumps({**self._counted, "of": self._sampler.n})
 
     @property
     def samples(self) -> int:
@@ -333,12 +339,14 @@ def training_loader(
     )  # fmt: skip
 
 
-def validation_loader(config: Config, data: RunData, *, dp_rank: int, dp_size: int) -> Loader | None:
-    """Those of the held-out corpus; None where there is no validation."""
-    if "validation" not in data.caches:
+def validation_loader(
+    config: Config, data: RunData, *, dp_rank: int, dp_size: int, table: str = "validation"
+) -> Loader | None:
+    """Those of the held-out corpus of ``table``; None where there is none."""
+    if table not in data.caches:
         return None
     size = config.validation.local_batch_size
     return build_loader(
-        data.caches["validation"], config.validation, config.data, BatchShape(size * dp_size, size, 1),
+        data.caches[table], config.validation, config.data, BatchShape(size * dp_size, size, 1),
         pad_id=data.pad_id, dp_rank=dp_rank, dp_size=dp_size,
     )  # fmt: skip

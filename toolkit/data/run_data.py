@@ -14,6 +14,9 @@ from toolkit.errors import DataError
 TOKENS = "TOOLKIT_TOKENS"
 """Set by a launcher for its ranks: the text of the run's data, by which they open the same."""
 
+BASE_CORPUS = "validation.base_corpus"
+"""The table of the plain text by which forgetting is measured."""
+
 
 @dataclass(frozen=True)
 class RunData:

@@ -21,6 +21,7 @@ _FORMATS = {
     "validation_loss": "validation loss {:.4f}",
     "validation_accuracy": "accuracy {:.2%}",
     "validation_f1": "macro F1 {:.4f}",
+    "base_corpus_perplexity": "base corpus perplexity {:.2f}",
     "rewards/margins": "margin {:.3f}",
     "validation_rewards/margins": "margin {:.3f}",
     "rewards/accuracies": "accuracy {:.1%}",

@@ -41,6 +41,9 @@ def summary(
         )
     if validation:
         lines.append(f"  validation loss  {_change(validation, of_tokens)}")
+    forgotten = {it["step"]: it["base_corpus_loss"] for it in history if "base_corpus_loss" in it}
+    if forgotten:
+        lines.append(f"  base corpus      {_change(forgotten, True)}")
     scores = [record for record in history if "validation_accuracy" in record]
     if scores:
         accuracy, f1 = scores[-1]["validation_accuracy"], scores[-1]["validation_f1"]

@@ -61,10 +61,11 @@ def _hush_its_thread() -> None:
 
 
 def tag(key: str) -> str:
-    """The TensorBoard tag of a key of ``metrics.jsonl``: train/, validation/, speed/ or memory/."""
+    """The TensorBoard tag of a key of ``metrics.jsonl``: train/, validation/, base_corpus/, speed/
+    or memory/."""
     if key in _SPEED or key.endswith("_seconds"):
         return "speed/" + key
-    for group in ("validation", "memory"):
+    for group in ("validation", "base_corpus", "memory"):
         if key.startswith(group + "_"):
             return f"{group}/{key.removeprefix(group + '_')}"
     return "train/" + key

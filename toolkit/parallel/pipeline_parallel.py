@@ -259,7 +259,7 @@ class Pipeline(ModelParts):
         batch = self.objective.with_reference(batch, self.models, self._forward)
         output = self._forward(batch)
         if output is None:
-            return torch.zeros_like(self._total)
+            return self._total.new_zeros(1 + len(self.objective.names))
         return self.objective(output, batch)[1] * self.is_loss_rank
 
     def _forward(self, batch: MicroBatch) -> Tensor | None:

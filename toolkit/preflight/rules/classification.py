@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from toolkit.data.build import corpora
+from toolkit.data.run_data import BASE_CORPUS
 from toolkit.errors import Problem
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
@@ -51,6 +52,13 @@ def classifier_has_no_vocabulary_head(run: PlannedRun) -> list[Problem]:
             run.config.parallelism.disable_loss_parallel,
             "has scores that tensor parallelism does not split",
         ),
+    }
+    asked |= {
+        f"{BASE_CORPUS}.{name}": (
+            run.config.validation.enable and getattr(run.config.validation.base_corpus, name) is not None,
+            "gives no next token a probability",
+        )
+        for name in ("dataset", "dataset_path")
     }
     return [
         run.problem(key, f"a classifier {why}", "leave it out") for key, (set_, why) in asked.items() if set_

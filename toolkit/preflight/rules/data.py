@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.config import Config
+from toolkit.config.precedence import is_set
 from toolkit.config.schema import find_field
 from toolkit.data.build import CorpusOptions, corpora
 from toolkit.data.content_hash import too_large, unread
+from toolkit.data.run_data import BASE_CORPUS
 from toolkit.data.sources import (
     EMBEDDED,
     STAND_INS,
@@ -30,6 +32,7 @@ _DATA_KEYS = (
     "data.",
     "training.dataset",
     "validation.dataset",
+    "validation.base_corpus",
     "validation.enable",
     "finetune.classification",
 )
@@ -128,7 +131,7 @@ def corpora_notes(run: PlannedRun) -> list[str]:
                 f"{key} {corpus.dataset} is not C4 here but a stand-in: the books that are shipped, whose "
                 f"own name is {name}; C4 itself is c4"
             )
-        elif corpus.dataset_path is not None and field and corpus.dataset != field.default:
+        elif corpus.dataset_path is not None and field and run.config.value(key) != field.default:
             where = run.config.origin(key)
             said.append(f"{key} {corpus.dataset} ({where}) gives way to {corpus.table}.dataset_path")
     return said
@@ -163,6 +166,17 @@ def dataset_choices_act(run: PlannedRun) -> list[Problem]:
                 fix = f"remove it, or name in place of {what} what has a {choice}, such as allenai/c4"
                 problems.append(run.problem(key, f"{what} has no {choice} to choose", fix))
     return problems
+
+
+@rule()
+def base_corpus_is_named(run: PlannedRun) -> list[Problem]:
+    """Its subset and split are of a corpus that is named."""
+    validation = run.config.validation
+    if not validation.enable or validation.base_corpus.named:
+        return []
+    fix = f"set {BASE_CORPUS}.dataset, or remove it"
+    keys = [f"{BASE_CORPUS}.dataset_{choice}" for choice in ("subset", "split")]
+    return [run.problem(key, "no base corpus is named", fix) for key in keys if is_set(run.config, key)]
 
 
 @rule()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from toolkit.data.build import corpora
 from toolkit.data.columns import PREFERENCE
+from toolkit.data.run_data import BASE_CORPUS
 from toolkit.errors import CheckpointError, DataError, Problem, did_you_mean, first_few
 from toolkit.finetune.parameters import (
     ALL_LINEAR,
@@ -161,7 +162,8 @@ def dpo_reads_pairs(run: PlannedRun) -> list[Problem]:
     """Each corpus has pairs of answers, of which none sees another."""
     if run.config.finetune.objective != "dpo":
         return []
-    keys = {corpus.format_key for corpus in corpora(run.config) if corpus.format != PREFERENCE}
+    learnt = [corpus for corpus in corpora(run.config) if corpus.table != BASE_CORPUS]
+    keys = {corpus.format_key for corpus in learnt if corpus.format != PREFERENCE}
     rule = "DPO learns from rows with two answers to a prompt"
     problems = [run.problem(key, rule, f'set it to "{PREFERENCE}"') for key in sorted(keys)]
     if not run.config.data.document_mask:
