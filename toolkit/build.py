@@ -6,17 +6,13 @@ ever holds more than its shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from toolkit.config import Config
-from toolkit.distributed.agreement import Ranks
-from toolkit.distributed.dtensor import Filled
 from toolkit.distributed.process_group import DTYPES, native_dtype
 from toolkit.models.common.args import ModelArgs, is_classifier_head
 from toolkit.models.common.attention_choice import attention_choice
@@ -33,9 +29,6 @@ from toolkit.parallel.parallelize import parallelize
 if TYPE_CHECKING:
     from toolkit.parallel.context_parallel import SequenceShards
     from toolkit.parallel.pipeline_schedules import Stages
-    from toolkit.weights.source import WeightSource
-
-EXPORT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -138,12 +131,13 @@ def _initialize(
         return
     from toolkit.finetune.converters import added_init, settle
     from toolkit.finetune.parameters import added_shapes, is_added
+    from toolkit.pretrained import to_fill
 
     shapes = added_shapes(args, config.finetune)
     new = [it for it in named if is_added(it[0]) or is_classifier_head(it[0], args)]
     drawn = new if pretrained else named
     initialize(
-        _to_fill(drawn),
+        to_fill(drawn),
         seed,
         lambda name: added_init(name, shapes[name]) if name in shapes else init_rule(name, args),
     )
@@ -202,71 +196,3 @@ def _objective(config: Config, mesh: Mesh) -> Objective:
     from toolkit.finetune.dpo import PreferenceObjective
 
     return PreferenceObjective(config.finetune.dpo, mesh.cp.get_group() if mesh.cp else None)
-
-
-def load_hugging_face(
-    model_parts: ModelParts,
-    folder: Path,
-    *,
-    broadcast: bool,
-    group: dist.ProcessGroup,
-    vocab_size: int | None = None,
-) -> None:
-    """Fill the model with the weights of a Hugging Face folder, which with ``broadcast`` rank 0 alone sees.
-
-    ``group`` has all ranks and carries CPU tensors. Where the embedding has fewer rows than ``vocab_size``,
-    the others are their mean, and so are the head's.
-
-    Raises:
-        DataError: the folder is damaged or does not fit the model; alike on every rank.
-    """
-    from toolkit.weights.load import open_alike
-    from toolkit.weights.safetensors import SafetensorsFolder
-    from toolkit.weights.views import Resized
-
-    def opened() -> WeightSource:
-        source: WeightSource = SafetensorsFolder(folder)
-        return Resized(source, vocab_size) if vocab_size and vocab_size > source.args.vocab_size else source
-
-    source = open_alike(opened, on_rank_0_alone=broadcast, group=group)
-    fill(model_parts, source, broadcast=broadcast, group=group)
-
-
-def fill(
-    model_parts: ModelParts, source: WeightSource | None, *, broadcast: bool = False, group: dist.ProcessGroup
-) -> None:
-    """Fill the model, save for what fine-tuning adds to it, from ``source``, which with ``broadcast`` rank 0
-    alone has. Of a language model a classifier leaves the head.
-
-    Raises:
-        DataError: the weights are damaged or do not fit the model; alike on every rank.
-    """
-    from toolkit.finetune.parameters import is_added
-    from toolkit.weights.load import load_weights
-    from toolkit.weights.source import HEAD
-    from toolkit.weights.views import Only
-
-    args = model_parts.models[0].args
-    headless = Ranks(group).on_rank_0(
-        lambda: source is not None and bool(args.classifier) and not source.args.classifier
-    )
-    if headless and source is not None:
-        source = Only(source, source.tensors.keys() - {HEAD})
-    tensors: dict[str, Tensor] = {
-        name: parameter
-        for name, parameter in model_parts.named_parameters()
-        if not is_added(name) and not (headless and is_classifier_head(name, args))
-    }
-    load_weights(source, dict(_to_fill(tensors.items())), broadcast_from_rank_0=broadcast, group=group)
-    model_parts.refresh_tied_copies(tensors, dict(model_parts.tied_copies()))
-
-
-def _to_fill(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | Filled]]:
-    """Tensors as they are filled: weights in 4 bits by the numbers that they are made from."""
-    for name, tensor in named:
-        if tensor.dtype == torch.uint8:
-            from toolkit.finetune.nf4 import Packed
-
-            yield name, Packed(tensor)
-        else:
-            yield name, tensor

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from toolkit.build import EXPORT_DTYPES, fill, load_hugging_face
 from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
@@ -21,10 +20,12 @@ from toolkit.errors import CheckpointError, DataError, printable
 from toolkit.models.from_config import EXPORTS, pretrained_folder
 from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.parallel.model_parts import ModelParts
+from toolkit.train_step import TrainState
 
 if TYPE_CHECKING:
     from toolkit.weights.source import WeightSource
-from toolkit.train_step import TrainState
+
+EXPORT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Position(Protocol):
@@ -120,6 +121,7 @@ class Checkpointer:
         """Fill the model that an adapter is trained on, if not by the seed, and note which it is."""
         from toolkit.finetune.base import base_of
         from toolkit.finetune.converters import settle
+        from toolkit.pretrained import fill
         from toolkit.weights.load import open_alike
         from toolkit.weights.open import open_weights
 
@@ -134,6 +136,8 @@ class Checkpointer:
         self._base = self.manager.ranks.on_rank_0(lambda: base_of(self._config, self._about["model"]))
 
     def _load_hugging_face(self, folder: Path) -> None:
+        from toolkit.pretrained import load_hugging_face
+
         grown = self._config.model.vocab_size if self._config.model.additional_special_tokens else None
         broadcast = self._options.initial_load_broadcast
         load_hugging_face(self._model_parts, folder, broadcast=broadcast, group=self._group, vocab_size=grown)

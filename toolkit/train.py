@@ -44,7 +44,6 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
 
     from toolkit.data.dataloader import lost_worker
     from toolkit.distributed import process_group
-    from toolkit.metrics.memory import out_of_memory_advice
     from toolkit.metrics.startup_timer import Phases
     from toolkit.trainer import Trainer
 
@@ -60,6 +59,8 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     try:
         trainer = Trainer(config, data, device, phases)
     except torch.OutOfMemoryError as error:
+        from toolkit.metrics.out_of_memory import out_of_memory_advice
+
         raise OutOfMemory(out_of_memory_advice(device, 0, error)) from error
     if faults:
         faults.step = lambda: trainer.train_state.step

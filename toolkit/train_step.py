@@ -12,17 +12,17 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from toolkit.errors import TrainingError, first_few
-from toolkit.optim.grad_clip import clip_, global_norm, nonfinite_parameters
-from toolkit.optim.optimizer_in_backward import StepInBackward
+from toolkit.optim.grad_clip import clip_, global_norm
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch, count_valid
+
+if TYPE_CHECKING:  # read only by runs that use it
+    from toolkit.optim.optimizer_in_backward import StepInBackward
 
 
 @dataclass
@@ -59,7 +59,8 @@ class StepResult:
 class TrainStep:
     """Callable on the micro-batches of this rank's part of one global batch.
 
-    A :class:`StepInBackward` takes one micro-batch and ``max_norm`` infinity.
+    ``in_backward`` says that the optimizer is a :class:`StepInBackward`, which takes one micro-batch and
+    ``max_norm`` infinity.
     """
 
     def __init__(
@@ -69,12 +70,13 @@ class TrainStep:
         *,
         max_norm: float,
         device: torch.device,
+        in_backward: bool = False,
     ):
         self.model_parts = model_parts
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.device = device
-        self.early = optimizer if isinstance(optimizer, StepInBackward) else None
+        self.early = cast("StepInBackward", optimizer) if in_backward else None
         assert self.early is None or math.isinf(max_norm), "the preflight refuses to clip after the update"
 
     def __call__(
@@ -114,41 +116,11 @@ class TrainStep:
             [torch.stack([norm, tokens.double(), stops.double()]), total * scale]
         ).tolist()
         if not (math.isfinite(mean) and math.isfinite(grad_norm)):
-            self._refuse(mean, grad_norm, own, batches)
+            from toolkit.parallel.nonfinite import refuse  # a run that goes well does not need it
+
+            refuse(model_parts, batches, own[0], loss=mean, grad_norm=grad_norm, early=self.early)
         clip_([*parameters, *(copy for _, copy in model_parts.tied_copies())], self.max_norm, grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         reported = dict(zip(model_parts.objective.names, others, strict=True))
         return StepResult(mean, grad_norm, int(count), stop_count > 0, reported)
-
-    def _refuse(self, loss: float, grad_norm: float, own: Tensor, batches: Sequence[MicroBatch]) -> NoReturn:
-        if self.early:
-            names = self.early.nonfinite()
-            updated = "were updated by this step already, in backward (optimizer.early_step_in_backward)"
-        else:
-            names = nonfinite_parameters(self.model_parts.named_parameters())
-            updated = "were not updated by this step"
-        if math.isfinite(loss):
-            began = f"gradients that are not finite: {_where(names) or 'none (the norm itself overflowed)'}"
-        else:
-            from toolkit.parallel.nonfinite import origins  # a run that goes well does not need it
-
-            # After an update in backward, another forward pass would see other parameters.
-            found = [] if self.early else origins(self.model_parts, batches)
-            own_loss = [] if own[0].isfinite() else [f"its part of the loss{self.model_parts.coordinates}"]
-            told = first_few([str(one) for one in found], 3) or _where(own_loss)
-            told = told or "the sum of the ranks' losses"
-            began = f"it began in {told}"
-        raise TrainingError(
-            f"the loss is {loss} and the gradient norm {grad_norm}: training cannot go on\n"
-            f"  {began}\n"
-            "  fix:  lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or resume from an earlier "
-            f"checkpoint (checkpoint.load_step); the parameters {updated}"
-        )
-
-
-def _where(names: Sequence[str]) -> str:
-    """The ranks that have ``names`` to tell, and theirs; the same text on all ranks."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, list(names))
-    return "; ".join(f"rank {rank}: {first_few(found, 3)}" for rank, found in enumerate(gathered) if found)

@@ -35,7 +35,7 @@ from toolkit.io.locks import claim
 from toolkit.launcher.signals import StopRequest
 from toolkit.launcher.time_limit import Deadline
 from toolkit.metrics.logger import MetricLogger
-from toolkit.metrics.memory import memory, out_of_memory_advice
+from toolkit.metrics.memory import memory
 from toolkit.metrics.profiling import profiling
 from toolkit.metrics.speed import SpeedMeter, build_speed_meter
 from toolkit.metrics.startup_timer import Phases
@@ -158,7 +158,11 @@ class Trainer:
         parameters = [*self.model_parts.named_parameters(), *self.model_parts.tied_copies()]
         self.optimizer = build_optimizer(parameters, config.optimizer)
         self.train_step = TrainStep(
-            self.model_parts, self.optimizer, max_norm=config.training.max_norm, device=self.device
+            self.model_parts,
+            self.optimizer,
+            max_norm=config.training.max_norm,
+            device=self.device,
+            in_backward=config.optimizer.early_step_in_backward,
         )
 
     def _compile_clock(self) -> Callable[[], float]:
@@ -222,6 +226,8 @@ class Trainer:
             with watched as after_step:
                 return self._loop(after_step)
         except torch.OutOfMemoryError as error:  # outside of what watches, which writes its snapshot first
+            from toolkit.metrics.out_of_memory import out_of_memory_advice
+
             snapshots = self.folder / self.config.profiling.save_memory_snapshot_folder
             raise OutOfMemory(
                 out_of_memory_advice(self.device, self.train_state.step, error, snapshots=snapshots)

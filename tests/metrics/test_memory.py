@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.metrics.memory import out_of_memory_advice
 from toolkit.metrics.memory_snapshot import MemorySnapshots
+from toolkit.metrics.out_of_memory import out_of_memory_advice
 
 ERROR = torch.OutOfMemoryError(
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which …"

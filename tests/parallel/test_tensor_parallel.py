@@ -33,13 +33,14 @@ from tests.parallel.sharded import (
     plain_gradients,
     sharded,
 )
-from toolkit.loss import token_losses, vocabulary_parallel_losses
+from toolkit.loss import token_losses
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.sharding import tensor_plan
 from toolkit.optim.grad_clip import global_norm
 from toolkit.optim.optimizer_in_backward import StepInBackward
 from toolkit.parallel.autograd_collectives import gather, reduce_scatter
 from toolkit.parallel.tensor_parallel import apply_tensor_parallel
+from toolkit.parallel.vocabulary_parallel import vocabulary_parallel_losses
 
 CLOSE = 1e-12
 TP = 2

@@ -1,4 +1,5 @@
-"""Finds where a value that is not finite began: a second forward pass that watches every module.
+"""The end of a run whose loss or gradient is not finite, and where that began: found by a second forward pass
+that watches every module.
 
 One rank's NaN is on all ranks after the first collective. What tells them apart is who had it first: in the
 earliest micro-batch, of the lowest layer there, from the first module that ran.
@@ -6,17 +7,67 @@ earliest micro-batch, of the lowest layer there, from the first module that ran.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.distributed.dtensor import clean_name, local_part
+from toolkit.errors import TrainingError, first_few
+from toolkit.optim.grad_clip import nonfinite_parameters
 from toolkit.parallel.model_parts import MicroBatch, ModelParts
+
+if TYPE_CHECKING:
+    from toolkit.optim.optimizer_in_backward import StepInBackward
+
+
+def refuse(
+    model_parts: ModelParts,
+    batches: Sequence[MicroBatch],
+    own_loss: Tensor,
+    *,
+    loss: float,
+    grad_norm: float,
+    early: StepInBackward | None,
+) -> NoReturn:
+    """End a run whose global ``loss`` or ``grad_norm`` is not finite; ``own_loss`` is this rank's share.
+
+    Raises:
+        TrainingError: always, with where it began; the same message on all ranks.
+    """
+    if early:
+        names = early.nonfinite()
+        updated = "were updated by this step already, in backward (optimizer.early_step_in_backward)"
+    else:
+        names = nonfinite_parameters(model_parts.named_parameters())
+        updated = "were not updated by this step"
+    if math.isfinite(loss):
+        began = f"gradients that are not finite: {_where(names) or 'none (the norm itself overflowed)'}"
+    else:
+        # After an update in backward, another forward pass would see other parameters.
+        found = [] if early else origins(model_parts, batches)
+        mine = [] if own_loss.isfinite() else [f"its part of the loss{model_parts.coordinates}"]
+        told = first_few([str(one) for one in found], 3) or _where(mine)
+        told = told or "the sum of the ranks' losses"
+        began = f"it began in {told}"
+    raise TrainingError(
+        f"the loss is {loss} and the gradient norm {grad_norm}: training cannot go on\n"
+        f"  {began}\n"
+        "  fix:  lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or resume from an earlier "
+        f"checkpoint (checkpoint.load_step); the parameters {updated}"
+    )
+
+
+def _where(names: Sequence[str]) -> str:
+    """The ranks that have ``names`` to tell, and theirs; the same text on all ranks."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, list(names))
+    return "; ".join(f"rank {rank}: {first_few(found, 3)}" for rank, found in enumerate(gathered) if found)
 
 
 @dataclass(frozen=True)

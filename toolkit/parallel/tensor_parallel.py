@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from toolkit.loss import token_losses, vocabulary_parallel_losses
+from toolkit.loss import token_losses
 from toolkit.parallel.autograd_collectives import all_reduce, gather, reduce_scatter
+from toolkit.parallel.vocabulary_parallel import vocabulary_parallel_losses
 
 SEQUENCE = 1
 """The dimension of hidden states (B, S, D) that is split between blocks."""
