@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.data.columns import SourceError
+from toolkit.data.corpus import SourceError
 from toolkit.errors import ConfigError, DataError, Problem, ToolkitError, flags_named, report
 
 

@@ -31,8 +31,8 @@ from toolkit import preflight
 from toolkit.config import Config, load_config, local_paths
 from toolkit.data.build import corpora, open_tokens, run_tokenizer
 from toolkit.data.dataloader import validation_loader
+from toolkit.data.find_files import open_text
 from toolkit.data.run_data import RunData
-from toolkit.data.sources import open_text
 from toolkit.distributed import process_group
 from toolkit.errors import (
     EXIT_FINISHED,

@@ -25,7 +25,8 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from toolkit.config import local_paths
-from toolkit.data.sources import open_corpus, open_text
+from toolkit.data.find_files import open_text
+from toolkit.data.sources import open_corpus
 from toolkit.errors import EXIT_ERROR, ConfigError, Problem, ToolkitError, flags_named, printable
 from toolkit.io import standard_streams
 from toolkit.models.registry import tiktoken_forms

@@ -28,9 +28,9 @@ from toolkit.data.build import open_data
 from toolkit.data.chat.sft import ChatOptions
 from toolkit.data.chat.shapes import FORMATS, Shape
 from toolkit.data.conversation_rows import ConversationRows, best_fit, statistics
+from toolkit.data.corpus import Corpus
 from toolkit.data.dataloader import build_loader
 from toolkit.data.packing import PADDING
-from toolkit.data.sources import Corpus
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import MixturePart, TokenCache, open_cache
 from toolkit.data.tokenizers.tokenizer import load_tokenizer

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from tests.data.byte_tokenizer import ByteTokenizer
 from toolkit.config.training import Data, DataLoader, Training, Validation
 from toolkit.data.batch_size import BatchShape
+from toolkit.data.corpus import Corpus
 from toolkit.data.dataloader import FIELDS, Loader, build_loader, lost_worker
 from toolkit.data.mixture import BLOCK, MixtureOrder
-from toolkit.data.sources import Corpus
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import MixturePart, TokenCache
 from toolkit.errors import DataError

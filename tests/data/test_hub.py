@@ -16,9 +16,10 @@ import pyarrow as pa
 import pytest
 
 from tests.data.byte_tokenizer import ByteTokenizer
+from tests.data.corpus_problem import check_source
 from tests.data.test_parquet import ROWS, TEMPLATE, TEXTS, build, files_of, texts_of, write
 from toolkit.data import text_files
-from toolkit.data.sources import check_source, choices_read, open_corpus
+from toolkit.data.sources import choices_read, open_corpus
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import TokenCache
 from toolkit.errors import DataError

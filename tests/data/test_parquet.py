@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.byte_tokenizer import ByteTokenizer
+from tests.data.corpus_problem import check_source
 from toolkit.data import parquet, text_files
-from toolkit.data.sources import check_source, open_corpus
+from toolkit.data.sources import open_corpus
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import TokenCache
 from toolkit.errors import DataError

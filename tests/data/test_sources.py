@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.corpus_problem import check_source
 from toolkit.data import text_files
-from toolkit.data.sources import EMBEDDED, Corpus, check_source, open_corpus
+from toolkit.data.corpus import Corpus
+from toolkit.data.sources import EMBEDDED, open_corpus
 from toolkit.errors import DataError
 
 

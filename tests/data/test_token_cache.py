@@ -23,7 +23,7 @@ from toolkit.config import load_config
 from toolkit.data import content_hash, sources, text_files, token_files
 from toolkit.data import token_cache as cache_module
 from toolkit.data.build import run_tokenizer
-from toolkit.data.sources import Corpus
+from toolkit.data.corpus import Corpus
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import TokenCache, open_cache
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
@@ -335,12 +335,12 @@ def test_a_built_cache_needs_no_writing(tmp_path: Path, source: Corpus) -> None:
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from toolkit.data import sources, text_files
+from toolkit.data import corpus, text_files
 from toolkit.data.token_cache import tokenized
 from tests.data.byte_tokenizer import ByteTokenizer
 files, tokenizer, folder, processes = json.loads(sys.argv[1])
 text_files.PIECE_BYTES = 200
-source = sources.Corpus("corpus", tuple(map(Path, files)), "text")
+source = corpus.Corpus("corpus", tuple(map(Path, files)), "text")
 cache = tokenized(source, ByteTokenizer(**tokenizer), cache_folder=folder, processes=processes)
 assert "torch" not in sys.modules
 print(cache.fingerprint, cache.n_tokens)

@@ -18,9 +18,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from toolkit.compat import file_digest
+from toolkit.compat import file_digest, tomllib
 from toolkit.config.local_paths import open_regular, read_bytes
-from toolkit.config.values import dotted
 from toolkit.errors import CheckpointError, shown
 from toolkit.io.json_fields import MAX_BYTES, is_size, parse_json
 
@@ -240,3 +239,17 @@ def _digest(manifest: dict[str, Any]) -> str:
 def _sha256(path: Path) -> str:
     with open_regular(path) as file:
         return file_digest(file, "sha256").hexdigest()
+
+
+def dotted(toml: str) -> dict[str, Any]:
+    """The values of a TOML document by dotted key."""
+
+    def values(table: dict[str, Any], prefix: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in table.items():
+            found |= (
+                values(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+            )
+        return found
+
+    return values(tomllib.loads(toml), "")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import textwrap
+import types
+import typing
+from typing import Annotated, Any, Literal
 
 from toolkit.config.schema import Field, fields, schema_name, tables
-from toolkit.config.types import ActsWith, RefusedValues
-from toolkit.config.values import format_toml, short_type
+from toolkit.config.types import NONE, ActsWith, RefusedValues
+from toolkit.config.values import format_toml
 from toolkit.errors import ConfigError, Problem, did_you_mean
 
 _USAGE = """\
@@ -21,6 +24,7 @@ usage: python -m toolkit.train [--job.config_file FILE.toml] [--table.key VALUE 
   --debug             show tracebacks (same as --job.debug)
 """
 _WIDTH = 100
+_SHORT = {bool: "bool", int: "int", float: "float", str: "str", types.NoneType: NONE}
 
 
 def help_text(table: str = "") -> str:
@@ -52,10 +56,26 @@ def help_text(table: str = "") -> str:
 
 
 def _entry(field: Field) -> str:
-    head = f"  --{field.key} {short_type(field.annotation)}  (default {_default(field)})"
+    head = f"  --{field.key} {_short_type(field.annotation)}  (default {_default(field)})"
     return "\n".join(
         [head, *textwrap.wrap(meaning(field), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
     )
+
+
+def _short_type(annotation: Any) -> str:
+    """Name a type: ``int``, ``a|b``, ``str,…`` for a list."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _short_type(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return "|".join(dict.fromkeys(_short_type(a) for a in arguments))
+    if origin is Literal:
+        return "|".join(str(choice) for choice in arguments)
+    if origin is list:
+        return f"[{_short_type(arguments[0])},…]"
+    if origin is dict:
+        return "{name=str,…}"
+    return _SHORT[annotation]
 
 
 def _default(field: Field) -> str:

@@ -16,11 +16,11 @@ from pydantic import ValidationError
 from toolkit.config.cli import read_arguments
 from toolkit.config.local_paths import path_problem
 from toolkit.config.refused import REFUSED
-from toolkit.config.schema import Config, Field, find_field
+from toolkit.config.schema import Config, find_field
 from toolkit.config.toml import Setting, read_files
 from toolkit.config.types import NONE, LocalPath
-from toolkit.config.values import choices, format_toml, in_words, parse
-from toolkit.errors import ConfigError, Problem, closest
+from toolkit.config.values import format_toml
+from toolkit.errors import ConfigError, Problem
 
 _CONFIG_FILE = "job.config_file"
 
@@ -87,53 +87,8 @@ def _build(settings: Mapping[str, Setting]) -> Config:
     try:
         config = Config.model_validate(nested)
     except ValidationError as error:
-        problems = [_problem(details["loc"], settings) for details in error.errors()]
+        from toolkit.config.mistakes import wrong_value
+
+        problems = [wrong_value(details["loc"], settings) for details in error.errors()]
         raise ConfigError(list({problem.key: problem for problem in problems}.values())) from None
     return config.with_origins({key: setting.origin for key, setting in settings.items()})
-
-
-def _problem(location: tuple[int | str, ...], settings: Mapping[str, Setting]) -> Problem:
-    """Describe what pydantic found at a location, which goes on from the key into unions and lists."""
-    prefixes = [".".join(map(str, location[:length])) for length in range(len(location), 0, -1)]
-    if location[-1] == "[key]":
-        origin = next(setting.origin for key, setting in settings.items() if key.startswith(prefixes[1]))
-        rule = f"a name in [{prefixes[2]}] has letters, digits, - and _ only"
-        return Problem(rule, "choose such a name", prefixes[2], location[-2], origin)
-    field = next(field for field in map(find_field, prefixes) if field)
-    return _wrong_value(field, settings[field.key])
-
-
-def _wrong_value(field: Field, setting: Setting) -> Problem:
-    rule = f"must be {in_words(field.annotation, field.marks)}"
-    if setting.value in ("float16", "fp16", "half") and field.table == "training":
-        rule += "; float16 would need loss scaling, which there is not"
-    return Problem(rule, _fix(field, setting), field.key, setting.value, setting.origin)
-
-
-def _fix(field: Field, setting: Setting) -> str:
-    """Offer what was probably meant, else the default as an example."""
-
-    def write(value: object) -> str:
-        if setting.origin.startswith("--"):
-            words = ",".join(value) if isinstance(value, list) and value else value
-            text = words if isinstance(words, str) else format_toml(words).strip('"')
-            return f"{setting.origin} {text}"
-        return f"{field.name} = {format_toml(value)}"
-
-    meant = _meant(setting.value, field.annotation)
-    if meant != setting.value:
-        return f"did you mean {write(meant)}?"
-    if field.default is None:
-        return f"leave {field.name} out, or give it such a value"
-    return f"for example {write(field.default)}, the default"
-
-
-def _meant(value: object, annotation: Any) -> object:
-    """Guess what a value that is not allowed stands for, a list item by item; itself, if like nothing."""
-    named = choices(annotation)
-    if isinstance(value, str):
-        return closest(value, named) or parse(value, annotation)
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        near = [closest(item, named) for item in value]
-        return near if all(near) else value
-    return value

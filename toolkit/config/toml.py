@@ -16,7 +16,7 @@ from typing import Any
 from toolkit.compat import tomllib
 from toolkit.config.local_paths import path_problem, read_text
 from toolkit.config.schema import find_field, find_table, is_group
-from toolkit.errors import Problem, did_you_mean
+from toolkit.errors import Problem
 
 _EXTENDS = "extends"
 _MAX_BYTES = 1_000_000  # of a file; the longest configuration written out has some 20,000
@@ -69,13 +69,17 @@ def _read(path: str, named_by: Problem, children: tuple[str, ...]) -> Layer:
     try:
         text = read_text(path, at_most=_MAX_BYTES)
     except FileNotFoundError:
-        return misnamed(f"there is no file {path}", _similar_file(path))
+        from toolkit.config.mistakes import similar_file
+
+        return misnamed(f"there is no file {path}", similar_file(path))
     except OSError as error:
         return misnamed(f"{path} cannot be read: {error.strerror}", "give the name of a readable TOML file")
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        return Layer(problems=[_syntax_problem(path, text, error)])
+        from toolkit.config.mistakes import syntax_problem
+
+        return Layer(problems=[syntax_problem(path, text, error)])
     lines: dict[Path, int] = {}
     for key, line in key_lines(text):
         for length in range(1, len(key) + 1):
@@ -121,36 +125,6 @@ def _flatten(document: dict[str, Any], prefix: Path, origin: Origin, layer: Laye
         else:
             rule, fix = f"{key} is a table", f"write [{key}] and its keys below it"
             layer.problems.append(Problem(rule, fix, key, value, where))
-
-
-def _syntax_problem(path: str, text: str, error: Exception) -> Problem:
-    first_line: dict[Path, int] = {}
-    for found, line in key_lines(text):
-        if found in first_line:
-            key = ".".join(found)
-            return Problem(
-                f"{path}:{line}: {key} is given twice, first in line {first_line[found]}",
-                "keep one of the two",
-            )
-        first_line[found] = line
-    message, _, place = str(error).partition(" (at ")
-    match = re.search(r"line (\d+)", place)
-    written = text.split("\n")
-    line = int(match.group(1)) if match else len(text.rstrip().split("\n"))
-    excerpt = written[line - 1].strip()[:200]
-    return Problem(
-        f"{path}:{line}: not valid TOML: {message}: {excerpt}",
-        "strings need quotes, booleans are true and false, lists are [a, b]",
-    )
-
-
-def _similar_file(path: str) -> str:
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        return f"there is no folder {folder} either; paths are relative to {os.getcwd()}"
-    names = [name for name in os.listdir(folder) if name.endswith(".toml")]
-    there = ", ".join(sorted(names)) or "no TOML file"
-    return did_you_mean(os.path.basename(path), names, f"{os.path.abspath(folder)} has {there}")
 
 
 def key_lines(text: str) -> list[tuple[Path, int]]:

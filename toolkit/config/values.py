@@ -1,4 +1,4 @@
-"""Values of the schema's types: said in words, read from a flag, written as TOML."""
+"""Values of the schema's types: read from a flag, written as TOML."""
 
 from __future__ import annotations
 
@@ -7,83 +7,10 @@ import math
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Interval, Le, Lt
-
 from toolkit.compat import tomllib
-from toolkit.config.types import MAX_INT, NONE, allows_none
-
-_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-_PLURALS = {str: "strings", int: "integers", float: "numbers"}
-_SHORT = {bool: "bool", int: "int", float: "float", str: "str", types.NoneType: NONE}
-
-
-def in_words(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
-    """Complete "must be …" for a type, for example "an integer of at least 1"."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated:
-        return in_words(arguments[0], arguments[1:])
-    if origin in (typing.Union, types.UnionType):
-        alternatives = [in_words(a, metadata) for a in arguments if a is not types.NoneType]
-        return " or ".join([*alternatives, f'"{NONE}"'] if allows_none(annotation) else alternatives)
-    if origin is Literal:
-        choices = [json.dumps(choice) for choice in arguments]
-        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
-    if origin is list:
-        return f"a list of {_plural(arguments[0])}"
-    if origin is dict:
-        return 'a table of strings, such as {a = "b"}'
-    return _WORDS[annotation] + _bounds(metadata)
-
-
-def _plural(annotation: Any) -> str:
-    if typing.get_origin(annotation) is list:
-        return f"lists of {_plural(typing.get_args(annotation)[0])}"
-    if typing.get_origin(annotation) is Literal:
-        return " and ".join(json.dumps(choice) for choice in typing.get_args(annotation))
-    if typing.get_origin(annotation) is Annotated:
-        inner, *metadata = typing.get_args(annotation)
-        return _plural(inner) + _bounds(tuple(metadata))
-    return _PLURALS[annotation]
-
-
-def _bounds(metadata: tuple[Any, ...]) -> str:
-    bounds: dict[str, Any] = {}
-    for mark in metadata:
-        if isinstance(mark, Ge | Gt | Le | Lt | Interval):
-            bounds |= {name: bound for name, bound in asdict(mark).items() if bound is not None}
-    if bounds.get("le") == MAX_INT:
-        del bounds["le"]  # whoever meets it knows why
-    if "ge" in bounds and "le" in bounds:
-        return f" from {bounds['ge']} to {bounds['le']}"
-    phrases = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
-    said = [f"{phrases[name]} {bounds[name]}" for name in phrases if name in bounds]
-    return f" {' and '.join(said)}" if said else ""
-
-
-def short_type(annotation: Any) -> str:
-    """Name a type for ``--help``: ``int``, ``a|b``, ``str,…`` for a list."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated:
-        return short_type(arguments[0])
-    if origin in (typing.Union, types.UnionType):
-        return "|".join(dict.fromkeys(short_type(a) for a in arguments))
-    if origin is Literal:
-        return "|".join(str(choice) for choice in arguments)
-    if origin is list:
-        return f"[{short_type(arguments[0])},…]"
-    if origin is dict:
-        return "{name=str,…}"
-    return _SHORT[annotation]
-
-
-def choices(annotation: Any) -> list[str]:
-    """Return the strings that a type names."""
-    if typing.get_origin(annotation) is Literal:
-        return [choice for choice in typing.get_args(annotation) if isinstance(choice, str)]
-    return [choice for inner in typing.get_args(annotation) for choice in choices(inner)]
+from toolkit.config.types import NONE
 
 
 def parse(text: str, annotation: Any) -> object:
@@ -182,17 +109,3 @@ def _format_float(value: float) -> str:
 def _format_string(value: str) -> str:
     # JSON's escapes are TOML's, except that TOML also wants DEL escaped and knows no surrogate pairs.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def dotted(toml: str) -> dict[str, Any]:
-    """The values of a TOML document by dotted key."""
-
-    def values(table: dict[str, Any], prefix: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in table.items():
-            found |= (
-                values(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-            )
-        return found
-
-    return values(tomllib.loads(toml), "")

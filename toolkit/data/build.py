@@ -148,7 +148,7 @@ class CorpusOptions(NamedTuple):
         return Shape(self.format, tuple(self.columns.items()))
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of ``data.sources.open_corpus`` and ``check_source``."""
+        """The arguments of ``data.sources.open_corpus``."""
         return {
             "name": self.dataset,
             "path": self.dataset_path,

@@ -4,43 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
-from toolkit.errors import DataError, Problem
+from toolkit.data.corpus import SourceError
+from toolkit.errors import Problem
 
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|[{}]")
-
-
-class SourceError(DataError):
-    """A corpus cannot be used; its problem names one of its keys in the config, such as dataset_path."""
-
-    def __init__(self, problem: Problem):
-        self.problems = [problem]
-        super().__init__(str(problem))
-
-
-def is_json(path: Path) -> bool:
-    """Say if the file has JSON lines (else it is plain text), by its name."""
-    return path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
-
-
-CLASSIFICATION, PREFERENCE = "classification", "preference"
-"""The formats of rows of a text and its class, and of two answers to a prompt."""
-
-
-class RowShape(Protocol):
-    """Contents of a row, where that is more than one text."""
-
-    @property
-    def format(self) -> str: ...
-
-    def columns(self, there: Collection[str], where: str) -> list[str]:
-        """The columns to read, of those that are ``there``. Raises SourceError; it says ``where``."""
-
-    def check(self, row: Mapping[str, Any], where: str) -> None:
-        """Raise DataError where a row is none of these."""
 
 
 class Template(NamedTuple):

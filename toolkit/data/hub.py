@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.columns import RowShape, SourceError
 from toolkit.data.content_hash import locked, remember, say, too_large
-from toolkit.data.sources import Corpus
+from toolkit.data.corpus import Corpus, RowShape, SourceError, require
 from toolkit.errors import DataError, Problem, install, shown
 from toolkit.io.json_fields import read_object
 
@@ -61,8 +60,12 @@ def named(
     """A dataset of the hub, or one of :data:`KNOWN`, of which nothing is known but the name.
 
     Raises:
-        SourceError: the name cannot be that of a dataset.
+        SourceError: the name cannot be that of a dataset, or is that of a file here; no package.
     """
+    if os.path.exists(os.path.expanduser(name)):
+        rule = "this is a file or folder here, where dataset names a corpus"
+        raise SourceError(Problem(rule, f"set dataset_path = {name!r}", "dataset", name))
+    require("datasets", "a dataset of the Hugging Face hub", "dataset", name)
     owner_and_name, known_subset = KNOWN.get(name, (name, None))
     if not _ID.fullmatch(owner_and_name):
         rule = "a dataset of the Hugging Face hub is named owner/name"

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from toolkit.data.columns import CLASSIFICATION, SourceError, template_for
+from toolkit.data.columns import template_for
+from toolkit.data.corpus import CLASSIFICATION, SourceError
 from toolkit.data.text_files import Piece, check_text
 from toolkit.data.token_files import LABELS
 from toolkit.data.tokenize import Encoded

@@ -20,7 +20,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from toolkit.data import text_files
-from toolkit.data.columns import RowShape, Template, template_for
+from toolkit.data.columns import Template, template_for
+from toolkit.data.corpus import RowShape
 from toolkit.data.text_files import REPLACE
 from toolkit.errors import DataError
 

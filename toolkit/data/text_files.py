@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Protocol
 
 from toolkit.config.local_paths import open_regular
-from toolkit.data.columns import is_json, template_for
+from toolkit.data.columns import template_for
+from toolkit.data.corpus import is_json
 from toolkit.errors import DataError
 from toolkit.io.json_fields import parse_json
 

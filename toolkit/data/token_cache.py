@@ -38,9 +38,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from toolkit.data.columns import CLASSIFICATION, PREFERENCE
 from toolkit.data.content_hash import content_hashes, locked, say, stamps, too_large, unread
-from toolkit.data.sources import Corpus, kind
+from toolkit.data.corpus import CLASSIFICATION, PREFERENCE, Corpus, kind
 from toolkit.data.token_files import TokenCache, open_cache
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.data.dataloader import Batch
-from toolkit.data.sources import open_text
+from toolkit.data.find_files import open_text
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 from toolkit.loss import IGNORED_LABEL

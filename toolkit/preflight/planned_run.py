@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.data.build import CorpusOptions, corpora
-from toolkit.data.sources import Corpus, open_corpus
+from toolkit.data.corpus import Corpus
+from toolkit.data.sources import open_corpus
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from toolkit.data.columns import PREFERENCE, SourceError
+from toolkit.data.corpus import PREFERENCE, SourceError
 from toolkit.errors import DataError, Problem, did_you_mean, either
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from toolkit.config.schema import find_field
 from toolkit.data.build import CorpusOptions, corpora
 from toolkit.data.chat.shapes import unknown_names
-from toolkit.data.columns import PREFERENCE
+from toolkit.data.corpus import PREFERENCE
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.planned_run import PlannedRun, rule
 

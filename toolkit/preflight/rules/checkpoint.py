@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 
-from toolkit.checkpoint.manifest import check_files, read_manifest, saved_settings, step_folder
-from toolkit.config.values import dotted
+from toolkit.checkpoint.manifest import check_files, dotted, read_manifest, saved_settings, step_folder
 from toolkit.errors import CheckpointError, DataError, Problem, first_few, shown
 from toolkit.models.common.args import ModelArgs
 from toolkit.preflight.planned_run import PlannedRun, note, rule

@@ -15,14 +15,13 @@ from toolkit.config.precedence import is_set
 from toolkit.config.schema import find_field
 from toolkit.data.build import CorpusOptions, corpora
 from toolkit.data.content_hash import too_large, unread
+from toolkit.data.corpus import Corpus, kind
 from toolkit.data.run_data import BASE_CORPUS
 from toolkit.data.sources import (
     EMBEDDED,
     STAND_INS,
-    Corpus,
     check_name,
     choices_read,
-    kind,
     problem_of,
 )
 from toolkit.errors import DataError, Problem

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from toolkit.data.build import corpora
-from toolkit.data.columns import PREFERENCE
+from toolkit.data.corpus import PREFERENCE
 from toolkit.data.run_data import BASE_CORPUS
 from toolkit.errors import CheckpointError, DataError, Problem, did_you_mean, first_few
 from toolkit.finetune.parameters import (

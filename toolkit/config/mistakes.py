@@ -1,0 +1,152 @@
+"""Problems of files and values in words, with what was probably meant; loaded once there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Interval, Le, Lt
+
+from toolkit.config.schema import Field, find_field
+from toolkit.config.toml import Path, Setting, key_lines
+from toolkit.config.types import MAX_INT, NONE, allows_none
+from toolkit.config.values import format_toml, parse
+from toolkit.errors import Problem, closest, did_you_mean
+
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_PLURALS = {str: "strings", int: "integers", float: "numbers"}
+
+
+def wrong_value(location: tuple[int | str, ...], settings: Mapping[str, Setting]) -> Problem:
+    """Describe what pydantic found at a location, which goes on from the key into unions and lists."""
+    prefixes = [".".join(map(str, location[:length])) for length in range(len(location), 0, -1)]
+    if location[-1] == "[key]":
+        origin = next(setting.origin for key, setting in settings.items() if key.startswith(prefixes[1]))
+        rule = f"a name in [{prefixes[2]}] has letters, digits, - and _ only"
+        return Problem(rule, "choose such a name", prefixes[2], location[-2], origin)
+    field = next(field for field in map(find_field, prefixes) if field)
+    return _of_field(field, settings[field.key])
+
+
+def _of_field(field: Field, setting: Setting) -> Problem:
+    rule = f"must be {_in_words(field.annotation, field.marks)}"
+    if setting.value in ("float16", "fp16", "half") and field.table == "training":
+        rule += "; float16 would need loss scaling, which there is not"
+    return Problem(rule, _fix(field, setting), field.key, setting.value, setting.origin)
+
+
+def _fix(field: Field, setting: Setting) -> str:
+    """Offer what was probably meant, else the default as an example."""
+
+    def write(value: object) -> str:
+        if setting.origin.startswith("--"):
+            words = ",".join(value) if isinstance(value, list) and value else value
+            text = words if isinstance(words, str) else format_toml(words).strip('"')
+            return f"{setting.origin} {text}"
+        return f"{field.name} = {format_toml(value)}"
+
+    meant = _meant(setting.value, field.annotation)
+    if meant != setting.value:
+        return f"did you mean {write(meant)}?"
+    if field.default is None:
+        return f"leave {field.name} out, or give it such a value"
+    return f"for example {write(field.default)}, the default"
+
+
+def _meant(value: object, annotation: Any) -> object:
+    """Guess what a value that is not allowed stands for, a list item by item; itself, if like nothing."""
+    named = _choices(annotation)
+    if isinstance(value, str):
+        return closest(value, named) or parse(value, annotation)
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        near = [closest(item, named) for item in value]
+        return near if all(near) else value
+    return value
+
+
+def _in_words(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
+    """Complete "must be …" for a type, for example "an integer of at least 1"."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _in_words(arguments[0], arguments[1:])
+    if origin in (typing.Union, types.UnionType):
+        alternatives = [_in_words(a, metadata) for a in arguments if a is not types.NoneType]
+        return " or ".join([*alternatives, f'"{NONE}"'] if allows_none(annotation) else alternatives)
+    if origin is Literal:
+        alternatives = [json.dumps(choice) for choice in arguments]
+        return alternatives[0] if len(alternatives) == 1 else f"one of {', '.join(alternatives)}"
+    if origin is list:
+        return f"a list of {_plural(arguments[0])}"
+    if origin is dict:
+        return 'a table of strings, such as {a = "b"}'
+    return _WORDS[annotation] + _bounds(metadata)
+
+
+def _plural(annotation: Any) -> str:
+    if typing.get_origin(annotation) is list:
+        return f"lists of {_plural(typing.get_args(annotation)[0])}"
+    if typing.get_origin(annotation) is Literal:
+        return " and ".join(json.dumps(choice) for choice in typing.get_args(annotation))
+    if typing.get_origin(annotation) is Annotated:
+        inner, *metadata = typing.get_args(annotation)
+        return _plural(inner) + _bounds(tuple(metadata))
+    return _PLURALS[annotation]
+
+
+def _bounds(metadata: tuple[Any, ...]) -> str:
+    bounds: dict[str, Any] = {}
+    for mark in metadata:
+        if isinstance(mark, Ge | Gt | Le | Lt | Interval):
+            bounds |= {name: bound for name, bound in asdict(mark).items() if bound is not None}
+    if bounds.get("le") == MAX_INT:
+        del bounds["le"]  # whoever meets it knows why
+    if "ge" in bounds and "le" in bounds:
+        return f" from {bounds['ge']} to {bounds['le']}"
+    phrases = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
+    said = [f"{phrases[name]} {bounds[name]}" for name in phrases if name in bounds]
+    return f" {' and '.join(said)}" if said else ""
+
+
+def _choices(annotation: Any) -> list[str]:
+    """Return the strings that a type names."""
+    if typing.get_origin(annotation) is Literal:
+        return [choice for choice in typing.get_args(annotation) if isinstance(choice, str)]
+    return [choice for inner in typing.get_args(annotation) for choice in _choices(inner)]
+
+
+def syntax_problem(path: str, text: str, error: Exception) -> Problem:
+    """Describe a text that is no TOML: a key given twice, or what tomllib found."""
+    first_line: dict[Path, int] = {}
+    for found, line in key_lines(text):
+        if found in first_line:
+            key = ".".join(found)
+            return Problem(
+                f"{path}:{line}: {key} is given twice, first in line {first_line[found]}",
+                "keep one of the two",
+            )
+        first_line[found] = line
+    message, _, place = str(error).partition(" (at ")
+    match = re.search(r"line (\d+)", place)
+    written = text.split("\n")
+    line = int(match.group(1)) if match else len(text.rstrip().split("\n"))
+    excerpt = written[line - 1].strip()[:200]
+    return Problem(
+        f"{path}:{line}: not valid TOML: {message}: {excerpt}",
+        "strings need quotes, booleans are true and false, lists are [a, b]",
+    )
+
+
+def similar_file(path: str) -> str:
+    """Name the file that may be meant by ``path``, where none is."""
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        return f"there is no folder {folder} either; paths are relative to {os.getcwd()}"
+    names = [name for name in os.listdir(folder) if name.endswith(".toml")]
+    there = ", ".join(sorted(names)) or "no TOML file"
+    return did_you_mean(os.path.basename(path), names, f"{os.path.abspath(folder)} has {there}")
