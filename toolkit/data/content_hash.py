@@ -8,7 +8,6 @@ A file is read again when its size, its time of modification or its time of stat
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
@@ -16,7 +15,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -131,23 +130,3 @@ def say(progress: bool, message: str) -> None:
     """Tell the user on stderr, where ``progress``."""
     if progress:
         print(printable(message), file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def locked(path: Path, progress: bool, doing: str) -> Iterator[None]:
-    """Hold an exclusive flock, once it is free; say what whoever has it is ``doing``.
-
-    The file stays: removing it would let two holders in.
-    """
-    with open(path, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            say(progress, f"waiting for {holder} to finish {doing} ({path.with_suffix('')})")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield

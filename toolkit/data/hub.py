@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.content_hash import locked, remember, say, too_large
+from toolkit.data.content_hash import remember, say, too_large
 from toolkit.data.corpus import Corpus, RowShape, SourceError, require
 from toolkit.errors import DataError, Problem, install, shown
 from toolkit.io.json_fields import read_object
+from toolkit.io.locks import locked
 
 KNOWN = {"c4": ("allenai/c4", "en")}
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -92,7 +93,9 @@ class HubSource(Corpus):
         entry = _read(record)
         if entry is None or again:
             record.parent.mkdir(parents=True, exist_ok=True)
-            with locked(record.with_suffix(".lock"), progress, f"downloading {self.name}"):
+            with locked(
+                record.with_suffix(".lock"), f"downloading {self.name}", lambda text: say(progress, text)
+            ):
                 entry = _read(record)
                 if entry is None or not all(map(os.path.exists, entry["files"])):
                     entry = _download(self, record.with_suffix(""), progress, max_bytes)

@@ -25,37 +25,26 @@ is built again. The loader refuses ids that the tokenizer does not have.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-
-from toolkit.data.content_hash import content_hashes, locked, say, stamps, too_large, unread
-from toolkit.data.corpus import CLASSIFICATION, PREFERENCE, Corpus, kind
+from toolkit.data.content_hash import content_hashes, say, stamps, too_large, unread
+from toolkit.data.corpus import Corpus, kind
 from toolkit.data.token_files import TokenCache, open_cache
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
-from toolkit.hardware import cores
-from toolkit.io.atomic import sync_file, sync_folder
-from toolkit.io.block_hashes import HashedFile
 
 if TYPE_CHECKING:
     from toolkit.data.chat.sft import ChatOptions, ConversationEncoder
     from toolkit.data.labelled_texts import LabelledTextEncoder
-    from toolkit.data.tokenize import Encoded, Encoder, TokenizeBar
 
 RowEncoder: TypeAlias = "ConversationEncoder | LabelledTextEncoder"
 
 FORMAT = 1  # raise it when pieces are cut, or documents are framed, in another way
-ALONE_BYTES = 16 << 20  # of text: up to here helpers would hardly be under way before one process is done
 
 
 def tokenized(
@@ -99,25 +88,20 @@ def tokenized(
         if here:
             break
     _refuse_large(found, max_bytes)
+    from toolkit.data.build_cache import build_cache
+    from toolkit.io.locks import locked
+
     with _cache_errors(root):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder.with_suffix(".lock"), progress, "tokenising this corpus"):
+        with locked(folder.with_suffix(".lock"), "tokenising this corpus", lambda text: say(progress, text)):
             if (cache := _open_if_sound(folder, False, verify=verify)) is not None:
                 return cache
-            _remove_leftovers(folder.parent)
 
             def unchanged() -> bool:  # a file that is too young to be known by its stamp is read again
                 return stamps(found) == before and _key(found, tokenizer, encoder, root, progress) == key
 
-            _build(
-                found,
-                tokenizer,
-                encoder,
-                key,
-                folder,
-                progress,
-                processes or _process_count(found),
-                unchanged,
+            build_cache(
+                found, tokenizer, encoder, key, folder, unchanged, processes=processes, progress=progress
             )
     return open_cache(folder)
 
@@ -144,14 +128,6 @@ def _cache_errors(root: Path) -> Iterator[None]:
         ) from error
 
 
-def _remove_leftovers(tokens: Path) -> None:
-    """Remove what killed builds of other corpora left: theirs is a lock that nobody holds."""
-    for leftover in tokens.glob("*.building"):
-        with open(leftover.with_suffix(".lock"), "a") as lock, contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(leftover)
-
-
 def _refuse_large(source: Corpus, max_bytes: float) -> None:
     if max_bytes == math.inf:
         return
@@ -166,15 +142,16 @@ def _encoder(source: Corpus, tokenizer: Tokenizer, chat: ChatOptions | None) -> 
     from toolkit.data.labelled_texts import LabelledTextEncoder, LabelledTexts
 
     if isinstance(source.shape, LabelledTexts):
-        return LabelledTextEncoder(tokenizer, source.shape, _dtype(tokenizer))
+        return LabelledTextEncoder(tokenizer, source.shape, ids_dtype(tokenizer))
     from toolkit.data.chat.sft import ConversationEncoder  # needs jinja
     from toolkit.data.chat.shapes import Shape
 
     assert chat is not None and isinstance(source.shape, Shape)
-    return ConversationEncoder(tokenizer, source.shape, chat, _dtype(tokenizer))
+    return ConversationEncoder(tokenizer, source.shape, chat, ids_dtype(tokenizer))
 
 
-def _dtype(tokenizer: Tokenizer) -> str:
+def ids_dtype(tokenizer: Tokenizer) -> str:
+    """The type that holds every id."""
     return "uint16" if tokenizer.n_words <= 1 << 16 else "uint32"
 
 
@@ -194,106 +171,3 @@ def _key(
         contents = list(zip(kinds, content_hashes(source, root, progress), strict=True))
     parts = [FORMAT, contents, column, tokenizer.fingerprint]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _process_count(source: Corpus) -> int:
-    from toolkit.data.text_files import PIECE_BYTES
-
-    n_bytes = source.n_text_bytes
-    return 1 if n_bytes <= ALONE_BYTES else max(1, min(cores(), n_bytes // PIECE_BYTES))
-
-
-def _build(
-    source: Corpus,
-    tokenizer: Tokenizer,
-    encoder: RowEncoder | None,
-    key: str,
-    folder: Path,
-    progress: bool,
-    processes: int,
-    unchanged: Callable[[], bool],
-) -> None:
-    """Write the cache under a temporary name and commit it, if the text is ``unchanged`` since its key was
-    made. The caller holds the lock."""
-    from toolkit.data.tokenize import TextEncoder, TokenizeBar, encode_all  # only where something is built
-
-    building = folder.with_suffix(".building")
-    for leftover in (building, folder):  # of a killed build; a damaged cache
-        if leftover.exists():
-            shutil.rmtree(leftover)
-    building.mkdir()
-    dtype = _dtype(tokenizer)
-    encode: Encoder = TextEncoder(source.text_column, tokenizer, dtype)
-    extra: Sequence[str] = ()
-    if encoder:
-        encode, extra = replace(encoder, files=source.files), encoder.EXTRA
-    try:
-        with TokenizeBar(source.name, source.n_bytes, processes, shown=progress) as bar:
-            pieces = encode_all(source.pieces(), encode, processes=processes)
-            with contextlib.closing(pieces):
-                n_tokens, n_documents, blocks = _write(pieces, building, bar, extra)
-        if n_documents == 0:
-            files = "file" if len(source.files) == 1 else f"{len(source.files):,} files"
-            raise DataError(
-                f"the corpus {source.name} holds no text in its {files}\n"
-                "  fix:  name files that have some in training.dataset_path (validation.dataset_path)"
-            )
-        if not unchanged():
-            raise DataError(f"the corpus {source.name} changed while it was tokenised\n  fix:  start again")
-        meta = {
-            "format": FORMAT,
-            "fingerprint": key,
-            "tokens": n_tokens,
-            "documents": n_documents,
-            "dtype": dtype,
-            "n_words": tokenizer.n_words,
-            "blocks": blocks,
-        }
-        with open(building / "meta.json", "wb") as file:
-            file.write(json.dumps(meta | _about(source)).encode())
-            sync_file(file)
-        sync_folder(building)
-        os.rename(building, folder)
-        sync_folder(folder.parent)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-
-
-def _about(source: Corpus) -> dict[str, Any]:
-    """Facts of the source for meta.json, which others of the same content may not share."""
-    about: dict[str, Any] = {"corpus": source.name}
-    if source.shape is None or source.shape.format == CLASSIFICATION:
-        return about
-    files = [str(path) for path in source.files]
-    return about | {"files": files, "paired": source.shape.format == PREFERENCE}
-
-
-def _write(
-    pieces: Iterator[Encoded], building: Path, bar: TokenizeBar, extra: Sequence[str]
-) -> tuple[int, int, dict[str, list[str]]]:
-    """Stream pieces to disk, with files for what is ``extra``; returns the number of tokens and of
-    documents, and the hashes of the files."""
-    n_tokens = n_documents = 0
-    unfinished = 0  # tokens so far of a document that the next piece goes on with
-    with contextlib.ExitStack() as opened:
-        names = ("tokens.bin", "offsets.bin", *extra)
-        raw = {name: opened.enter_context(open(building / name, "wb")) for name in names}
-        files = {name: HashedFile(file) for name, file in raw.items()}
-        files["offsets.bin"].write(bytes(8))
-        for piece in pieces:
-            files["tokens.bin"].write(piece.tokens)
-            for name, values in (piece.extra or {}).items():
-                files[name].write(values)
-            lengths = piece.lengths.copy()
-            if not piece.opens:
-                lengths[0] += unfinished
-            if not piece.closes:
-                unfinished, lengths = int(lengths[-1]), lengths[:-1]
-            lengths = lengths[lengths > 0]  # a tokenizer without BOS and EOS may have nothing for a text
-            ends = n_tokens + np.cumsum(lengths)
-            files["offsets.bin"].write(ends)
-            n_tokens, n_documents = (int(ends[-1]) if len(ends) else n_tokens, n_documents + len(ends))
-            bar.advance(piece.n_file_bytes, n_tokens)
-        for file in raw.values():
-            sync_file(file)
-    return n_tokens, n_documents, {name: file.hashes() for name, file in files.items()}

@@ -1,22 +1,11 @@
-"""Turning pieces of text into token ids, by this process or by several, the results in order.
-
-The helpers are fresh interpreters that import this file and what the tokenizer needs, never torch and
-never the parent's ``__main__``; ``multiprocessing`` would do the latter, and forking a parent that has
-threads (torch, gloo, CUDA) is not safe. A helper holds one piece at a time, ends when its pipe closes,
-and so never outlives its parent.
-"""
+"""Turning pieces of text into token ids, and telling how far that is."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
 from types import TracebackType
 from typing import NamedTuple
 
@@ -24,9 +13,6 @@ import numpy as np
 
 from toolkit.data.text_files import Piece
 from toolkit.data.tokenizers.tokenizer import Tokenizer
-from toolkit.errors import DataError
-
-AHEAD = 4  # pieces that may wait, a process, for an earlier one that takes longer
 
 
 class Encoded(NamedTuple):
@@ -69,112 +55,15 @@ class TextEncoder:
 def encode_all(pieces: Iterator[Piece], encode: Encoder, *, processes: int) -> Generator[Encoded, None, None]:
     """Encode every piece, in order, by ``processes`` (1: this one).
 
-    Memory is bounded by ``AHEAD`` pieces a process, however long the corpus. An error is raised when the
-    turn of its piece comes, so that it is the same one for any number of processes.
+    An error is raised when the turn of its piece comes, so that it is the same one for any number of
+    processes.
     """
     if processes == 1:
         yield from map(encode, pieces)
         return
-    helpers = [_Helper() for _ in range(processes)]
-    try:
-        for helper in helpers:
-            helper.send(encode)
-        yield from _in_order(pieces, helpers)
-    finally:
-        for helper in helpers:
-            helper.stop()
+    from toolkit.data.tokenize_helpers import encode_by
 
-
-def _in_order(pieces: Iterator[Piece], helpers: list[_Helper]) -> Iterator[Encoded]:
-    idle, busy = list(helpers), dict[_Helper, int]()
-    results: dict[int, Encoded | Exception] = {}
-    sent = done = 0
-    more = True
-    while True:
-        while more and idle and sent - done < AHEAD * len(helpers):
-            piece = next(pieces, None)
-            if piece is None:
-                more = False
-                break
-            helper = idle.pop()
-            helper.send(piece)
-            busy[helper] = sent
-            sent += 1
-        if not busy:
-            return
-        answered = wait([helper.connection for helper in busy])
-        for helper in [helper for helper in busy if helper.connection in answered]:
-            results[busy.pop(helper)] = helper.receive()
-            idle.append(helper)
-        while done in results:
-            result = results.pop(done)
-            if isinstance(result, Exception):
-                raise result
-            yield result
-            done += 1
-
-
-class _Helper:
-    """One tokenising process and the pipe to it."""
-
-    def __init__(self) -> None:
-        self.connection, theirs = Pipe()
-        program = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from toolkit.data.tokenize import serve; serve({theirs.fileno()})"
-        )
-        # One thread each: there are as many helpers as cores.
-        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            env=environment,
-        )
-        theirs.close()
-
-    def send(self, message: object) -> None:
-        try:
-            self.connection.send(message)
-        except OSError:
-            raise self._died() from None
-
-    def receive(self) -> Encoded | Exception:
-        try:
-            return self.connection.recv()
-        except (EOFError, OSError):
-            raise self._died() from None
-
-    def _died(self) -> DataError:
-        code = self.process.wait()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return DataError(
-            f"a tokenising process {how}\n  fix:  if memory ran out, give the job more; otherwise start again"
-        )
-
-    def stop(self) -> None:
-        self.connection.close()
-        self.process.kill()
-        self.process.wait()
-
-
-def serve(descriptor: int) -> None:
-    """The life of a helper: the encoder first, then pieces, until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    connection = Connection(descriptor)
-    try:
-        encode: Encoder = connection.recv()
-        while True:
-            piece = connection.recv()
-            try:
-                answer: Encoded | Exception = encode(piece)
-            except DataError as error:
-                answer = DataError(str(error))
-            except Exception:
-                answer = RuntimeError(f"a tokenising process failed:\n{traceback.format_exc()}")
-            connection.send(answer)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
+    yield from encode_by(processes, pieces, encode)
 
 
 FIRST_LINE_SECONDS = 2.0

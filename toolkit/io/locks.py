@@ -1,11 +1,11 @@
-"""Locks that say who writes a folder; the kernel takes them from a process that ends. Imports no torch."""
+"""Locks that say who writes; the kernel takes them from a process that ends. Imports no torch."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -32,6 +32,26 @@ def claimed(path: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)  # before it is released: whoever comes next makes another
         file.close()
+
+
+@contextmanager
+def locked(path: Path, doing: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """Hold an exclusive flock, once it is free; ``tell`` that whoever has it is ``doing`` something.
+
+    The file stays: removing it would let two holders in.
+    """
+    with open(path, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            tell(f"waiting for {holder} to finish {doing} ({path.with_suffix('')})")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
 
 
 def _lock(path: Path) -> IO[str]:

@@ -15,13 +15,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, printable
 from toolkit.hardware import cores
@@ -29,10 +29,9 @@ from toolkit.launcher.environment import QUESTION, SUPERVISED
 from toolkit.launcher.signals import INSISTING_SECONDS, asking
 
 if TYPE_CHECKING:
-    from toolkit.launcher.fault_reports import Report
+    pass
 
 ENDED_WELL = (EXIT_FINISHED, EXIT_REQUEUE)
-TAIL_LINES = 30
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -68,7 +67,7 @@ class Launch:
 
 
 @dataclass
-class _Worker:
+class Worker:
     rank: int
     process: subprocess.Popen[bytes]
     log: Path | None = None
@@ -130,7 +129,7 @@ def _first_of_rank() -> Callable[[], None]:
     return first
 
 
-def _forward_lines(worker: _Worker) -> None:
+def _forward_lines(worker: Worker) -> None:
     assert worker.process.stdout is not None
     for line in worker.process.stdout:
         text = line.decode(errors="replace").removesuffix("\n")
@@ -138,7 +137,7 @@ def _forward_lines(worker: _Worker) -> None:
         sys.stdout.flush()
 
 
-def _start(command: Sequence[str], launch: Launch, port: int, logs: Path) -> list[_Worker]:
+def _start(command: Sequence[str], launch: Launch, port: int, logs: Path) -> list[Worker]:
     """Start the ranks of this node, each in a process group of its own.
 
     So Ctrl-C reaches them once, through the launcher. A single shown rank owns the terminal (a progress
@@ -156,15 +155,15 @@ def _start(command: Sequence[str], launch: Launch, port: int, logs: Path) -> lis
             preexec_fn=first,  # safe: no other thread runs yet
         )
 
-    workers: list[_Worker] = []
+    workers: list[Worker] = []
     alone = len(launch.shown.intersection(launch.ranks)) == 1
     for rank in launch.ranks:
         if rank in launch.shown:
-            workers.append(_Worker(rank, popen(rank, None if alone else subprocess.PIPE)))
+            workers.append(Worker(rank, popen(rank, None if alone else subprocess.PIPE)))
         else:
             log = logs / f"rank{rank}.log"
             with log.open("wb") as file:
-                workers.append(_Worker(rank, popen(rank, file), log))
+                workers.append(Worker(rank, popen(rank, file), log))
     for worker in workers:
         if worker.process.stdout is not None:
             worker.pump = threading.Thread(target=_forward_lines, args=(worker,), daemon=True)
@@ -198,12 +197,12 @@ def say(message: str) -> None:
 
 
 @dataclass
-class _Watch:
+class Watch:
     """Waits for the ranks, and decides what they are sent and when."""
 
     launch: Launch
-    running: list[_Worker]
-    ended: list[_Worker] = field(default_factory=list)  # in the order in which they ended
+    running: list[Worker]
+    ended: list[Worker] = field(default_factory=list)  # in the order in which they ended
     stopped_by: int = 0  # the signal that has been passed on
     stopped_at: float = 0.0
     failed: bool = False
@@ -273,7 +272,7 @@ class _Watch:
             worker.process.send_signal(QUESTION if worker in asked else signal.SIGKILL)
 
 
-def _ranks(workers: Sequence[_Worker]) -> str:
+def _ranks(workers: Sequence[Worker]) -> str:
     return f"rank {', '.join(str(worker.rank) for worker in workers)}"
 
 
@@ -298,56 +297,6 @@ def exit_code(codes: Sequence[int]) -> int:
     return EXIT_REQUEUE if EXIT_REQUEUE in codes else EXIT_FINISHED
 
 
-def _failed_by_itself(worker: _Worker, watch: _Watch, reports: Mapping[int, object]) -> bool:
-    """Rather than because others were gone, which ranks report."""
-    if worker.rank in watch.ended_by_us:
-        return False
-    return worker.rank not in reports or worker.process.returncode != EXIT_ERROR
-
-
-def _gather(prefix: Path | None, launch: Launch) -> dict[int, Report]:
-    if prefix is None:
-        return {}
-    from toolkit.launcher import fault_reports
-
-    # Ranks on other machines may end a little later.
-    patience = launch.peer_grace + launch.kill_grace if launch.nodes > 1 else 0.0
-    return fault_reports.gather(prefix, launch.world_size, seconds=patience)
-
-
-def _explain(watch: _Watch, code: int, prefix: Path | None) -> None:
-    """Say which rank failed first, or is missed by the others, unless it has already told the user."""
-    reports = _gather(prefix, watch.launch)
-    failed = [worker for worker in watch.ended if worker.process.returncode not in ENDED_WELL]
-    own = [worker for worker in failed if _failed_by_itself(worker, watch, reports)]
-    first = (own or failed)[0]
-    if code in (EXIT_CONFIG, EXIT_DATA):
-        alike = [worker for worker in failed if worker.process.returncode == code]
-        if any(worker.log is None for worker in alike):
-            return
-        first = alike[0]
-    elif prefix and reports and not own:
-        from toolkit.launcher import fault_reports
-
-        size, known = watch.launch.world_size, watch.ended_by_us
-        say(fault_reports.tell(reports, size, known, more=prefix.parent))
-        return
-    returned = first.process.returncode
-    lines = first.log.read_text(errors="replace").splitlines()[-TAIL_LINES:] if first.log else []
-    shown = [worker.process.returncode for worker in own if worker.log is None]
-    if not lines and returned > 0 and returned in shown:
-        return  # a rank that is shown has told it, which one that a signal ended cannot
-    local = f"local rank {first.rank - watch.launch.ranks.start} on {socket.gethostname()}"
-    how = f"was ended by {signal.Signals(-returned).name}" if returned < 0 else f"ended with code {returned}"
-    if returned == -signal.SIGKILL and first.rank not in watch.ended_by_us:
-        how += " (by the kernel, if memory ran out: see dmesg)"
-    if reports:
-        how += f" in step {max(report.step for report in reports.values())}"
-    say(f"rank {first.rank} ({local}) {how}")
-    if lines:
-        say("\n".join([f"the end of its output, {first.log}:", *lines]))
-
-
 def supervise(command: Sequence[str], launch: Launch, reports: Path | None = None) -> int:
     """Run ``command`` once a rank of this node and return the code that describes how they ended.
 
@@ -366,7 +315,7 @@ def supervise(command: Sequence[str], launch: Launch, reports: Path | None = Non
             fault_reports.forget(reports, rank)
     with _signals() as arrived, _reserved_port(launch) as port:
         workers = _start(command, launch, port, logs)
-        watch = _Watch(launch, list(workers))
+        watch = Watch(launch, list(workers))
         watch.run(arrived)
     for worker in workers:
         if worker.process.returncode not in ENDED_WELL:
@@ -379,7 +328,9 @@ def supervise(command: Sequence[str], launch: Launch, reports: Path | None = Non
         say("stopped outside training, with nothing to save; the same command goes on")
         code = EXIT_REQUEUE
     elif watch.failed:
-        _explain(watch, code, reports)
+        from toolkit.launcher.failure import explain
+
+        explain(watch, code, reports)
         return code
     shutil.rmtree(logs, ignore_errors=True)
     return code

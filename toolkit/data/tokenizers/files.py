@@ -16,23 +16,17 @@ vocabulary's size in some tens of milliseconds.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from toolkit.config.local_paths import read_bytes
 from toolkit.config.types import MAX_SIZE
 from toolkit.data.tokenizers.tiktoken_ranks import form_of
 from toolkit.errors import DataError
 from toolkit.io.json_fields import MAX_BYTES, Fields, parse_object, read_object
-
-if TYPE_CHECKING:
-    from sentencepiece import SentencePieceProcessor
 
 Kind = Literal["tiktoken", "sentencepiece", "json"]
 
@@ -122,30 +116,16 @@ def vocabulary_size(path: str | Path) -> int:
     """
     files = find(path)
     if files.kind == "json":
+        from toolkit.data.tokenizers.json_files import json_vocabulary_size
+
         return json_vocabulary_size(files)
     added = max(files.added.values(), default=-1) + 1
     if files.kind == "tiktoken":
         lines = files.content.count(b"\n") + (not files.content.endswith(b"\n"))
         return max(lines + form_of(lines, files.path).n_special, added)
+    from toolkit.data.tokenizers.sentencepiece_tokenizer import sentencepiece_processor
+
     return max(sentencepiece_processor(files).get_piece_size(), added)
-
-
-def json_vocabulary_size(files: TokenizerFiles) -> int:
-    """Largest id + 1 in the vocabulary and the added tokens of a ``tokenizer.json``."""
-    content = parse_object(files.content, files.path)
-    model, added = content.get("model"), content.get("added_tokens") or []
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(vocabulary, dict | list):
-        raise DataError(
-            f"{files.path} is no tokenizer.json of Hugging Face tokenizers: it has no model.vocab"
-        )
-    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
-        raise DataError(f"{files.path}: added_tokens must be a list of objects")
-    ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))]
-    ids += [token.get("id") for token in added]
-    if not {*map(type, ids)} <= {int} or not 0 <= min(ids, default=0) <= max(ids, default=0) <= MAX_SIZE:
-        raise DataError(f"{files.path}: ids of tokens must be whole numbers from 0 to {MAX_SIZE}")
-    return max(ids, default=-1) + 1
 
 
 def adds_bos(files: TokenizerFiles, bos_id: int | None) -> bool:
@@ -171,47 +151,10 @@ def adds_bos(files: TokenizerFiles, bos_id: int | None) -> bool:
         else read_json(files.folder / "tokenizer.json")
     )
     if described:
-        return _first_added(described.get("post_processor"), files.folder) == bos_id
+        from toolkit.data.tokenizers.json_files import first_added
+
+        return first_added(described.get("post_processor"), files.folder) == bos_id
     return read_json(files.folder / "tokenizer_config.json").get("add_bos_token", True) is not False
-
-
-def _first_added(post_processor: Any, folder: Path) -> int | None:
-    """The token that the ``post_processor`` of a tokenizer.json puts before a text, found by asking it about
-    a text of one token."""
-    import tokenizers
-
-    unknown = {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}
-    described = json.dumps({"model": unknown, "post_processor": post_processor})
-    with tokenizers_errors(folder / "tokenizer.json"):
-        found = tokenizers.Tokenizer.from_str(described).encode("a")
-    return found.ids[0] if found.ids and found.special_tokens_mask[0] else None
-
-
-@contextmanager
-def tokenizers_errors(path: Path) -> Iterator[None]:
-    """Name the file where the library of tokenizer.json raises Exception itself, or panics.
-
-    Raises:
-        DataError: it did either.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
-            raise
-        raise DataError(f"{path} cannot be read by tokenizers: {error}") from error
-
-
-def sentencepiece_processor(files: TokenizerFiles) -> SentencePieceProcessor:
-    """The SentencePiece model of ``files``, loaded."""
-    from sentencepiece import SentencePieceProcessor
-
-    try:
-        return SentencePieceProcessor(model_proto=files.content)
-    except RuntimeError as error:
-        raise DataError(
-            f"{files.path} ({len(files.content):,} bytes) is no whole SentencePiece model: {error}"
-        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

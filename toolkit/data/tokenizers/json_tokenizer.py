@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from toolkit.data.tokenizers.files import TokenizerFiles, json_vocabulary_size, tokenizers_errors
+from toolkit.data.tokenizers.files import TokenizerFiles
+from toolkit.data.tokenizers.json_files import json_vocabulary_size, tokenizers_errors
 from toolkit.data.tokenizers.tokenizer import Tokenizer, without_surrogates
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from toolkit.data.tokenizers.files import TokenizerFiles, sentencepiece_processor
+from toolkit.data.tokenizers.files import TokenizerFiles
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -59,3 +63,15 @@ class SentencePieceTokenizer(Tokenizer):
                 f"{text[:60]!r}"
             )
         return starts
+
+
+def sentencepiece_processor(files: TokenizerFiles) -> SentencePieceProcessor:
+    """The SentencePiece model of ``files``, loaded."""
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        return SentencePieceProcessor(model_proto=files.content)
+    except RuntimeError as error:
+        raise DataError(
+            f"{files.path} ({len(files.content):,} bytes) is no whole SentencePiece model: {error}"
+        ) from error

@@ -1,0 +1,148 @@
+"""Builds a token cache: the pieces of a corpus as tokens, under a temporary name until a rename commits them.
+
+Loaded where a corpus has not been tokenised before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toolkit.data import text_files
+from toolkit.data.corpus import CLASSIFICATION, PREFERENCE, Corpus
+from toolkit.data.token_cache import FORMAT, ids_dtype
+from toolkit.data.tokenize import Encoded, Encoder, TextEncoder, TokenizeBar, encode_all
+from toolkit.data.tokenizers.tokenizer import Tokenizer
+from toolkit.errors import DataError
+from toolkit.hardware import cores
+from toolkit.io.atomic import sync_file, sync_folder
+from toolkit.io.block_hashes import HashedFile
+
+if TYPE_CHECKING:
+    from toolkit.data.token_cache import RowEncoder
+
+ALONE_BYTES = 16 << 20  # of text: up to here helpers would hardly be under way before one process is done
+
+
+def build_cache(
+    source: Corpus,
+    tokenizer: Tokenizer,
+    encoder: RowEncoder | None,
+    key: str,
+    folder: Path,
+    unchanged: Callable[[], bool],
+    *,
+    processes: int,
+    progress: bool,
+) -> None:
+    """Write the cache of ``key`` under a temporary name and commit it as ``folder``, if the text is
+    ``unchanged`` since the key was made. The caller holds the lock. ``processes`` and ``progress`` are those
+    of :func:`toolkit.data.token_cache.tokenized`.
+
+    Raises:
+        DataError: the corpus is unreadable or empty, or has changed.
+    """
+    _remove_leftovers(folder.parent)
+    processes = processes or _process_count(source)
+    building = folder.with_suffix(".building")
+    for leftover in (building, folder):  # of a killed build; a damaged cache
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    building.mkdir()
+    dtype = ids_dtype(tokenizer)
+    encode: Encoder = TextEncoder(source.text_column, tokenizer, dtype)
+    extra: Sequence[str] = ()
+    if encoder:
+        encode, extra = replace(encoder, files=source.files), encoder.EXTRA
+    try:
+        with TokenizeBar(source.name, source.n_bytes, processes, shown=progress) as bar:
+            pieces = encode_all(source.pieces(), encode, processes=processes)
+            with contextlib.closing(pieces):
+                n_tokens, n_documents, blocks = _write(pieces, building, bar, extra)
+        if n_documents == 0:
+            files = "file" if len(source.files) == 1 else f"{len(source.files):,} files"
+            raise DataError(
+                f"the corpus {source.name} holds no text in its {files}\n"
+                "  fix:  name files that have some in training.dataset_path (validation.dataset_path)"
+            )
+        if not unchanged():
+            raise DataError(f"the corpus {source.name} changed while it was tokenised\n  fix:  start again")
+        meta = {
+            "format": FORMAT,
+            "fingerprint": key,
+            "tokens": n_tokens,
+            "documents": n_documents,
+            "dtype": dtype,
+            "n_words": tokenizer.n_words,
+            "blocks": blocks,
+        }
+        with open(building / "meta.json", "wb") as file:
+            file.write(json.dumps(meta | _about(source)).encode())
+            sync_file(file)
+        sync_folder(building)
+        os.rename(building, folder)
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _remove_leftovers(tokens: Path) -> None:
+    """Remove what killed builds of other corpora left: theirs is a lock that nobody holds."""
+    for leftover in tokens.glob("*.building"):
+        with open(leftover.with_suffix(".lock"), "a") as lock, contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(leftover)
+
+
+def _process_count(source: Corpus) -> int:
+    n_bytes = source.n_text_bytes
+    return 1 if n_bytes <= ALONE_BYTES else max(1, min(cores(), n_bytes // text_files.PIECE_BYTES))
+
+
+def _about(source: Corpus) -> dict[str, Any]:
+    """Facts of the source for meta.json, which others of the same content may not share."""
+    about: dict[str, Any] = {"corpus": source.name}
+    if source.shape is None or source.shape.format == CLASSIFICATION:
+        return about
+    files = [str(path) for path in source.files]
+    return about | {"files": files, "paired": source.shape.format == PREFERENCE}
+
+
+def _write(
+    pieces: Iterator[Encoded], building: Path, bar: TokenizeBar, extra: Sequence[str]
+) -> tuple[int, int, dict[str, list[str]]]:
+    """Stream pieces to disk, with files for what is ``extra``; returns the number of tokens and of
+    documents, and the hashes of the files."""
+    n_tokens = n_documents = 0
+    unfinished = 0  # tokens so far of a document that the next piece goes on with
+    with contextlib.ExitStack() as opened:
+        names = ("tokens.bin", "offsets.bin", *extra)
+        raw = {name: opened.enter_context(open(building / name, "wb")) for name in names}
+        files = {name: HashedFile(file) for name, file in raw.items()}
+        files["offsets.bin"].write(bytes(8))
+        for piece in pieces:
+            files["tokens.bin"].write(piece.tokens)
+            for name, values in (piece.extra or {}).items():
+                files[name].write(values)
+            lengths = piece.lengths.copy()
+            if not piece.opens:
+                lengths[0] += unfinished
+            if not piece.closes:
+                unfinished, lengths = int(lengths[-1]), lengths[:-1]
+            lengths = lengths[lengths > 0]  # a tokenizer without BOS and EOS may have nothing for a text
+            ends = n_tokens + np.cumsum(lengths)
+            files["offsets.bin"].write(ends)
+            n_tokens, n_documents = (int(ends[-1]) if len(ends) else n_tokens, n_documents + len(ends))
+            bar.advance(piece.n_file_bytes, n_tokens)
+        for file in raw.values():
+            sync_file(file)
+    return n_tokens, n_documents, {name: file.hashes() for name, file in files.items()}

@@ -1,0 +1,59 @@
+"""Facts that a tokenizer.json tells. Imports the library that runs it where that is asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.types import MAX_SIZE
+from toolkit.data.tokenizers.files import TokenizerFiles
+from toolkit.errors import DataError
+from toolkit.io.json_fields import parse_object
+
+
+def json_vocabulary_size(files: TokenizerFiles) -> int:
+    """Largest id + 1 in the vocabulary and the added tokens of a ``tokenizer.json``."""
+    content = parse_object(files.content, files.path)
+    model, added = content.get("model"), content.get("added_tokens") or []
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocabulary, dict | list):
+        raise DataError(
+            f"{files.path} is no tokenizer.json of Hugging Face tokenizers: it has no model.vocab"
+        )
+    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+        raise DataError(f"{files.path}: added_tokens must be a list of objects")
+    ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))]
+    ids += [token.get("id") for token in added]
+    if not {*map(type, ids)} <= {int} or not 0 <= min(ids, default=0) <= max(ids, default=0) <= MAX_SIZE:
+        raise DataError(f"{files.path}: ids of tokens must be whole numbers from 0 to {MAX_SIZE}")
+    return max(ids, default=-1) + 1
+
+
+def first_added(post_processor: Any, folder: Path) -> int | None:
+    """The token that the ``post_processor`` of a tokenizer.json puts before a text, found by asking it about
+    a text of one token."""
+    import tokenizers
+
+    unknown = {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}
+    described = json.dumps({"model": unknown, "post_processor": post_processor})
+    with tokenizers_errors(folder / "tokenizer.json"):
+        found = tokenizers.Tokenizer.from_str(described).encode("a")
+    return found.ids[0] if found.ids and found.special_tokens_mask[0] else None
+
+
+@contextmanager
+def tokenizers_errors(path: Path) -> Iterator[None]:
+    """Name the file where the library of tokenizer.json raises Exception itself, or panics.
+
+    Raises:
+        DataError: it did either.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        raise DataError(f"{path} cannot be read by tokenizers: {error}") from error
