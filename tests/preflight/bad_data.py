@@ -1,4 +1,4 @@
-"""Runs that break the rules of ``rules.data``."""
+"""Runs that break the rules of ``rules.data`` and ``rules.corpora``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that break the rules of ``rules.optim``."""
+"""Runs that break the rules of ``rules.schedule`` and ``rules.optim``."""
 
 from __future__ import annotations
 

@@ -313,10 +313,10 @@ def test_rule(case: Bad, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case.prepare(folder)
     # Whoever runs the tests as root may write anywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: bool(os.stat(path).st_mode & 0o200))
-    monkeypatch.setattr("toolkit.preflight.planned_run.torch_version", lambda: case.torch)
+    monkeypatch.setattr("toolkit.preflight.installed.torch_version", lambda: case.torch)
     config = configure(case.flags)
     run = PlannedRun(config, case.world, case.hardware)
-    checks = [rule.check for rule in rules_of(config)]
+    checks = [rule.check for rule in rules_of(run)]
     found = {check.__name__: problems for check in checks if (problems := check(run))}
     assert set(found) == {case.rule} | case.also
     said = "\n".join(map(str, found[case.rule]))
@@ -392,7 +392,7 @@ def test_the_home_folder_is_where_checkpoints_are_looked_for(
     )
     for config in (own, other):
         assert check(config, world_size=1, hardware=CPU) == []
-        assert PlannedRun(config, 1, CPU).manifest is not None
+        assert PlannedRun(config, 1, CPU).start.manifest is not None
 
 
 def test_a_cache_that_someone_else_keeps_may_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,6 @@ from toolkit.hardware import cores
 from toolkit.launcher.environment import QUESTION, SUPERVISED
 from toolkit.launcher.signals import INSISTING_SECONDS, asking
 
-if TYPE_CHECKING:
-    pass
-
 ENDED_WELL = (EXIT_FINISHED, EXIT_REQUEUE)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -79,7 +79,7 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
 def _needed(run: PlannedRun) -> list[str]:
     """The rules that a description cannot do without: those of the config, and those about the files that say
     what the model is, where nothing else does."""
-    found = [it.check.__name__ for it in preflight.rules_of(run.config) if it.error is ConfigError]
+    found = [it.check.__name__ for it in preflight.rules_of(run) if it.error is ConfigError]
     unknown = run.model is None or (needs_tokenizer(run.config) and run.vocabulary is None)
     return [name for name in found if name not in _OF_THIS_MACHINE] + (list(_OF_MODEL) if unknown else [])
 

@@ -57,11 +57,11 @@ def check_and_tell(config: Config, *, world_size: int, hardware: Hardware, tell:
 
 
 def _broken(run: PlannedRun, only: Collection[str] = ()) -> list[tuple[Rule, Problem]]:
-    chosen = [rule for rule in rules_of(run.config) if not only or rule.check.__name__ in only]
+    chosen = [rule for rule in rules_of(run) if not only or rule.check.__name__ in only]
     return [(rule, problem) for rule in chosen for problem in rule.check(run)]
 
 
-def rules_of(config: Config) -> list[Rule]:
-    """The rules about ``config``, in the order of their files."""
-    files = [file.__name__ for file in rules.load(config)]
+def rules_of(run: PlannedRun) -> list[Rule]:
+    """The rules about ``run``, in the order of their files."""
+    files = [file.__name__ for file in rules.load(run.config, run.hardware.device)]
     return [rule for file in files for rule in RULES.values() if rule.check.__module__ == file]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, batch_shape
@@ -20,11 +19,13 @@ from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.from_config import model_args, model_named, weights_folder
+from toolkit.models.common.attention_choice import attention_choice
+from toolkit.models.from_config import model_args, model_named
 from toolkit.parallel.dims import ParallelDims, degrees
 
 if TYPE_CHECKING:
     from toolkit.parallel.pipeline_schedules import Schedule, Stages
+    from toolkit.preflight.start import Start
 
 
 @dataclass(frozen=True)
@@ -168,63 +169,19 @@ class PlannedRun:
         return self.dump_folder / self.config.checkpoint.folder
 
     @cached_property
-    def steps(self) -> list[int]:
-        """The run's own committed steps."""
-        from toolkit.checkpoint.manifest import committed_steps
+    def start(self) -> Start:
+        """The checkpoint or the weights that the run starts from."""
+        from toolkit.preflight.start import Start
 
-        return committed_steps(self.checkpoints)
-
-    @cached_property
-    def loaded_by(self) -> str:
-        """The key by which a checkpoint of ours is loaded: its own where there is one; "" where none is."""
-        options = self.config.checkpoint
-        if not options.enable:
-            return ""
-        if options.load_step != -1 or self.steps:
-            return "checkpoint.load_step"
-        if options.initial_load_path is None or options.initial_load_in_hf:
-            return ""
-        return "checkpoint.initial_load_path"
-
-    @cached_property
-    def weights(self) -> Path | None:
-        """The Hugging Face folder that the run starts from."""
-        return None if self.loaded_by else weights_folder(self.config)
-
-    @cached_property
-    def loaded(self) -> Path:
-        """The checkpoint that the run starts from, where ``loaded_by`` says that there is one."""
-        options = self.config.checkpoint
-        if self.loaded_by == "checkpoint.initial_load_path":
-            return Path(os.path.expanduser(options.initial_load_path or ""))
-        step = max(self.steps) if options.load_step == -1 else options.load_step
-        from toolkit.checkpoint.manifest import step_folder
-
-        return step_folder(self.checkpoints, step)
-
-    @cached_property
-    def _manifest(self) -> dict[str, Any] | CheckpointError:
-        from toolkit.checkpoint.manifest import read_manifest
-
-        try:
-            return read_manifest(self.loaded)
-        except CheckpointError as error:
-            return error
+        return Start(self.config, self.checkpoints)
 
     @property
-    def manifest(self) -> dict[str, Any] | None:
-        """The manifest of ``loaded``."""
-        return self._manifest if self.loaded_by and isinstance(self._manifest, dict) else None
-
-    @property
-    def manifest_error(self) -> str:
-        return str(self._manifest) if self.loaded_by and not isinstance(self._manifest, dict) else ""
-
-    @property
-    def resumes(self) -> bool:
-        """The run goes on from step, optimizer and data position, not from the weights alone."""
-        own = self.loaded_by == "checkpoint.load_step"
-        return own or (bool(self.loaded_by) and not self.config.checkpoint.initial_load_model_only)
+    def attention(self) -> str:
+        """The attention back end that the run will take."""
+        model, documents = self.config.model, self.config.data.document_mask
+        return attention_choice(
+            model.attention, model.flavor or "", device=self.hardware.device, documents=documents
+        )
 
 
 Check = Callable[[PlannedRun], "list[Problem]"]
@@ -261,21 +218,6 @@ def note(tell: Note) -> Note:
     """Register a function of a :class:`PlannedRun` that says what is allowed but may surprise."""
     NOTES.append(tell)
     return tell
-
-
-def torch_version() -> tuple[int, int] | None:
-    """Major and minor, without importing it."""
-    try:
-        major, minor, *_ = importlib.metadata.version("torch").split(".")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return int(major), int(minor)
-
-
-def torch_before(needed: tuple[int, int]) -> str | None:
-    """The version of torch if it is older than ``needed``."""
-    version = torch_version()
-    return f"{version[0]}.{version[1]}" if version and version < needed else None
 
 
 def divisors(value: int) -> list[int]:

@@ -11,14 +11,13 @@ from toolkit.models.common.args import parameter_count
 from toolkit.parallel.dims import ParallelDims, strategy_in_effect
 from toolkit.preflight import rules
 from toolkit.preflight.planned_run import NOTES, PlannedRun
-from toolkit.preflight.rules.attention import attention_of
 
 
 def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
     """Say what is allowed but may surprise."""
     run = PlannedRun(config, world_size, hardware)
     training = config.training
-    files = [file.__name__ for file in rules.load(config)]
+    files = [file.__name__ for file in rules.load(config, hardware.device)]
     said = [message for file in files for tell in NOTES if tell.__module__ == file for message in tell(run)]
     if run.mesh and run.batch:
         total, local, per_rank = run.batch.total, run.batch.local, run.batch.total // run.mesh.dp
@@ -86,7 +85,7 @@ def _techniques(run: PlannedRun, mesh: ParallelDims) -> Iterator[str]:
         "memory_budget": f"recomputed to a memory budget of {checkpointing.memory_budget:g}",
     }
     yield modes[checkpointing.mode]
-    yield f"{attention_of(run)} attention"
+    yield f"{run.attention} attention"
     yield "compiled" if run.config.compile.enable else "eager"
 
 

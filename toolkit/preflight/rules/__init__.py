@@ -1,6 +1,7 @@
 """Rules of the preflight, a file for what they check; each is a function that ``@rule`` registers.
 
-A file is loaded for a run that sets one of its keys: at their defaults they break none of its rules.
+A file is loaded for a run that sets one of its keys: at their defaults they break none of its rules. Some
+are loaded for every run on a GPU.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from toolkit.config.schema import NAME, Field, fields, named_tables
 
 FILES: dict[str, tuple[str, ...]] = {
     "options": (),
-    "optim": (),
+    "schedule": (),
+    "optim": ("optimizer.no_decay", "optimizer.early_step_in_backward"),
     "memory": ("activation_checkpoint", "compile"),
     "metrics": ("metrics", "profiling"),
     "model": (),
-    "attention": (),
-    "mesh": (),
+    "attention": ("model.attention", "model.flavor"),
+    "mesh": ("parallelism.",),
+    "batch": ("training.global_batch_size",),
     "tensor_context_parallel": (
         "parallelism.tensor_parallel",
         "parallelism.context_parallel",
@@ -36,6 +39,13 @@ FILES: dict[str, tuple[str, ...]] = {
     "nf4": ("finetune.lora.quantize_base",),
     "classification": ("finetune.classification",),
     "data": (),
+    "corpora": (
+        "data.text_column",
+        "data.mixture",
+        "training.dataset_",
+        "validation.dataset_",
+        "validation.base_corpus",
+    ),
     "chat": (
         "data.format",
         "data.columns",
@@ -69,19 +79,21 @@ FILES: dict[str, tuple[str, ...]] = {
 problems: what was asked for, what it is, where it runs, what it reads."""
 
 
-OFF = {"activation_checkpoint.mode": "none"}
-"""Values, other than the default, that switch a technique off: its rules need not be loaded for them."""
+OFF = {"activation_checkpoint.mode": "none", "model.flavor": "debugmodel"}
+"""Values, other than the default, that ask for nothing: rules need not be loaded for them."""
+ON_GPU = ("attention",)
+"""Files for every run on a GPU, where "auto" takes what a CPU has not."""
 
 
-def load(config: Config) -> list[ModuleType]:
-    """Import the files of rules that are about ``config``."""
+def load(config: Config, device: str) -> list[ModuleType]:
+    """Import the files of rules that are about ``config`` on a ``device``, "cuda" or "cpu"."""
     groups = [table.removesuffix(f".{NAME}") for table in named_tables()]
     changed = [group for group in groups if config.value(group)]
     changed += [field.key for field in fields() if NAME not in field.key and _differs(config, field)]
     return [
         importlib.import_module(f"{__name__}.{file}")
         for file, keys in FILES.items()
-        if not keys or any(key.startswith(keys) for key in changed)
+        if not keys or any(key.startswith(keys) for key in changed) or (device != "cpu" and file in ON_GPU)
     ]
 
 

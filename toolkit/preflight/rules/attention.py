@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.errors import Problem
-from toolkit.models.common.attention_choice import attention_choice, flavor_attention
+from toolkit.models.common.attention_choice import flavor_attention
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _FLASH_KERNEL = ("flash", "varlen")
@@ -12,14 +12,6 @@ _NOT_ON_CPU = {
     "varlen": "varlen needs the flash kernel of a CUDA device",
     "flash": "this flash kernel is CUDA's; sdpa takes the CPU's own",
 }
-
-
-def attention_of(run: PlannedRun) -> str:
-    """The back end that the run will take."""
-    model, documents = run.config.model, run.config.data.document_mask
-    return attention_choice(
-        model.attention, model.flavor or "", device=run.hardware.device, documents=documents
-    )
 
 
 def _chooser(run: PlannedRun) -> str:
@@ -41,7 +33,7 @@ def attention_runs_on_device(run: PlannedRun) -> list[Problem]:
 @rule()
 def attention_keeps_documents_apart(run: PlannedRun) -> list[Problem]:
     """The flash kernel takes no mask; varlen is the same kernel, told where documents begin."""
-    if run.hardware.device == "cpu" or attention_of(run) != "flash" or not run.config.data.document_mask:
+    if run.hardware.device == "cpu" or run.attention != "flash" or not run.config.data.document_mask:
         return []
     return [
         run.problem(
@@ -55,7 +47,7 @@ def attention_keeps_documents_apart(run: PlannedRun) -> list[Problem]:
 @rule()
 def attention_takes_precision(run: PlannedRun) -> list[Problem]:
     """The flash kernel multiplies in 16 bits only."""
-    choice = attention_of(run)
+    choice = run.attention
     if run.hardware.device == "cpu" or choice not in _FLASH_KERNEL or run.precision == "bfloat16":
         return []
     fix = 'set model.attention = "flex" or "sdpa"'
@@ -69,7 +61,7 @@ def attention_takes_head_dim(run: PlannedRun) -> list[Problem]:
     """Kernels are made for some sizes of a head."""
     if run.model is None or run.hardware.device == "cpu":
         return []
-    head_dim, choice = run.model.head_dim, attention_of(run)
+    head_dim, choice = run.model.head_dim, run.attention
     # SDPA pads to a multiple of 8 before it calls the flash kernel; varlen does not.
     limit = {
         "flex": "at least 16" if head_dim < 16 else "",
@@ -86,7 +78,7 @@ def attention_takes_head_dim(run: PlannedRun) -> list[Problem]:
 def attention_notes(run: PlannedRun) -> list[str]:
     """Tell what becomes of a choice that was made otherwise than here, and of one that is dear."""
     model, named = run.config.model, flavor_attention(run.config.model.flavor or "")
-    choice = attention_of(run)
+    choice = run.attention
     said = []
     if named and choice != named:
         why = _NOT_ON_CPU[named] if model.attention == "auto" else "model.attention goes before it"

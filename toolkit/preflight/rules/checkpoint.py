@@ -25,33 +25,35 @@ _SINCE_0_2 = {
 @rule(CheckpointError)
 def checkpoint_complete(run: PlannedRun) -> list[Problem]:
     """The checkpoint was committed, and its files are there in their full size."""
-    if run.manifest_error:
-        others = ", ".join(map(str, run.steps)) or "none"
+    start = run.start
+    if start.manifest_error:
+        others = ", ".join(map(str, start.steps)) or "none"
         own = f"the steps in {run.checkpoints} are: {others}; -1 takes the newest"
-        if run.loaded_by == "checkpoint.load_step":
-            return [run.problem(run.loaded_by, run.manifest_error, own)]
+        if start.loaded_by == "checkpoint.load_step":
+            return [run.problem(start.loaded_by, start.manifest_error, own)]
         from toolkit.preflight.weight_folders import instead_of_checkpoint
 
-        fix = instead_of_checkpoint(run.loaded)
-        return [run.problem(run.loaded_by, run.manifest_error, fix)]
-    if run.manifest is None:
+        fix = instead_of_checkpoint(start.loaded)
+        return [run.problem(start.loaded_by, start.manifest_error, fix)]
+    if start.manifest is None:
         return []
-    broken = check_files(run.loaded, run.manifest["files"], verify=False)
-    fix = f"take another checkpoint than {run.loaded}, or a copy of it"
-    return [run.problem(run.loaded_by, "; ".join(broken), fix)] if broken else []
+    broken = check_files(start.loaded, start.manifest["files"], verify=False)
+    fix = f"take another checkpoint than {start.loaded}, or a copy of it"
+    return [run.problem(start.loaded_by, "; ".join(broken), fix)] if broken else []
 
 
 @rule(CheckpointError)
 def checkpoint_fits_model(run: PlannedRun) -> list[Problem]:
     """The weights are of this model: of its shapes, and of its RoPE and norms unless a key changes them."""
-    if run.manifest is None or run.model is None:
+    start = run.start
+    if start.manifest is None or run.model is None:
         return []
-    saved = run.manifest["run"].get("model", {})
+    saved = start.manifest["run"].get("model", {})
     here = json.loads(json.dumps(asdict(run.model)))  # as a manifest has it
     saved = saved and _SINCE_0_2 | saved
     changed = [name for name, key in CHANGEABLE.items() if run.config.value(f"model.{key}") is not None]
     names = [*_SHAPE, *_SINCE_0_2, *(name for name in CHANGEABLE if name not in changed)]
-    if run.model.classifier and not run.resumes and not saved.get("classifier"):  # is put on top of it
+    if run.model.classifier and not start.resumes and not saved.get("classifier"):  # is put on top of it
         changed += ["classifier", "tie_embeddings"]
     differing = [
         name for name in names if name in saved and name not in changed and saved[name] != here[name]
@@ -62,18 +64,19 @@ def checkpoint_fits_model(run: PlannedRun) -> list[Problem]:
     fix = "set model.name, model.flavor and model.* as in that run, or another job.dump_folder"
     if keys := [f"model.{CHANGEABLE[name]}" for name in differing if name in CHANGEABLE]:
         fix += f"; giving {', '.join(keys)} changes it on purpose"
-    return [run.problem(run.loaded_by, f"the checkpoint {run.loaded} has {said}", fix)]
+    return [run.problem(start.loaded_by, f"the checkpoint {start.loaded} has {said}", fix)]
 
 
 @rule(CheckpointError)
 def checkpoint_has_adapter(run: PlannedRun) -> list[Problem]:
     """A run that goes on trains the adapter that its checkpoint holds, or none where it holds a model."""
-    if run.manifest is None or not run.resumes:
+    start = run.start
+    if start.manifest is None or not start.resumes:
         return []
-    saved = dotted(run.manifest["run"].get("config", "")).get("finetune.adapter", "none")
+    saved = dotted(start.manifest["run"].get("config", "")).get("finetune.adapter", "none")
     if saved == run.config.finetune.adapter:
         return []
-    rule = f"the checkpoint {run.loaded} is of a run with finetune.adapter = {saved}"
+    rule = f"the checkpoint {start.loaded} is of a run with finetune.adapter = {saved}"
     fix = "set it as in that run, or name another job.dump_folder"
     return [run.problem("finetune.adapter", rule, fix)]
 
@@ -81,28 +84,32 @@ def checkpoint_has_adapter(run: PlannedRun) -> list[Problem]:
 @rule(CheckpointError)
 def checkpoint_is_whole(run: PlannedRun) -> list[Problem]:
     """A run that starts from the weights of a checkpoint needs all of them."""
-    if run.manifest is None or run.resumes or "base" not in run.manifest["run"]:
+    start = run.start
+    if start.manifest is None or start.resumes or "base" not in start.manifest["run"]:
         return []
     fix = (
-        f"merge it first: python -m tools.convert_weights merge BASE {run.loaded} OUT; or name its base here "
-        f"and finetune.adapter_path = {run.loaded}"
+        f"merge it first: python -m tools.convert_weights merge BASE {start.loaded} OUT; or name its base "
+        f"here and finetune.adapter_path = {start.loaded}"
     )
-    return [run.problem(run.loaded_by, f"the checkpoint {run.loaded} holds an adapter, and no model", fix)]
+    return [
+        run.problem(start.loaded_by, f"the checkpoint {start.loaded} holds an adapter, and no model", fix)
+    ]
 
 
 @rule(CheckpointError)
 def checkpoint_has_optimizer(run: PlannedRun) -> list[Problem]:
     """A run goes on from more than the weights."""
-    if run.manifest is None or not run.resumes or not run.manifest["run"].get("model_only"):
+    start = run.start
+    if start.manifest is None or not start.resumes or not start.manifest["run"].get("model_only"):
         return []
     if "optimizer" in run.config.checkpoint.exclude_from_loading:
         return []
     return [
         run.problem(
-            run.loaded_by,
-            f"the checkpoint {run.loaded} holds only the model (checkpoint.last_save_model_only)",
+            start.loaded_by,
+            f"the checkpoint {start.loaded} holds only the model (checkpoint.last_save_model_only)",
             f"start a new run from it: another job.dump_folder and checkpoint.initial_load_path = "
-            f'"{run.loaded}"',
+            f'"{start.loaded}"',
         )
     ]
 
@@ -110,16 +117,17 @@ def checkpoint_has_optimizer(run: PlannedRun) -> list[Problem]:
 @rule(DataError)
 def data_position_fits(run: PlannedRun) -> list[Problem]:
     """The position in the data counts samples, which these keys define (the corpus is compared later)."""
+    start = run.start
     config = run.config
-    if run.manifest is None or not run.resumes or "dataloader" in config.checkpoint.exclude_from_loading:
+    if start.manifest is None or not start.resumes or "dataloader" in config.checkpoint.exclude_from_loading:
         return []
-    saved = run.manifest["run"].get("loader", {})
+    saved = start.manifest["run"].get("loader", {})
     keys = ("training.seq_len", "data.packing", "data.shuffle", "debug.seed")
     here = {key: config.value(key) for key in keys} | {"debug.seed": config.debug.seed or 0}
     return [
         run.problem(
             key,
-            f"the data position of the checkpoint {run.loaded} was counted with {shown(before)}",
+            f"the data position of the checkpoint {start.loaded} was counted with {shown(before)}",
             'set it to that, or start the data anew with checkpoint.exclude_from_loading = ["dataloader"]',
         )
         for key, now in here.items()
@@ -130,11 +138,12 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
 @rule(DataError)
 def mixture_resumable(run: PlannedRun) -> list[Problem]:
     """The position in the data counts samples of certain parts and shares (the text is compared later)."""
+    start = run.start
     config = run.config
-    if run.manifest is None or not run.resumes or "dataloader" in config.checkpoint.exclude_from_loading:
+    if start.manifest is None or not start.resumes or "dataloader" in config.checkpoint.exclude_from_loading:
         return []
-    saved, now = run.manifest["run"].get("loader", {}), _position_counts(run)
-    counted = f"the data position of the checkpoint {run.loaded} was counted with"
+    saved, now = start.manifest["run"].get("loader", {}), _position_counts(run)
+    counted = f"the data position of the checkpoint {start.loaded} was counted with"
     fix = 'go back to that, or start the data anew with checkpoint.exclude_from_loading = ["dataloader"]'
     before, here = str(saved.get("corpus", ""))[:500], now.get("corpus", "one corpus")
     if before != here and "mixture of " in before + here:
@@ -169,17 +178,18 @@ def _position_counts(run: PlannedRun) -> dict[str, str]:
 def batch_resumable(run: PlannedRun) -> list[Problem]:
     """A batch that follows the mesh would change in the middle of a run that goes on elsewhere, and with it
     the place in the data, unless that is left out."""
+    start = run.start
     excluded = run.config.checkpoint.exclude_from_loading
-    if run.manifest is None or run.mesh is None or not run.resumes or "dataloader" in excluded:
+    if start.manifest is None or run.mesh is None or not start.resumes or "dataloader" in excluded:
         return []
-    saved = run.manifest["run"]
+    saved = start.manifest["run"]
     dp = saved.get("data_parallel_degree", run.mesh.dp)
     if run.config.training.global_batch_size != -1 or dp == run.mesh.dp:
         return []
     return [
         run.problem(
             "training.global_batch_size",
-            f"the checkpoint {run.loaded} was trained at data-parallel degree {dp}, this run has "
+            f"the checkpoint {start.loaded} was trained at data-parallel degree {dp}, this run has "
             f"{run.mesh.dp}, and -1 would change the batch",
             f"set it to {saved.get('global_batch_size')}, which was the batch so far, or start the data anew "
             'with checkpoint.exclude_from_loading = ["dataloader"]',
@@ -190,38 +200,41 @@ def batch_resumable(run: PlannedRun) -> list[Problem]:
 @note
 def checkpoint_notes(run: PlannedRun) -> list[str]:
     """Tell what sets the run apart from the one so far, and of checkpoints of other runs beside its own."""
-    if run.manifest is None or not run.resumes:
+    start = run.start
+    if start.manifest is None or not start.resumes:
         return []
     changes = list(_changes(run))
-    said = [f"not as in {run.loaded}: {', '.join(changes)}"] if changes else []
+    said = [f"not as in {start.loaded}: {', '.join(changes)}"] if changes else []
     said += _left_out(run)
-    own = run.manifest["run"].get("id")
-    ids = {step: read_manifest(step_folder(run.checkpoints, step))["run"].get("id") for step in run.steps}
-    strange = [f"step-{step}" for step in run.steps if ids[step] != own]
-    if strange and run.loaded.parent == run.checkpoints:
-        said.append(f"{run.loaded} is of another run than {first_few(strange, 3)} beside it")
+    own = start.manifest["run"].get("id")
+    ids = {step: read_manifest(step_folder(run.checkpoints, step))["run"].get("id") for step in start.steps}
+    strange = [f"step-{step}" for step in start.steps if ids[step] != own]
+    if strange and start.loaded.parent == run.checkpoints:
+        said.append(f"{start.loaded} is of another run than {first_few(strange, 3)} beside it")
     return said
 
 
 def _left_out(run: PlannedRun) -> Iterator[str]:
     """Tell what becomes of the schedule of the learning rate where it, or the step, is not loaded."""
+    start = run.start
     excluded = run.config.checkpoint.exclude_from_loading
     if "lr_scheduler" in excluded:
         yield (
-            f"the schedule of the learning rate starts again after {run.loaded}, and so at every start with "
-            "lr_scheduler in checkpoint.exclude_from_loading"
+            f"the schedule of the learning rate starts again after {start.loaded}, and so at every start "
+            "with lr_scheduler in checkpoint.exclude_from_loading"
         )
     elif "train_state" in excluded:
         yield (
-            f"steps are counted anew after {run.loaded}, and the schedule of the learning rate goes on: "
+            f"steps are counted anew after {start.loaded}, and the schedule of the learning rate goes on: "
             "checkpoint.exclude_from_loading names train_state without lr_scheduler"
         )
 
 
 def _changes(run: PlannedRun) -> Iterator[str]:
     """The values that shape a run's curve and are not those of the checkpoint's; of keys that both know."""
-    assert run.manifest is not None
-    before = saved_settings(run.manifest["run"])
+    start = run.start
+    assert start.manifest is not None
+    before = saved_settings(start.manifest["run"])
     now = dotted(run.config.to_toml(origins=False))
     for table in _CURVE:
         yield from (

@@ -220,7 +220,7 @@ def adapter_path_fits(run: PlannedRun) -> list[Problem]:
     if not run.config.checkpoint.enable:
         rule = "is loaded as checkpoints are, and checkpoint.enable is false"
         return [run.problem(key, rule, "set checkpoint.enable = true")]
-    if run.loaded_by == "checkpoint.load_step":
+    if run.start.loaded_by == "checkpoint.load_step":
         return []  # the run's own goes before it
     folder = Path(os.path.expanduser(options.adapter_path))
     try:

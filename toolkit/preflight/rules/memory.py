@@ -9,7 +9,8 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 from toolkit.errors import Problem, closest, install
-from toolkit.preflight.planned_run import PlannedRun, rule, torch_before
+from toolkit.preflight.installed import torch_before
+from toolkit.preflight.planned_run import PlannedRun, rule
 
 _TABLE = "activation_checkpoint"
 _STRIDE = f"{_TABLE}.selective_ac_option"

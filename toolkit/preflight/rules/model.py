@@ -37,7 +37,7 @@ def model_exists(run: PlannedRun) -> list[Problem]:
 @rule(DataError)
 def architecture_readable(run: PlannedRun) -> list[Problem]:
     """config.json says what the model is, where nothing else does."""
-    if not run.architecture_error or run.weights == config_folder(run.config):
+    if not run.architecture_error or run.start.weights == config_folder(run.config):
         return []  # of the folder of the weights another rule says more
     readable = either(spec(family).hf_config().called for family in FAMILIES)
     fix = (

@@ -1,71 +1,15 @@
-"""Rules about the optimizer, its schedule, and how long a run is."""
+"""Rules about the optimizer: what it leaves without decay, and its step in backward."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from toolkit.config.precedence import is_set, replaced
 from toolkit.errors import Problem, closest, first_few
 from toolkit.models.common.args import parameter_names
-from toolkit.optim.lr_scheduler import cut_to_fit
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
-_ENDLESS = ("constant", "step")
 _EARLY = "optimizer.early_step_in_backward"
 _SHOWN = 8
-
-
-def _both_set(run: PlannedRun, key: str, other: str, what: str) -> list[Problem]:
-    """``key`` takes the place of ``other`` where it was set nearer, as epochs do of a preset's steps."""
-    config = run.config
-    if not (is_set(config, key) and is_set(config, other)) or other in replaced(config):
-        return []
-    value, where = config.value(other), config.origin(other)
-    return [run.problem(key, f"{other} = {value} ({where}) gives {what}, too", "leave one of the two out")]
-
-
-@rule()
-def one_length(run: PlannedRun) -> list[Problem]:
-    """A run is as long as its steps or as its epochs."""
-    return _both_set(run, "training.epochs", "training.steps", "the length of the run")
-
-
-@rule()
-def one_warmup(run: PlannedRun) -> list[Problem]:
-    """A warm-up is given in steps or as a part of the schedule."""
-    return _both_set(run, "lr_scheduler.warmup_ratio", "lr_scheduler.warmup_steps", "the warm-up")
-
-
-@rule()
-def total_steps_act(run: PlannedRun) -> list[Problem]:
-    """A schedule without an end has a length for its warm-up alone."""
-    options, key = run.config.lr_scheduler, "lr_scheduler.total_steps"
-    if options.total_steps is None or options.decay_type not in _ENDLESS or options.warmup_ratio is not None:
-        return []
-    fix = "leave it out, or set warmup_ratio, or a shape that decays to an end: linear, sqrt or cosine"
-    return [run.problem(key, f'does nothing with decay_type = "{options.decay_type}"', fix)]
-
-
-@rule()
-def learning_rate_above_zero(run: PlannedRun) -> list[Problem]:
-    """Past the end of its schedule the rate stays where it ended; at zero nothing is learnt."""
-    schedule, training = run.config.lr_scheduler, run.config.training
-    if schedule.total_steps is None or schedule.decay_type in _ENDLESS or schedule.min_lr_factor > 0:
-        return []
-    if training.epochs:
-        length = f"the run is {training.epochs} epochs long, however many steps these are"
-        fix = "leave total_steps out: the schedule is then as long as the run"
-    elif schedule.total_steps < training.steps:
-        length, fix = f"training.steps is {training.steps}", f"set total_steps to at least {training.steps}"
-    else:
-        return []
-    return [
-        run.problem(
-            "lr_scheduler.total_steps",
-            f"the schedule ends at a learning rate of 0, but {length}",
-            f"{fix}, or set lr_scheduler.min_lr_factor above 0",
-        )
-    ]
 
 
 @rule()
@@ -127,15 +71,8 @@ def early_step_alone(run: PlannedRun) -> list[Problem]:
 
 @note
 def optim_notes(run: PlannedRun) -> list[str]:
-    """Tell what is allowed but may surprise."""
-    schedule, training, optimizer = run.config.lr_scheduler, run.config.training, run.config.optimizer
-    said = []
-    if training.epochs and is_set(run.config, "training.steps"):
-        where = run.config.origin("training.steps")
-        said.append(f"training.epochs {training.epochs} replaces training.steps {training.steps} ({where})")
-    steps = schedule.total_steps or (None if training.epochs else training.steps)
-    if steps:  # those of an epoch are known once the corpus is open
-        said += cut_to_fit(schedule, steps)
+    """Tell what does nothing, or less than it promises."""
+    optimizer, said = run.config.optimizer, []
     if optimizer.no_decay and optimizer.weight_decay == 0:
         said.append("optimizer.no_decay does nothing: weight_decay is 0")
     if optimizer.early_step_in_backward and run.mesh and run.mesh.dp_replicate > 1:

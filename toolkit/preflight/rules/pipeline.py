@@ -13,7 +13,8 @@ from toolkit.errors import Problem, did_you_mean, either, first_few
 from toolkit.models.common.args import parameter_names
 from toolkit.parallel.dims import reshard_after_forward, strategy
 from toolkit.parallel.pipeline_schedules import BASES, SCHEDULES, Schedule, bubble, is_cut, module_names
-from toolkit.preflight.planned_run import PlannedRun, divisors, note, rule, torch_before
+from toolkit.preflight.installed import torch_before
+from toolkit.preflight.planned_run import PlannedRun, divisors, note, rule
 from toolkit.preflight.rules.fsdp import units_in_blocks
 
 _DEGREE = "parallelism.pipeline_parallel_degree"

@@ -31,8 +31,8 @@ def saves_are_made(run: PlannedRun) -> list[Problem]:
     if options.create_seed_checkpoint and options.load_only:
         rule = "saves nothing beside checkpoint.create_seed_checkpoint, which does nothing but save"
         problems.append(run.problem("checkpoint.load_only", rule, "leave one of them out"))
-    if options.create_seed_checkpoint and run.steps:
-        rule = f"is for a new run, and {run.checkpoints} has step {max(run.steps)} already"
+    if options.create_seed_checkpoint and run.start.steps:
+        rule = f"is for a new run, and {run.checkpoints} has step {max(run.start.steps)} already"
         fix = "leave it out to go on from there, or name another job.dump_folder"
         problems.append(run.problem("checkpoint.create_seed_checkpoint", rule, fix))
     return problems

@@ -8,7 +8,6 @@ import os
 from toolkit.errors import Problem, either, nearest_multiple
 from toolkit.parallel.dims import takes_ring
 from toolkit.preflight.planned_run import PlannedRun, divisors, note, rule
-from toolkit.preflight.rules.attention import attention_of
 
 _TP = "parallelism.tensor_parallel_degree"
 _CP = "parallelism.context_parallel_degree"
@@ -92,7 +91,7 @@ def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
     """A ring adds up parts of attention, for which only the flash kernel says what it needs to know."""
     if not _takes_ring(run):
         return []
-    choice, on_gpu = attention_of(run), run.hardware.device != "cpu"
+    choice, on_gpu = run.attention, run.hardware.device != "cpu"
     head_dim = run.model.head_dim if run.model else 8
     misfits = [
         (choice not in ("sdpa", "flash"), f"is not {choice}", 'model.attention = "flash"'),

@@ -66,22 +66,24 @@ def _unpushed(run: PlannedRun, repository: str) -> list[Problem]:
 @note
 def weights_notes(run: PlannedRun) -> list[str]:
     """Another folder is read than the one that is named."""
+    start = run.start
     path = run.config.checkpoint.initial_load_path
-    if run.weights is None or not path or run.weights == Path(os.path.expanduser(path)):
+    if start.weights is None or not path or start.weights == Path(os.path.expanduser(path)):
         return []
     return [
         f"checkpoint.initial_load_path {path} is a checkpoint: the Hugging Face folder that its run wrote at "
-        f"that step is read, {run.weights}"
+        f"that step is read, {start.weights}"
     ]
 
 
 @rule()
 def weights_are_of_this_model(run: PlannedRun) -> list[Problem]:
     """The model that is named is the one whose weights are to be loaded."""
-    if run.weights is None or run.model is None:
+    start = run.start
+    if start.weights is None or run.model is None:
         return []
     try:
-        theirs = read_hf_config(run.weights)
+        theirs = read_hf_config(start.weights)
     except DataError:
         return []  # of which weights_readable tells
     changed = [name for name, key in CHANGEABLE.items() if run.config.value(f"model.{key}") is not None]
@@ -113,9 +115,10 @@ def weights_are_of_this_model(run: PlannedRun) -> list[Problem]:
     if differing == ["vocab_size"]:
         fix = (
             f"set model.vocab_size = {theirs.vocab_size}, or resize the embedding first: "
-            f"python -m tools.convert_weights hf-to-dcp {run.weights} OUT --vocab-size {run.model.vocab_size}"
+            f"python -m tools.convert_weights hf-to-dcp {start.weights} OUT "
+            f"--vocab-size {run.model.vocab_size}"
         )
-    rule = f"the model of the weights, {run.weights / CONFIG}, has {said}"
+    rule = f"the model of the weights, {start.weights / CONFIG}, has {said}"
     return [run.problem(_weights_key(run), rule, fix)]
 
 
@@ -128,17 +131,18 @@ def _makes_room(run: PlannedRun, theirs: ModelArgs) -> bool:
 @rule(DataError)
 def weights_readable(run: PlannedRun) -> list[Problem]:
     """The folder is there and whole, and its tensors have the shapes that its config.json says."""
-    if run.weights is None:
+    start = run.start
+    if start.weights is None:
         return []
     key, options = _weights_key(run), run.config.checkpoint
-    if not run.weights.exists() and (options.initial_load_broadcast or key == _tokenizer_key(run)):
+    if not start.weights.exists() and (options.initial_load_broadcast or key == _tokenizer_key(run)):
         return []  # rank 0's node may have it; or the tokenizer is missed there too, and said to be
-    wrong = instead_of_hugging_face(run.weights, run.config.value(key))
+    wrong = instead_of_hugging_face(start.weights, run.config.value(key))
     if wrong:
         return [run.problem(key, *wrong)]
     try:
-        theirs = read_hf_config(run.weights)
-        entries = folder_entries(run.weights)
+        theirs = read_hf_config(start.weights)
+        entries = folder_entries(start.weights)
     except DataError as error:
         said, _, fix = str(error).partition("\n  fix:  ")
         return [run.problem(key, said, fix or "take a folder of safetensors that is whole")]
@@ -151,23 +155,24 @@ def weights_readable(run: PlannedRun) -> list[Problem]:
         adapter.to_hf(name, classifier=classifies): shape for name, shape in parameter_shapes(theirs).items()
     }
     said = "; ".join(_differences(found, meant))
-    rule = f"the files in {run.weights} are not of the model of its {CONFIG}: {said}"
+    rule = f"the files in {start.weights} are not of the model of its {CONFIG}: {said}"
     return [run.problem(key, rule, "take files and config.json of the same model")] if said else []
 
 
 @rule()
 def tokenizer_is_of_weights(run: PlannedRun) -> list[Problem]:
     """Weights that were trained on a tokenizer go on with no smaller one: most likely it is another."""
-    if run.weights is None or run.vocabulary is None or _tokenizer_key(run) == _weights_key(run):
+    start = run.start
+    if start.weights is None or run.vocabulary is None or _tokenizer_key(run) == _weights_key(run):
         return []
     try:
-        theirs = vocabulary_size(run.weights)
+        theirs = vocabulary_size(start.weights)
     except DataError:
         return []  # the folder brings none
     if run.vocabulary >= theirs:
         return []
-    rule = f"its tokenizer has {run.vocabulary} tokens, that of the weights in {run.weights} has {theirs}"
-    return [run.problem(_tokenizer_key(run), rule, f'set it to "{run.weights}"')]
+    rule = f"its tokenizer has {run.vocabulary} tokens, that of the weights in {start.weights} has {theirs}"
+    return [run.problem(_tokenizer_key(run), rule, f'set it to "{start.weights}"')]
 
 
 def _weights_key(run: PlannedRun) -> str:

@@ -1,0 +1,80 @@
+"""Rules about what is chosen of a corpus: columns, a subset, a split."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+from toolkit.config.precedence import is_set
+from toolkit.config.schema import find_field
+from toolkit.data.build import CorpusOptions, corpora
+from toolkit.data.corpus import kind
+from toolkit.data.run_data import BASE_CORPUS
+from toolkit.data.sources import EMBEDDED, choices_read
+from toolkit.errors import DataError, Problem
+from toolkit.preflight.planned_run import PlannedRun, rule
+
+_ESCAPE = re.compile(r"\\[nt](?![a-zA-Z])")  # but not \nabla
+
+
+@rule()
+def template_has_no_escapes(run: PlannedRun) -> list[Problem]:
+    """A shell hands a backslash and an n on as they are, and each document would have them in its text."""
+    columns = {corpus.column_key: corpus.text_column for corpus in corpora(run.config)}
+    fix = "write $'{a}\\n{b}' in the shell, or set it in the file, between double quotes"
+    return [
+        run.problem(
+            key, f"it holds {found[0]} as two characters, not the line end or the tab that is meant", fix
+        )
+        for key, column in columns.items()
+        if (found := _ESCAPE.search(column))
+    ]
+
+
+@rule()
+def dataset_choices_act(run: PlannedRun) -> list[Problem]:
+    """A subset or a split chooses from what has several: a dataset of the hub, or splits that were saved."""
+    problems = []
+    for corpus in corpora(run.config):
+        if isinstance(run.opened[corpus.table], DataError):
+            continue  # another rule says what is wrong
+        for choice in sorted({"subset", "split"} - choices_read(corpus.dataset, corpus.dataset_path)):
+            key = f"{corpus.table}.dataset_{choice}"
+            field = find_field(key)
+            if field and run.config.value(key) != field.default:
+                what = repr(corpus.dataset_path or corpus.dataset)
+                fix = f"remove it, or name in place of {what} what has a {choice}, such as allenai/c4"
+                problems.append(run.problem(key, f"{what} has no {choice} to choose", fix))
+    return problems
+
+
+@rule()
+def base_corpus_is_named(run: PlannedRun) -> list[Problem]:
+    """Its subset and split are of a corpus that is named."""
+    validation = run.config.validation
+    if not validation.enable or validation.base_corpus.named:
+        return []
+    fix = f"set {BASE_CORPUS}.dataset, or remove it"
+    keys = [f"{BASE_CORPUS}.dataset_{choice}" for choice in ("subset", "split")]
+    return [run.problem(key, "no base corpus is named", fix) for key in keys if is_set(run.config, key)]
+
+
+@rule()
+def text_column_acts(run: PlannedRun) -> list[Problem]:
+    """JSON, Parquet and datasets have columns; the shipped corpora and .txt files have none to name."""
+    config, readers = run.config, defaultdict(list)
+    for corpus in corpora(config):
+        readers[corpus.column_key].append(corpus)
+    return [
+        run.problem(key, "no text that it is for has columns", "remove it")
+        for key, read_by in readers.items()
+        if config.value(key) != "text"
+        and not any(corpus.shape is None and _has_columns(run, corpus) for corpus in read_by)
+    ]
+
+
+def _has_columns(run: PlannedRun, corpus: CorpusOptions) -> bool:
+    if corpus.dataset_path is None:
+        return corpus.dataset not in EMBEDDED
+    source = run.opened[corpus.table]  # of an error another rule tells
+    return isinstance(source, DataError) or any(kind(path) != "text" for path in source.files)
