@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.data.corpus import SourceError
-from toolkit.errors import ConfigError, DataError, Problem, ToolkitError, flags_named, report
+from toolkit.errors import ConfigError, DataError, Problem, ToolkitError, report
+from tools.flags import flags_named
 
 
 @pytest.mark.parametrize("kind", [ConfigError, SourceError])

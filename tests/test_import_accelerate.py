@@ -22,7 +22,7 @@ from tests.test_accelerate_keys import explained
 from tests.training import small_trainer
 from toolkit.config import Config, load_config
 from toolkit.models.common.decoder import Decoder
-from toolkit.optim.optimizer import optimizer_tensors
+from toolkit.optim.optimizer_state import optimizer_tensors
 from tools import import_accelerate
 from tools.accelerate.read import read_file
 from tools.import_accelerate import launch_lines, toml_text, translate

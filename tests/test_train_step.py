@@ -16,8 +16,8 @@ from tests.helpers import run_world
 from tests.training import small_config, small_trainer, weights_digest
 from toolkit.config import Config
 from toolkit.errors import TrainingError
-from toolkit.optim.optimizer import optimizer_tensors
 from toolkit.optim.optimizer_in_backward import StepInBackward
+from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.trainer import Trainer
 
 STEPS = 3

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,14 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from toolkit import __version__
 from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
 from toolkit.config import Config
+from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import tokenizer_place
 from toolkit.errors import CheckpointError, DataError, printable
+from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import EXPORTS, pretrained_folder
-from toolkit.optim.optimizer import optimizer_tensors
+from toolkit.optim.optimizer_state import optimizer_tensors
+from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.train_step import TrainState
 
@@ -201,6 +208,25 @@ class Checkpointer:
         if "dataloader" not in excluded:
             self._position.load_state_dict(run["loader"])
 
+    def ends_at_once(self, total_steps: int) -> bool:
+        """Do what is left to do of a run that trains nothing, and say if it is one: it saves the initial
+        weights, or has no steps left."""
+        step, folder = self._state.step, self.step_folder
+        if self._options.create_seed_checkpoint:
+            self.save(final=True)
+            self.say(f"saved the initial weights as {folder}")
+            return True
+        if step:
+            self.export_missed(last=step >= total_steps)
+        if step < total_steps:
+            return False
+        self.say(
+            f"nothing to do: the checkpoint of step {step} in {folder.parent} is at or past the "
+            f"{total_steps} steps of this run; raise --training.steps (or epochs) to go on, or name another "
+            "--job.dump_folder to start anew"
+        )
+        return True
+
     # Saving
 
     def due(self, *, last: bool, stop: bool) -> bool:
@@ -253,6 +279,17 @@ class Checkpointer:
 
     def _not_saved(self, error: CheckpointError) -> None:
         self.say(f"NOT SAVED: {error}\n  Training goes on, and the next save tries again.")
+
+    def after_step(
+        self, apart: Callable[[str], AbstractContextManager[None]], *, last: bool, stop: bool
+    ) -> None:
+        """Save and export what is due after a step, in ``apart`` for the time that it takes."""
+        self.end_save(wait=False)
+        if self.due(last=last, stop=stop):
+            with apart("checkpoint"):
+                self.save(model_only=last and self._options.last_save_model_only, final=last or stop)
+                if self.export_due(last=last) and (last or not stop):
+                    self.export(final=last)
 
     # Handing on
 
@@ -325,6 +362,22 @@ class Checkpointer:
     @property
     def _export_dtype(self) -> torch.dtype:
         return EXPORT_DTYPES[self._options.export_dtype]
+
+
+def about_run(config: Config, args: ModelArgs, mesh: Mesh, batch: BatchShape) -> dict[str, Any]:
+    """Facts of a run that every manifest tells."""
+    return {
+        "config": config.to_toml(origins=False),
+        "model": asdict(args),
+        "mesh": str(mesh),
+        "data_parallel_degree": mesh.dp_size,
+        "global_batch_size": batch.total,
+        "versions": {
+            "toolkit": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
 
 
 def _excluded(config: Config) -> list[str]:

@@ -11,14 +11,13 @@ import difflib
 import json
 import math
 import os
-import re
 import sys
 import time
 import traceback
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 EXIT_FINISHED = 0
 EXIT_ERROR = 1
@@ -89,30 +88,6 @@ class TrainingError(ToolkitError):
 
 class OutOfMemory(TrainingError):
     """The device of one rank is full. Its peers only see that it has gone, so it tells the user itself."""
-
-
-@contextmanager
-def flags_named(flags: Mapping[str, str]) -> Iterator[None]:
-    """Make the problems that are raised inside name a program's flags where they name keys of the config.
-
-    ``flags`` is key → flag, and a key with its table stands for itself alone, too.
-    """
-    try:
-        yield
-    except ToolkitError as error:
-        if error.problems:
-            error.problems = [_with_flags(problem, flags) for problem in error.problems]
-            error.args = ("\n".join(map(str, error.problems)),)
-        raise
-
-
-def _with_flags(problem: Problem, flags: Mapping[str, str]) -> Problem:
-    for key, flag in flags.items():
-        word, said = re.compile(rf"(?<![\w.-]){re.escape(key)}\b"), flag.replace("\\", r"\\")
-        problem = replace(problem, rule=word.sub(said, problem.rule), fix=word.sub(said, problem.fix))
-        if problem.key in (key, key.rpartition(".")[2]):
-            problem = replace(problem, key=flag, origin="")
-    return problem
 
 
 def report(error: BaseException, *, show: bool, debug: bool = False) -> int:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 def _train(config: Config, faults: FaultReporter | None, checked_device: str) -> int:
     import torch
 
-    from toolkit.data.dataloader import lost_worker
     from toolkit.distributed import process_group
     from toolkit.metrics.startup_timer import Phases
     from toolkit.trainer import Trainer
@@ -67,6 +66,8 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     try:
         code = trainer.train()
     except RuntimeError as error:
+        from toolkit.data.lost_worker import lost_worker
+
         if lost := lost_worker(error):
             raise lost from error
         raise

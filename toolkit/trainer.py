@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice
@@ -13,12 +12,11 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from toolkit import __version__
 from toolkit.build import build_model, compiles, compute_dtype
 from toolkit.config import Config
 from toolkit.data.batch_size import batch_shape
-from toolkit.data.dataloader import training_loader, validation_loader
-from toolkit.data.run_data import BASE_CORPUS, RunData
+from toolkit.data.dataloader import training_loader
+from toolkit.data.run_data import RunData
 from toolkit.distributed import process_group
 from toolkit.distributed.garbage_collection import GarbageCollection
 from toolkit.distributed.seeds import seed_step, set_deterministic
@@ -49,6 +47,7 @@ from toolkit.train_step import StepResult, TrainState, TrainStep
 
 if TYPE_CHECKING:
     from toolkit.checkpointer import Checkpointer
+    from toolkit.validate import Validation
 
 
 class Trainer:
@@ -74,8 +73,11 @@ class Trainer:
         self.compile_clock = self._compile_clock()
         ranks: dict[str, Any] = {"dp_rank": self.mesh.dp_rank, "dp_size": self.mesh.dp_size}
         self.loader = training_loader(config, data, self.batch, seed=self.seed, **ranks)
-        self.validation_loader = validation_loader(config, data, **ranks)
-        self.base_loader = validation_loader(config, data, table=BASE_CORPUS, **ranks)
+        self.validation: Validation | None = None
+        if config.validation.enable:
+            from toolkit.validate import Validation
+
+            self.validation = Validation(config, data, self.model_parts, device=device, **ranks)
         self.steps_an_epoch = self.loader.epoch_samples / self.batch.total
         self.total_steps = config.training.steps
         if config.training.epochs:
@@ -174,7 +176,7 @@ class Trainer:
         return CompileClock().take
 
     def _checkpointer(self) -> Checkpointer:
-        from toolkit.checkpointer import Checkpointer
+        from toolkit.checkpointer import Checkpointer, about_run
 
         return Checkpointer(
             self.config,
@@ -183,24 +185,9 @@ class Trainer:
             optimizer=self.optimizer,
             position=self.loader,
             state=self.train_state,
-            about=self._about(),
+            about=about_run(self.config, self.args, self.mesh, self.batch),
             group=self.patient_group,
         )
-
-    def _about(self) -> dict[str, Any]:
-        """Facts of the run that every manifest tells."""
-        return {
-            "config": self.config.to_toml(origins=False),
-            "model": asdict(self.args),
-            "mesh": str(self.mesh),
-            "data_parallel_degree": self.mesh.dp_size,
-            "global_batch_size": self.batch.total,
-            "versions": {
-                "toolkit": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-        }
 
     # Training
 
@@ -208,18 +195,12 @@ class Trainer:
         """Train to the last step and return the exit code."""
         self._start_log()
         try:
-            step = self.train_state.step
-            if self.checkpointer:
-                if self.config.checkpoint.create_seed_checkpoint:
-                    return self._saved_seed(self.checkpointer)
-                if step:
-                    self.checkpointer.export_missed(last=step >= self.total_steps)
-                if step >= self.total_steps:
-                    return self._already_finished(self.checkpointer)
+            if self.checkpointer and self.checkpointer.ends_at_once(self.total_steps):
+                return EXIT_FINISHED
             watched = profiling(
                 self.config.profiling,
                 self.folder,
-                first_step=step + 1,
+                first_step=self.train_state.step + 1,
                 device=self.device,
                 say=self.log.say,
             )
@@ -251,8 +232,8 @@ class Trainer:
         )
         state = self.train_state
         first = state.step + 1
-        if state.step == 0 and self.validation_loader and self._begins_from_weights:
-            self._validate(speed, request)
+        if state.step == 0 and self.validation and self.validation.due(0):
+            self._validate(self.validation, speed, request)
         while state.step < self.total_steps:
             state.step += 1
             step, last = state.step, state.step == self.total_steps
@@ -279,10 +260,10 @@ class Trainer:
                 )
             # Who asked to stop gives little time: the save comes first.
             stop = result.stop
-            if self._validation_due(last) and not stop:
-                stop = self._validate(speed, request)
+            if self.validation and self.validation.due(step, last=last) and not stop:
+                stop = self._validate(self.validation, speed, request, last=last)
             if self.checkpointer:
-                self._save_if_due(self.checkpointer, speed, last=last, stop=stop)
+                self.checkpointer.after_step(speed.apart, last=last, stop=stop)
             self.log.advance(step)
             garbage.after_step(step)
             self._deadline.lap()
@@ -290,15 +271,6 @@ class Trainer:
                 break
         request.release()
         return self._finished() if state.step == self.total_steps else self._stopped(request)
-
-    def _save_if_due(self, checkpointer: Checkpointer, speed: SpeedMeter, *, last: bool, stop: bool) -> None:
-        checkpointer.end_save(wait=False)
-        if checkpointer.due(last=last, stop=stop):
-            with speed.apart("checkpoint"):
-                model_only = last and self.config.checkpoint.last_save_model_only
-                checkpointer.save(model_only=model_only, final=last or stop)
-                if checkpointer.export_due(last=last) and (last or not stop):
-                    checkpointer.export(final=last)
 
     def _rate(self) -> float:
         return learning_rate(
@@ -309,55 +281,16 @@ class Trainer:
             steps_an_epoch=self.steps_an_epoch,
         )
 
-    @property
-    def _begins_from_weights(self) -> bool:
-        """Say if there is something to compare the end with: a model that was trained before."""
-        return (
-            pretrained_folder(self.config) is not None or self.config.checkpoint.initial_load_path is not None
-        )
-
-    def _validation_due(self, last: bool) -> bool:
-        return self.validation_loader is not None and (
-            last or self.train_state.step % self.config.validation.freq == 0
-        )
-
-    def _validate(self, speed: SpeedMeter, request: StopRequest) -> bool:
+    def _validate(
+        self, validation: Validation, speed: SpeedMeter, request: StopRequest, *, last: bool = False
+    ) -> bool:
         """Validate; True says that it was cut short, since a rank was asked to stop."""
-        from toolkit.validate import base_corpus_loss, take_class_scores, validate
-
-        assert self.validation_loader is not None
-        steps, state = self.config.validation.steps, self.train_state
-        options: dict[str, Any] = {
-            "device": self.device,
-            "limit": None if steps == -1 else steps,
-            "stop": lambda: request.asked,
-        }
-        values: dict[str, float] = {}
         with speed.apart("validation"):
-            found = validate(self.model_parts, self.validation_loader, **options)
-            if found and self.base_loader and state.step in (0, self.total_steps):
-                values = base_corpus_loss(self.model_parts, self.base_loader, **options)
-        if classifier := self.args.classifier:
-            classes = len(classifier.labels)
-            values |= take_class_scores(self.model_parts, classes=classes, device=self.device)
+            found = validation.run(self.train_state, last=last, stop=lambda: request.asked)
         self.compile_clock()  # what validation compiles is in its own seconds already
-        if found is None:
-            return True
-        loss = found["loss"]
-        best = state.best_validation
-        if state.step and (best is None or loss < best):
-            state.best_validation, state.best_step = loss, state.step
-        values = {f"validation_{name}": value for name, value in found.items()} | values
-        if state.step == 0:
-            state.before = {key: values[name] for name, key in self._compared.items() if name in values}
-        self._record(values)
-        return False
-
-    @property
-    def _compared(self) -> dict[str, str]:
-        """Losses that are told before and after, and the samples that each is of."""
-        loaders = {"validation_loss": self.validation_loader, "base_corpus_loss": self.base_loader}
-        return {name: f"{name} of {loader.identity}" for name, loader in loaders.items() if loader}
+        if found is not None:
+            self._record(found)
+        return found is None
 
     # Reporting
 
@@ -390,8 +323,9 @@ class Trainer:
                 f"{self.loader.epoch_samples:,} samples each"
             )
             yield from cut_to_fit(self.config.lr_scheduler, self.total_steps)
-        for loader, corpus in ((self.loader, "training"), (self.validation_loader, "validation")):
-            yield from (f"{corpus}: {told}" for told in (loader.conversations() if loader else ()))
+        yield from (f"training: {told}" for told in self.loader.conversations())
+        if self.validation:
+            yield from (f"validation: {told}" for told in self.validation.loader.conversations())
         if self.loader.mixture:
             yield self.loader.mixture.describe(self.total_steps * self.batch.total)
 
@@ -417,8 +351,7 @@ class Trainer:
         saved = None
         if self.checkpointer and self.checkpointer.due(last=True, stop=False):
             saved = self.checkpointer.step_folder
-        before = self.train_state.before
-        begun = {name: before[key] for name, key in self._compared.items() if key in before}
+        begun = self.validation.begun(self.train_state) if self.validation else {}
         text = summary(
             [{"step": 0, **begun}, *self.history],
             steps=step,
@@ -446,20 +379,6 @@ class Trainer:
 
         bytes_each = getattr(torch, self.config.training.dtype).itemsize
         return describe_trained(self.args, self.config.finetune, bytes_each=bytes_each)
-
-    def _saved_seed(self, checkpointer: Checkpointer) -> int:
-        checkpointer.save(final=True)
-        self.log.say(f"saved the initial weights as {checkpointer.step_folder}")
-        return EXIT_FINISHED
-
-    def _already_finished(self, checkpointer: Checkpointer) -> int:
-        folder = checkpointer.step_folder.parent
-        self.log.say(
-            f"nothing to do: the checkpoint of step {self.train_state.step} in {folder} is at or past "
-            f"the {self.total_steps} steps of this run; raise --training.steps (or epochs) to go on, or name "
-            "another --job.dump_folder to start anew"
-        )
-        return EXIT_FINISHED
 
     def _stopped(self, request: StopRequest) -> int:
         step, what = self.train_state.step, request.reason

@@ -11,8 +11,77 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.config import Config
+from toolkit.data.dataloader import validation_loader
+from toolkit.data.run_data import BASE_CORPUS, RunData
+from toolkit.models.from_config import pretrained_folder
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch, Objective
+from toolkit.train_step import TrainState
+
+
+class Validation:
+    """The validations of a run: the loss on its held-out corpus and, before the first step and after the
+    last, on the base corpus, if there is one."""
+
+    def __init__(
+        self,
+        config: Config,
+        data: RunData,
+        model_parts: ModelParts,
+        *,
+        device: torch.device,
+        dp_rank: int,
+        dp_size: int,
+    ):
+        self._options, self._model_parts, self._device = config.validation, model_parts, device
+        # A model that was trained before: there is something to compare the end with.
+        initial = config.checkpoint.initial_load_path
+        self._pretrained = pretrained_folder(config) is not None or initial is not None
+        loader = validation_loader(config, data, dp_rank=dp_rank, dp_size=dp_size)
+        assert loader is not None, "validation is on"
+        self.loader = loader
+        self._base = validation_loader(config, data, dp_rank=dp_rank, dp_size=dp_size, table=BASE_CORPUS)
+
+    def due(self, step: int, *, last: bool = False) -> bool:
+        """Say if the model is validated after ``step``, or before the first, which is 0."""
+        return last or (step % self._options.freq == 0 if step else self._pretrained)
+
+    def run(self, state: TrainState, *, last: bool, stop: Callable[[], bool]) -> dict[str, float] | None:
+        """Validate after the step of ``state``, which keeps the best loss and the first.
+
+        Returns the values to report, or None where ``stop`` was true on some rank before the end.
+        """
+        steps, model_parts = self._options.steps, self._model_parts
+        options: dict[str, Any] = {
+            "device": self._device, "limit": None if steps == -1 else steps, "stop": stop
+        }  # fmt: skip
+        values: dict[str, float] = {}
+        found = validate(model_parts, self.loader, **options)
+        if found and self._base and (last or state.step == 0):
+            values = base_corpus_loss(model_parts, self._base, **options)
+        if classifier := model_parts.models[0].args.classifier:
+            classes = len(classifier.labels)
+            values |= take_class_scores(model_parts, classes=classes, device=self._device)
+        if found is None:
+            return None
+        loss, best = found["loss"], state.best_validation
+        if state.step and (best is None or loss < best):
+            state.best_validation, state.best_step = loss, state.step
+        values = {f"validation_{name}": value for name, value in found.items()} | values
+        if state.step == 0:
+            state.before = {key: values[name] for name, key in self._compared.items() if name in values}
+        return values
+
+    def begun(self, state: TrainState) -> dict[str, float]:
+        """Losses from before the first step of the run of ``state``, on these samples."""
+        return {name: state.before[key] for name, key in self._compared.items() if key in state.before}
+
+    @property
+    def _compared(self) -> dict[str, str]:
+        """Losses that are told before and after, and the samples that each is of."""
+        loaders = {"validation_loss": self.loader, "base_corpus_loss": self._base}
+        return {name: f"{name} of {loader.identity}" for name, loader in loaders.items() if loader}
 
 
 @torch.no_grad()

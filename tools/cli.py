@@ -11,10 +11,11 @@ import torch
 from toolkit.config import local_paths
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import native_dtype
-from toolkit.errors import ConfigError, Problem, flags_named
+from toolkit.errors import ConfigError, Problem
 from toolkit.generation.load import Loaded, load_model
 from toolkit.generation.sampling import Sampling
 from toolkit.launcher.environment import rank_environment
+from tools.flags import flags_named
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 

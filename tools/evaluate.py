@@ -34,21 +34,13 @@ from toolkit.data.dataloader import validation_loader
 from toolkit.data.find_files import open_text
 from toolkit.data.run_data import RunData
 from toolkit.distributed import process_group
-from toolkit.errors import (
-    EXIT_FINISHED,
-    ConfigError,
-    DataError,
-    Problem,
-    ToolkitError,
-    flags_named,
-    install,
-    report,
-)
+from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, install, report
 from toolkit.evaluation.perplexity import Evaluator, Loss, documents, text_loss
 from toolkit.generation.load import Loaded, needed_tokenizer
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
 from tools.cli import add_bos_argument, add_model_arguments, count, load_as_asked
+from tools.flags import flags_named
 
 _WINDOW = 4096
 """The most tokens of a window unless more are asked for: a context may be of 131,072."""

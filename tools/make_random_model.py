@@ -25,16 +25,18 @@ from tqdm import tqdm
 from toolkit.config import load_config, local_paths
 from toolkit.config.training import Model
 from toolkit.distributed.agreement import Ranks
-from toolkit.errors import EXIT_FINISHED, ToolkitError, flags_named, report
+from toolkit.errors import EXIT_FINISHED, ToolkitError, report
 from toolkit.io import standard_streams
 from toolkit.io.tensor_file import whole
-from toolkit.models.common.args import ModelArgs, parameter_count, parameter_shapes
+from toolkit.models.common.args import ModelArgs, parameter_count
 from toolkit.models.common.init import init_rule
+from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.from_config import model_args, model_named
 from toolkit.parallel.init_weights import initial_rows
 from toolkit.weights.hf_assets import Companions, tokenizer_companions
 from toolkit.weights.hf_write import MAX_BYTES, write_hf
 from toolkit.weights.source import Region, Stored
+from tools.flags import flags_named
 
 
 class InitialWeights:

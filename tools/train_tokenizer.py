@@ -27,9 +27,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from toolkit.config import local_paths
 from toolkit.data.find_files import open_text
 from toolkit.data.sources import open_corpus
-from toolkit.errors import EXIT_ERROR, ConfigError, Problem, ToolkitError, flags_named, printable
+from toolkit.errors import EXIT_ERROR, ConfigError, Problem, ToolkitError, printable
 from toolkit.io import standard_streams
 from toolkit.models.registry import tiktoken_forms
+from tools.flags import flags_named
 
 FILE_NAMES = {"tiktoken": "tokenizer.model", "sentencepiece": "tokenizer.model", "json": "tokenizer.json"}
 

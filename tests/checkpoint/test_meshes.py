@@ -22,7 +22,7 @@ from tests.meshes import SINCE_2_13
 from tests.training import small_config, small_trainer
 from toolkit.checkpoint.dcp_storage import read_metadata, tensors_of
 from toolkit.checkpoint.manifest import read_manifest, step_folder
-from toolkit.optim.optimizer import optimizer_tensors
+from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.trainer import Trainer
 
 RANKS, STEPS, SAVED = 4, 7, 2

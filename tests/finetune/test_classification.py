@@ -23,7 +23,7 @@ from toolkit.generation.load import load_model
 from toolkit.loss import IGNORED_LABEL
 from toolkit.models.common.args import Classifier, ModelArgs
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.registry import read_hf_config
+from toolkit.models.on_disk import read_hf_config
 from toolkit.trainer import Trainer
 from toolkit.validate import _class_scores
 from toolkit.weights.convert import convert, prepare

@@ -17,8 +17,8 @@ from tests.helpers import run_world
 from tests.training import small_config, small_trainer
 from toolkit import build
 from toolkit.finetune import nf4
-from toolkit.models.common.args import parameter_shapes
 from toolkit.models.common.init import init_rule
+from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.from_config import model_args
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.init_weights import initial_rows

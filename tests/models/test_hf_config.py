@@ -21,7 +21,7 @@ from toolkit.models.common.hf_config import generation_config_json
 from toolkit.models.common.rope import rope_frequencies
 from toolkit.models.llama import SPEC
 from toolkit.models.llama.args import PRESETS
-from toolkit.models.registry import read_hf_config
+from toolkit.models.on_disk import read_hf_config
 
 SMALL = ModelArgs(
     dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=100, vocab_size=300, head_dim=32, norm_eps=1e-6,

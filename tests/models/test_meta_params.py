@@ -129,7 +129,7 @@ def test_what_is_no_llama_is_refused_by_field(changes: dict[str, Any], says: str
 
 @pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
 def test_a_real_file_that_spells_everything_out() -> None:
-    from toolkit.models.registry import read_hf_config
+    from toolkit.models.on_disk import read_hf_config
 
     folder = Path(os.environ["TOOLKIT_ASSETS"], "stories260K")
     assert args_of(folder / "meta", vocab_size=7) == read_hf_config(folder / "hf")

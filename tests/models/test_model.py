@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.models.small_llama import VOCAB, build, small, tokens_and_labels
-from toolkit.models.common.args import parameter_count, parameter_names
+from toolkit.models.common.args import parameter_count
 from toolkit.models.common.attention import attention_mask, sdpa
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.init import init_rule
+from toolkit.models.common.parameters import parameter_names
 from toolkit.models.common.rope import rope_rotations
 from toolkit.models.llama.args import PRESETS
 from toolkit.models.registry import resolve

@@ -14,7 +14,8 @@ from toolkit.errors import DataError
 from toolkit.generation.generator import Generator
 from toolkit.models.common.args import parameter_count
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.registry import presets, read_hf_config, resolve, spec
+from toolkit.models.on_disk import read_hf_config
+from toolkit.models.registry import presets, resolve, spec
 from toolkit.weights.convert import convert, prepare
 from toolkit.weights.safetensors import SafetensorsFolder
 

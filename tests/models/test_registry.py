@@ -13,7 +13,8 @@ import pytest
 from tests.preflight.bad_runs import CPU, TOKENIZER, save
 from tests.preflight.bad_weights import SHAPE, write_config, write_model
 from toolkit.config import Config, load_config
-from toolkit.models.common.args import RopeScaling, parameter_shapes
+from toolkit.models.common.args import RopeScaling
+from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.from_config import config_folder, model_args, weights_folder
 from toolkit.models.llama.args import PRESETS
 from toolkit.models.llama.state_dict_adapter import ADAPTER

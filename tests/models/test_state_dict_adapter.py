@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from toolkit.models.common.args import parameter_names, parameter_shapes
 from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.parameters import parameter_names, parameter_shapes
 from toolkit.models.common.state_dict_adapter import hf_row_order
 from toolkit.models.llama.args import PRESETS
 from toolkit.models.llama.state_dict_adapter import ADAPTER

@@ -4,7 +4,8 @@ from torch import nn
 
 from toolkit.config.training import Optimizer
 from toolkit.optim.grad_clip import global_norm
-from toolkit.optim.optimizer import IMPLEMENTATIONS, OPTIMIZERS, build_optimizer, optimizer_tensors
+from toolkit.optim.optimizer import IMPLEMENTATIONS, OPTIMIZERS, build_optimizer
+from toolkit.optim.optimizer_state import optimizer_tensors
 
 OPTIONS = dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 

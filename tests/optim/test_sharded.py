@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from tests.helpers import run_world
 from toolkit.config.training import Optimizer
 from toolkit.optim.grad_clip import clip_, global_norm, nonfinite_parameters
-from toolkit.optim.optimizer import IMPLEMENTATIONS, build_optimizer, optimizer_tensors
+from toolkit.optim.optimizer import IMPLEMENTATIONS, build_optimizer
+from toolkit.optim.optimizer_state import optimizer_tensors
 
 SHAPES = [(7, 5), (3,), (1, 4), (130, 8)]  # none divides evenly by four; some ranks hold nothing
 

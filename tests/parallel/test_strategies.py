@@ -31,7 +31,8 @@ from tests.parallel.sharded import (
 from toolkit.config.training import Optimizer
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.sharding import fsdp_units
-from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
+from toolkit.optim.optimizer import build_optimizer
+from toolkit.optim.optimizer_state import optimizer_tensors
 
 RANKS = 4
 MIXED = Sharding(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -22,7 +22,7 @@ from tests.parallel.sharded import gathered_bytes, groups
 from tests.training import small_config, small_trainer
 from toolkit.hardware import detect
 from toolkit.models.common.args import parameter_count
-from toolkit.optim.optimizer import optimizer_tensors
+from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel.dims import degrees
 from toolkit.planner.memory import holding
 from toolkit.preflight.planned_run import PlannedRun

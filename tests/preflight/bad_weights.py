@@ -11,7 +11,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests.preflight.bad_runs import TOKENIZER, Bad, bad, save
-from toolkit.models.common.args import ModelArgs, parameter_shapes
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.llama import SPEC
 from toolkit.models.llama.state_dict_adapter import ADAPTER
 

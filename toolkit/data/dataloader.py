@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -228,27 +227,12 @@ class _Counted:
         try:
             batch = next(self._batches)
         except (ConnectionError, EOFError) as error:  # the worker has ended while its batch was handed over
-            raise _lost("a DataLoader worker has ended") from error
+            from toolkit.data.lost_worker import lost
+
+            raise lost("a DataLoader worker has ended") from error
         self._loader.refuse_unknown_ids(batch)
         self._loader._taken += 1
         return batch
-
-
-def lost_worker(error: RuntimeError) -> DataError | None:
-    """Turn ``error`` into what the user is told, if it is torch's about a worker that has ended.
-
-    torch raises it in whatever this process is at, as soon as the worker ends.
-    """
-    said = re.match(r"DataLoader worker \(pid.*?\) [^.]*", str(error))
-    return _lost(said[0]) if said else None
-
-
-def _lost(what: str) -> DataError:
-    return DataError(
-        f"{what}: it was killed, or memory ran out (see dmesg)\n"
-        "  fix:  lower training.dataloader.num_workers or prefetch_factor; the same command goes on from the "
-        "newest checkpoint"
-    )
 
 
 def build_loader(

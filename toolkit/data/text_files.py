@@ -3,10 +3,8 @@
 A ``.txt`` file is one document. A ``.jsonl`` (or ``.json``) file has one JSON object a line, a document
 in its columns. Either may be gzipped (``.txt.gz``, ``.jsonl.gz``).
 
-A piece is about 1 MiB of a file: whole lines of JSON, or a segment of a text file. Where a text file is
-cut depends on its bytes alone, never on how many processes read it: after at least 1 MiB, before the
-first line that does not begin with white space (there a byte-pair tokenizer gives the ids that it would
-give for the uncut text), or, where no such line follows within a further 1 MiB, before a space.
+A piece is about 1 MiB of a file: whole lines of JSON, or a segment of a text file
+(:mod:`toolkit.data.text_segments`).
 """
 
 from __future__ import annotations
@@ -167,7 +165,11 @@ def _json_type(value: object) -> str:
 def _file_pieces(path: Path, raw: io.BufferedReader) -> Iterator[TextPiece]:
     stream: BinaryIO = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # type: ignore[assignment]
     json_lines = is_json(path)
-    blocks = _line_blocks(stream) if json_lines else _text_segments(stream)
+    blocks = _line_blocks(stream)
+    if not json_lines:
+        from toolkit.data.text_segments import text_segments
+
+        blocks = text_segments(stream, PIECE_BYTES)
     offset, line, file_offset = 0, 1, 0
     for data, last in blocks:
         n_file_bytes = raw.tell() - file_offset
@@ -178,34 +180,3 @@ def _file_pieces(path: Path, raw: io.BufferedReader) -> Iterator[TextPiece]:
 def _line_blocks(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
     while data := stream.read(PIECE_BYTES) + stream.readline():
         yield data, True
-
-
-def _text_segments(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """(segment, whether it is the last one) of a text file."""
-    carry = b""
-    while data := carry + stream.read(PIECE_BYTES - len(carry)):
-        parts, budget = [data], PIECE_BYTES
-        while budget > 0 and not (parts[-1].endswith(b"\n") and not stream.peek(1)[:1].isspace()):  # type: ignore[attr-defined]
-            if not (rest := stream.readline(budget)):
-                break
-            parts.append(rest)
-            budget -= len(rest)
-        data, carry = b"".join(parts), b""
-        last = not stream.peek(1)  # type: ignore[attr-defined]
-        if not last and not data.endswith(b"\n"):
-            cut = _cut(data)
-            data, carry = data[:cut], data[cut:]
-        yield data, last
-        if last:  # also where the file has grown in the meantime
-            return
-
-
-def _cut(data: bytes) -> int:
-    """Where to cut inside a line: before a space near the segment's end, else between two characters."""
-    space = data.rfind(b" ", len(data) - PIECE_BYTES // 2)
-    if space > 0:
-        return space
-    cut = len(data) - 1
-    while cut > len(data) - 4 and data[cut] & 0xC0 == 0x80:
-        cut -= 1
-    return cut

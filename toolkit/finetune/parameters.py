@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from toolkit.config.finetune import Finetune
-from toolkit.models.common.args import ModelArgs, is_classifier_head, parameter_shapes
+from toolkit.models.common.args import ModelArgs, is_classifier_head
+from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.registry import spec
 
 _LORA = ("lora_a", "lora_b", "magnitude")

@@ -24,7 +24,8 @@ from toolkit.finetune.parameters import (
     lora_targets,
 )
 from toolkit.io.json_fields import Fields, read_object
-from toolkit.models.common.args import ModelArgs, parameter_shapes
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.registry import spec
 from toolkit.weights.safetensors_header import file_entries
 

@@ -17,7 +17,7 @@ from toolkit.config import Config
 from toolkit.errors import CheckpointError
 from toolkit.models.common.args import Classifier, ModelArgs, changed, takes_vocabulary
 from toolkit.models.common.spec import CONFIG
-from toolkit.models.registry import read_hf_config, resolve
+from toolkit.models.registry import resolve
 
 EXPORTS = "hf"
 """Folder, inside that of a run, of the Hugging Face folders that it writes, one a step."""
@@ -34,6 +34,8 @@ def model_args(config: Config, *, tokenizer_vocab: int | None) -> ModelArgs:
     model = config.model
     folder = config_folder(config)
     if folder is not None:
+        from toolkit.models.on_disk import read_hf_config
+
         args = changed(read_hf_config(folder), **model.overrides())
     else:
         name, flavor = model.name or _NAME, model.flavor or _FLAVOR

@@ -1,16 +1,15 @@
-"""Families of models, their sizes by name, and the shape that a config.json describes. No torch."""
+"""Families of models, and their sizes by name. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import ConfigError, DataError, Problem, did_you_mean, either, shown
+from toolkit.errors import ConfigError, Problem, did_you_mean
 from toolkit.models.common.args import ModelArgs, changed, takes_vocabulary
 from toolkit.models.common.attention_choice import flavor_attention
-from toolkit.models.common.spec import CONFIG, ModelSpec
+from toolkit.models.common.spec import ModelSpec
 
 if TYPE_CHECKING:
     from toolkit.data.chat.base import ChatFormat
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
 FAMILIES = ("llama", "qwen3")
 """Folders beside this file; a config.json that does not say what it is is of the first."""
-
-_MAX_CONFIG = 1_000_000  # bytes of a config.json, which has some thousand
 
 
 def spec(family: str) -> ModelSpec:
@@ -43,39 +40,6 @@ def tiktoken_forms() -> Iterator[TiktokenForm]:
 def chat_formats() -> dict[str, type[ChatFormat]]:
     """The formats of prompts of all families, by name."""
     return {name: form for family in FAMILIES for name, form in spec(family).chat_formats().items()}
-
-
-def read_hf_config(folder: Path) -> ModelArgs:
-    """Read the shape of the model whose config.json is in ``folder``.
-
-    Raises:
-        DataError: there is none, or it is of no model that is known; every field at fault is named.
-    """
-    from toolkit.io.json_fields import read_object
-
-    path = folder / CONFIG
-    values = read_object(path, at_most=_MAX_CONFIG)
-    kind = values.get("model_type") or FAMILIES[0]
-    forms = [spec(family).hf_config() for family in FAMILIES]
-    for form in forms:
-        if kind == form.model_type:
-            return form.read(values, path)
-    known = either(repr(form.model_type) for form in forms)
-    raise DataError(
-        f"{path} is of no model that can be read: model_type = {shown(kind)} (it must be {known})"
-    )
-
-
-def read_meta_params(folder: Path, *, vocab_size: int) -> ModelArgs:
-    """Read the shape of the model whose params.json, which names no family, is in ``folder``.
-
-    ``vocab_size`` is that of the embedding, for a file that leaves it to the tokenizer.
-
-    Raises:
-        DataError: there is none, or it is of another model; every field at fault is named.
-    """
-    [form] = [form for family in FAMILIES if (form := spec(family).meta_params()) is not None]
-    return form.args_of(folder, vocab_size=vocab_size)
 
 
 def resolve(name: str, flavor: str, *, tokenizer_vocab: int | None = None, **overrides: Any) -> ModelArgs:

@@ -1,4 +1,4 @@
-"""The optimizer of a run, and its state as named tensors for a checkpoint."""
+"""The optimizer of a run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from toolkit.config.training import Optimizer as OptimizerOptions
@@ -63,36 +62,3 @@ def build_optimizer(parameters: NamedParameters, options: OptimizerOptions) -> O
     from toolkit.optim.optimizer_in_backward import StepInBackward
 
     return StepInBackward(optimizer)
-
-
-def optimizer_tensors(parameters: NamedParameters, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The live state of ``optimizer`` as ``optim.<name>.exp_avg``, ``.exp_avg_sq`` and ``.step``.
-
-    Moments have the shape and layout of their parameter; ``step`` is a float32 scalar. Writing into
-    these tensors changes the optimizer. State that does not exist yet, before the first step, is made
-    here exactly as torch would make it, so that a checkpoint can be loaded in place and the run that
-    goes on from it equals the one that never stopped bit for bit.
-    """
-    owner = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in parameters:
-        if id(parameter) not in owner:
-            assert not parameter.requires_grad, f"{name} is trained, but not by this optimizer"
-            continue
-        state = optimizer.state[parameter]
-        if not state:
-            state.update(_fresh_state(parameter, owner[id(parameter)]))
-        for key, value in state.items():
-            tensors[f"optim.{clean_name(name)}.{key}"] = value
-    return tensors
-
-
-def _fresh_state(parameter: nn.Parameter, group: dict) -> dict[str, Tensor]:
-    # The fused kernels count steps on the device; the others keep the count on the CPU, because a
-    # kernel launch for a scalar costs more than the scalar.
-    device = parameter.device if group["fused"] else torch.device("cpu")
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=device),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-    }

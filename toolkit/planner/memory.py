@@ -22,7 +22,8 @@ from toolkit.config import Config
 from toolkit.data.batch_size import batch_shape
 from toolkit.distributed.dtensor import clean_name, local
 from toolkit.models.common.args import ModelArgs
-from toolkit.optim.optimizer import build_optimizer, optimizer_tensors
+from toolkit.optim.optimizer import build_optimizer
+from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel.dims import ParallelDims, takes_ring
 from toolkit.parallel.fsdp import computed_dtype
 from toolkit.parallel.mesh import build_mesh

@@ -20,7 +20,7 @@ from toolkit.config.local_paths import open_regular
 from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import BUFFER_BYTES, SavedFile, TensorPlace, new_output, read_region, whole
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.registry import read_meta_params
+from toolkit.models.on_disk import read_meta_params
 from toolkit.weights.source import Region, Stored, without_tied_head
 
 _EMBEDDING = "tok_embeddings.weight"

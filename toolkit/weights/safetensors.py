@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from toolkit.io.tensor_file import TensorPlace, new_output, read_region, whole
-from toolkit.models.registry import read_hf_config, spec
+from toolkit.models.on_disk import read_hf_config
+from toolkit.models.registry import spec
 from toolkit.weights.safetensors_header import folder_entries
 from toolkit.weights.source import Region, Stored, without_tied_head
 

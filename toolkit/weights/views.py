@@ -12,7 +12,8 @@ from torch import Tensor
 
 from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import new_output, whole
-from toolkit.models.common.args import ModelArgs, parameter_shapes
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.parameters import parameter_shapes
 from toolkit.weights.source import EMBEDDING, HEAD, Region, Stored, WeightSource
 
 _SHOWN = 20

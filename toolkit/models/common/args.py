@@ -107,7 +107,7 @@ def parameter_count(args: ModelArgs) -> int:
 
 def head_parameters(args: ModelArgs) -> int:
     """Parameters of the head, a tied one's included."""
-    return sum(rows * columns for rows, columns in _head_shapes(args).values())
+    return sum(rows * columns for rows, columns in head_shapes(args).values())
 
 
 def block_parameters(args: ModelArgs) -> tuple[int, int, int]:
@@ -117,40 +117,7 @@ def block_parameters(args: ModelArgs) -> tuple[int, int, int]:
     return attention, 3 * args.dim * args.ffn_dim, norms
 
 
-def parameter_names(args: ModelArgs) -> list[str]:
-    """Names of the distinct parameters in the model's order; a tied head has none."""
-    return list(parameter_shapes(args))
-
-
-def parameter_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
-    """Shapes of the distinct parameters by name, in the model's order."""
-    dim, queries, keys = args.dim, args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    block: dict[str, tuple[int, ...]] = {
-        "attention_norm": (dim,),
-        "attention.wq": (queries, dim),
-        "attention.wk": (keys, dim),
-        "attention.wv": (keys, dim),
-        "attention.wo": (dim, queries),
-        **(
-            {"attention.q_norm": (args.head_dim,), "attention.k_norm": (args.head_dim,)}
-            if args.qk_norm
-            else {}
-        ),
-        "ffn_norm": (dim,),
-        "feed_forward.w1": (args.ffn_dim, dim),
-        "feed_forward.w2": (dim, args.ffn_dim),
-        "feed_forward.w3": (args.ffn_dim, dim),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings": (args.vocab_size, dim)}
-    for layer in range(args.n_layers):
-        shapes |= {f"layers.{layer}.{part}": shape for part, shape in block.items()}
-    shapes["norm"] = (dim,)
-    if not args.tie_embeddings:
-        shapes |= _head_shapes(args)
-    return {f"{module}.weight": shape for module, shape in shapes.items()}
-
-
-def _head_shapes(args: ModelArgs) -> dict[str, tuple[int, int]]:
+def head_shapes(args: ModelArgs) -> dict[str, tuple[int, int]]:
     """Shapes of its weights (out, in) by module, in the order of its parameters."""
     if args.classifier is None:
         return {"output": (args.vocab_size, args.dim)}

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 AttentionMask = Any
@@ -46,8 +45,12 @@ def attention_backend(name: str) -> AttentionBackend:
         from toolkit.models.common.attention_varlen import VarlenAttention
 
         return VarlenAttention()
-    backends: dict[str, type[AttentionBackend]] = {"sdpa": SDPA, "flash": Flash}
-    return backends[name]()
+    if name == "flash":
+        from toolkit.models.common.attention_flash import Flash
+
+        return Flash()
+    assert name == "sdpa", name
+    return SDPA()
 
 
 class SDPA:
@@ -75,21 +78,6 @@ class SDPA:
                 for x_PKE, x in zip(prefix, (k_BSKE, v_BSKE), strict=True)
             )
         return sdpa(q_BSHE, k_BSKE, v_BSKE, mask)
-
-
-class Flash:
-    """:class:`SDPA` that raises where torch would take another kernel than flash, which has no masks."""
-
-    def mask(
-        self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
-    ) -> Tensor | None:
-        if documents_BS is not None:
-            raise ValueError("the flash kernel takes no mask, so that documents would see one another")
-        return causal_mask(length, device, first)
-
-    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return sdpa(q_BSHE, k_BSKE, v_BSKE, mask)
 
 
 def attention_mask(documents_BS: Tensor, first: int = 0) -> Tensor:

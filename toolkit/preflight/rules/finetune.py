@@ -23,9 +23,9 @@ from toolkit.finetune.parameters import (
 )
 from toolkit.finetune.peft_config import without_peft_form
 from toolkit.finetune.saved_options import differences, saved_options
-from toolkit.models.common.args import parameter_shapes
+from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.from_config import weights_folder
-from toolkit.models.registry import read_hf_config
+from toolkit.models.on_disk import read_hf_config
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _SHOWN = 8

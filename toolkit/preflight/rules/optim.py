@@ -5,7 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from toolkit.errors import Problem, closest, first_few
-from toolkit.models.common.args import parameter_names
+from toolkit.models.common.parameters import parameter_names
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _EARLY = "optimizer.early_step_in_backward"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from toolkit.config.precedence import is_set
 from toolkit.errors import Problem, did_you_mean, either, first_few
-from toolkit.models.common.args import parameter_names
+from toolkit.models.common.parameters import parameter_names
 from toolkit.parallel.dims import reshard_after_forward, strategy
 from toolkit.parallel.pipeline_schedules import BASES, SCHEDULES, Schedule, bubble, is_cut, module_names
 from toolkit.preflight.installed import torch_before

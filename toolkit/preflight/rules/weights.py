@@ -11,9 +11,11 @@ from pathlib import Path
 
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import DataError, Problem, first_few, install
-from toolkit.models.common.args import ModelArgs, parameter_shapes
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.common.spec import CONFIG
-from toolkit.models.registry import presets, read_hf_config, spec
+from toolkit.models.on_disk import read_hf_config
+from toolkit.models.registry import presets, spec
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 from toolkit.preflight.rules.model import CHANGEABLE
 from toolkit.preflight.weight_folders import instead_of_hugging_face

@@ -1,0 +1,42 @@
+"""Segments of a text file that is too long to be tokenised at once.
+
+Where a file is cut depends on its bytes alone, never on how many processes read it: after at least 1 MiB,
+before the first line that does not begin with white space (there a byte-pair tokenizer gives the ids that
+it would give for the uncut text), or, where no such line follows within a further 1 MiB, before a space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import BinaryIO
+
+
+def text_segments(stream: BinaryIO, at_least: int) -> Iterator[tuple[bytes, bool]]:
+    """(segment, whether it is the last one) of a text file; the others have ``at_least`` so many bytes."""
+    carry = b""
+    while data := carry + stream.read(at_least - len(carry)):
+        parts, budget = [data], at_least
+        while budget > 0 and not (parts[-1].endswith(b"\n") and not stream.peek(1)[:1].isspace()):  # type: ignore[attr-defined]
+            if not (rest := stream.readline(budget)):
+                break
+            parts.append(rest)
+            budget -= len(rest)
+        data, carry = b"".join(parts), b""
+        last = not stream.peek(1)  # type: ignore[attr-defined]
+        if not last and not data.endswith(b"\n"):
+            cut = _cut(data, at_least)
+            data, carry = data[:cut], data[cut:]
+        yield data, last
+        if last:  # also where the file has grown in the meantime
+            return
+
+
+def _cut(data: bytes, at_least: int) -> int:
+    """Where to cut inside a line: before a space near the segment's end, else between two characters."""
+    space = data.rfind(b" ", len(data) - at_least // 2)
+    if space > 0:
+        return space
+    cut = len(data) - 1
+    while cut > len(data) - 4 and data[cut] & 0xC0 == 0x80:
+        cut -= 1
+    return cut

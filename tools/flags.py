@@ -1,0 +1,34 @@
+"""Flags of a program in place of the keys that its problems name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+from toolkit.errors import Problem, ToolkitError
+
+
+@contextmanager
+def flags_named(flags: Mapping[str, str]) -> Iterator[None]:
+    """Make the problems that are raised inside name a program's flags where they name keys of the config.
+
+    ``flags`` is key → flag, and a key with its table stands for itself alone, too.
+    """
+    try:
+        yield
+    except ToolkitError as error:
+        if error.problems:
+            error.problems = [_with_flags(problem, flags) for problem in error.problems]
+            error.args = ("\n".join(map(str, error.problems)),)
+        raise
+
+
+def _with_flags(problem: Problem, flags: Mapping[str, str]) -> Problem:
+    for key, flag in flags.items():
+        word, said = re.compile(rf"(?<![\w.-]){re.escape(key)}\b"), flag.replace("\\", r"\\")
+        problem = replace(problem, rule=word.sub(said, problem.rule), fix=word.sub(said, problem.fix))
+        if problem.key in (key, key.rpartition(".")[2]):
+            problem = replace(problem, key=flag, origin="")
+    return problem
