@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,9 @@ from toolkit.errors import (
     EXIT_ERROR,
     EXIT_FINISHED,
     EXIT_REQUEUE,
-    ConfigError,
     OutOfMemory,
-    Problem,
     TrainingError,
 )
-from toolkit.io.locks import claim
 from toolkit.launcher.signals import StopRequest
 from toolkit.launcher.time_limit import Deadline
 from toolkit.metrics.logger import MetricLogger
@@ -43,6 +40,7 @@ from toolkit.optim.lr_scheduler import cut_to_fit, learning_rate
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
+from toolkit.run_folder import claim_folders
 from toolkit.train_step import StepResult, TrainState, TrainStep
 
 if TYPE_CHECKING:
@@ -63,10 +61,9 @@ class Trainer:
         self.seed = config.debug.seed or 0
         self.train_state = TrainState()
         self._deadline = Deadline(config.job.time_limit, os.environ)
-        self._locks: dict[Path, IO[str]] = {}
-        self.folder = Path(config.job.dump_folder).expanduser()
         set_deterministic(config.debug.deterministic, warn_only=config.debug.deterministic_warn_only)
-        self._claim_folders()
+        self._claimed = claim_folders(config)
+        self.folder = Path(config.job.dump_folder).expanduser()
         self._lay_out()
         with phases("model"):
             self._build()
@@ -89,43 +86,6 @@ class Trainer:
                 self.checkpointer.restore()
 
     # Building
-
-    def _claim_folders(self) -> None:
-        """Lock the folders that the run writes, and leave the resolved config with the origin of each value.
-
-        Raises:
-            ConfigError: on every rank, where rank 0 cannot write there or another run does.
-        """
-        told: list[Problem | None] = [None]
-        if dist.get_rank() == 0:
-            config = self.config
-            told = [self._claim("job.dump_folder", self.folder, self._write_config)]
-            if config.checkpoint.enable and not config.checkpoint.load_only and not told[0]:
-                told = [self._claim("checkpoint.folder", self.folder / config.checkpoint.folder)]
-        dist.broadcast_object_list(told, src=0)
-        if told[0]:
-            raise ConfigError(told[0])
-
-    def _claim(self, key: str, folder: Path, write: Callable[[], None] = lambda: None) -> Problem | None:
-        """Lock ``folder`` and ``write`` there; what is wrong with the value of ``key``, if that fails."""
-        try:
-            if folder.resolve() not in self._locks:
-                self._locks[folder.resolve()] = claim(folder)
-            write()
-        except BlockingIOError as error:
-            rule, fix = f"{error} writes there", "wait until it has ended"
-        except OSError as error:
-            rule, fix = f"it cannot be written to: {error}", "free space there"
-        else:
-            return None
-        value = self.config.value(key)
-        return Problem(rule, f"{fix}, or name another folder", key, value, self.config.origin(key))
-
-    def _write_config(self) -> None:
-        for name in {"config.toml", self.config.job.save_config_file or "config.toml"}:
-            path = self.folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(self.config.to_toml(), encoding="utf-8")
 
     def _lay_out(self) -> None:
         config = self.config
@@ -215,8 +175,7 @@ class Trainer:
             ) from error
         finally:
             self.log.close()
-            for lock in self._locks.values():
-                lock.close()
+            self._claimed.close()
 
     def _loop(self, after_step: Callable[[int], None] | None) -> int:
         training, request = self.config.training, StopRequest(self._deadline)

@@ -1,0 +1,59 @@
+"""The folders that a run writes, which nobody else may write while it runs."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch.distributed as dist
+
+from toolkit.config import Config
+from toolkit.errors import ConfigError, Problem
+from toolkit.io.locks import claim
+
+
+def claim_folders(config: Config) -> ExitStack:
+    """Lock the folders that the run writes, until what is returned is closed, and leave the resolved config
+    there with the origin of each value: rank 0 does, for all.
+
+    Raises:
+        ConfigError: on every rank, where rank 0 cannot write there or another run does.
+    """
+    locks = ExitStack()
+    told: list[Problem | None] = [None]
+    if dist.get_rank() == 0:
+        told = [_claim(config, locks)]
+    dist.broadcast_object_list(told, src=0)
+    if told[0]:
+        raise ConfigError(told[0])
+    return locks
+
+
+def _claim(config: Config, locks: ExitStack) -> Problem | None:
+    """Lock and write; what is wrong with the key of the folder where that fails."""
+    run = Path(config.job.dump_folder).expanduser()
+    folders = {"job.dump_folder": run}
+    checkpoints = run / config.checkpoint.folder
+    writes_checkpoints = config.checkpoint.enable and not config.checkpoint.load_only
+    if writes_checkpoints and checkpoints.resolve() != run.resolve():
+        folders["checkpoint.folder"] = checkpoints
+    for key, folder in folders.items():
+        try:
+            locks.enter_context(claim(folder))
+            if folder is run:
+                _write_config(config, run)
+        except BlockingIOError as error:
+            rule, fix = f"{error} writes there", "wait until it has ended"
+        except OSError as error:
+            rule, fix = f"it cannot be written to: {error}", "free space there"
+        else:
+            continue
+        return Problem(rule, f"{fix}, or name another folder", key, config.value(key), config.origin(key))
+    return None
+
+
+def _write_config(config: Config, folder: Path) -> None:
+    for name in {"config.toml", config.job.save_config_file or "config.toml"}:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(config.to_toml(), encoding="utf-8")
