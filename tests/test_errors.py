@@ -10,7 +10,7 @@ import pytest
 
 from toolkit.data.corpus import SourceError
 from toolkit.errors import ConfigError, DataError, Problem, ToolkitError, report
-from tools.flags import flags_named
+from tools.arguments import flags_named
 
 
 @pytest.mark.parametrize("kind", [ConfigError, SourceError])

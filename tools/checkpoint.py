@@ -28,7 +28,6 @@ from toolkit.checkpoint.manifest import (
     unsound_steps,
 )
 from toolkit.checkpoint.retention import delete, leftovers, superseded
-from toolkit.config import local_paths
 from toolkit.errors import (
     EXIT_DATA,
     EXIT_ERROR,
@@ -40,6 +39,7 @@ from toolkit.errors import (
 )
 from toolkit.hardware import cores
 from toolkit.io import standard_streams
+from tools.arguments import local_path
 
 GIB = 2**30
 
@@ -193,16 +193,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("list").add_argument("folder", type=local_paths.path)
+    actions.add_parser("list").add_argument("folder", type=local_path)
     shown = actions.add_parser("inspect")
-    shown.add_argument("step", type=local_paths.path)
+    shown.add_argument("step", type=local_path)
     shown.add_argument("--tensors", action="store_true")
-    actions.add_parser("verify").add_argument("paths", type=local_paths.path, nargs="+")
+    actions.add_parser("verify").add_argument("paths", type=local_path, nargs="+")
     compared = actions.add_parser("diff")
-    compared.add_argument("step", type=local_paths.path)
-    compared.add_argument("other", type=local_paths.path)
+    compared.add_argument("step", type=local_path)
+    compared.add_argument("other", type=local_path)
     pruned = actions.add_parser("prune")
-    pruned.add_argument("folder", type=local_paths.path)
+    pruned.add_argument("folder", type=local_path)
     pruned.add_argument("--keep-latest", type=int, required=True, metavar="K")
     pruned.add_argument("--keep-every", type=int, metavar="N")
     pruned.add_argument("--dry-run", action="store_true")

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 
-from toolkit.config import local_paths
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import native_dtype
 from toolkit.errors import ConfigError, Problem
 from toolkit.generation.load import Loaded, load_model
 from toolkit.generation.sampling import Sampling
 from toolkit.launcher.environment import rank_environment
-from tools.flags import flags_named
+from tools.arguments import flags_named, local_path_text
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
@@ -25,7 +24,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        type=local_paths.path_text,
+        type=local_path_text,
         help="a Hugging Face folder, a Meta folder, a run's folder or step-N of this toolkit, or an adapter",
     )
     parser.add_argument(
@@ -38,7 +37,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",
-        type=local_paths.path_text,
+        type=local_path_text,
         help="its folder or file (default: the model's)",
     )
     parser.add_argument(

@@ -27,9 +27,9 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from toolkit.config import local_paths
 from toolkit.errors import EXIT_FINISHED, ToolkitError, one_line, report
 from toolkit.io import standard_streams
+from tools.arguments import local_path
 
 _WAYS = ("merge", "hf-to-dcp", "dcp-to-hf", "meta-to-dcp", "dcp-to-meta", "meta-to-hf", "hf-to-meta")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -44,9 +44,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("way", choices=_WAYS, metavar="WAY")
-    parser.add_argument("source", type=local_paths.path, metavar="IN")
-    parser.add_argument("adapter", type=local_paths.path, metavar="ADAPTER", nargs="?", help="of merge")
-    parser.add_argument("out", type=local_paths.path, metavar="OUT")
+    parser.add_argument("source", type=local_path, metavar="IN")
+    parser.add_argument("adapter", type=local_path, metavar="ADAPTER", nargs="?", help="of merge")
+    parser.add_argument("out", type=local_path, metavar="OUT")
     parser.add_argument("--dtype", choices=_DTYPES, help="default: as in IN")
     parser.add_argument(
         "--vocab-size",
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--tokenizer",
-        type=local_paths.path,
+        type=local_path,
         metavar="PATH",
         help="to put beside the weights; default: IN's, or the run's",
     )

@@ -28,7 +28,7 @@ from itertools import islice
 from typing import Any
 
 from toolkit import preflight
-from toolkit.config import Config, load_config, local_paths
+from toolkit.config import Config, load_config
 from toolkit.data.build import corpora, open_tokens, run_tokenizer
 from toolkit.data.dataloader import validation_loader
 from toolkit.data.find_files import open_text
@@ -39,8 +39,8 @@ from toolkit.evaluation.perplexity import Evaluator, Loss, documents, text_loss
 from toolkit.generation.load import Loaded, needed_tokenizer
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
+from tools.arguments import flags_named, local_path, local_path_text
 from tools.cli import add_bos_argument, add_model_arguments, count, load_as_asked
-from tools.flags import flags_named
 
 _WINDOW = 4096
 """The most tokens of a window unless more are asked for: a context may be of 131,072."""
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--text",
-        type=local_paths.path_text,
+        type=local_path_text,
         metavar="PATH",
         help="a file of text or .jsonl, a folder, a glob, or several with commas",
     )
@@ -83,21 +83,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--stride", type=count, metavar="N", help="tokens that a window predicts (default: all)")
     add(
         "--config",
-        type=local_paths.path_text,
+        type=local_path_text,
         metavar="FILE",
         help="the config whose validation set is evaluated; its flags may follow",
     )
     add("--tasks", metavar="NAMES", help="tasks of lm-eval, with commas between")
     add(
         "--task-folder",
-        type=local_paths.path_text,
+        type=local_path_text,
         metavar="PATH",
         help="folder of YAML files with further tasks",
     )
     add("--few-shot", type=int, metavar="N", help="examples in each prompt (default: the task's)")
     add("--limit", type=count, metavar="N", help="only so many examples of each task")
     add("--batch-size", type=count, default=8, metavar="N", help="rows at a time (default: 8)")
-    add("--output", type=local_paths.path, metavar="FILE", help="write the results as JSON")
+    add("--output", type=local_path, metavar="FILE", help="write the results as JSON")
     add("--debug", action="store_true", help="show tracebacks")
     return parser
 

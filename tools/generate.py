@@ -29,7 +29,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from toolkit.config import local_paths
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.distributed import process_group
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
@@ -39,6 +38,7 @@ from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
+from tools.arguments import local_path
 from tools.cli import (
     add_bos_argument,
     add_model_arguments,
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", metavar="TEXT", help="may be given several times")
     add(
         "--prompt-file",
-        type=local_paths.path,
+        type=local_path,
         metavar="FILE",
         help="prompts, one a line; - is standard input",
     )

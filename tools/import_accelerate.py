@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.config import local_paths
 from toolkit.config.schema import fields_by_key
 from toolkit.config.values import format_toml
 from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, did_you_mean, one_line, report
@@ -29,6 +28,7 @@ from toolkit.hardware import detect
 from toolkit.io import standard_streams
 from tools.accelerate.meaning import Refused, number
 from tools.accelerate.read import ALIASES, KEYS, TABLES, Given, read_file, read_trainer
+from tools.arguments import local_path
 
 PORT = 29500
 _OFFLOAD = "training.enable_cpu_offload"
@@ -209,11 +209,11 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("file", nargs="?", type=local_paths.path, metavar="FILE", help="what `accelerate config` wrote")
+    add("file", nargs="?", type=local_path, metavar="FILE", help="what `accelerate config` wrote")
     add(
         "--fsdp", nargs="?", const="true", metavar="WORDS", help="a Trainer's, such as 'full_shard auto_wrap'"
     )
-    add("--fsdp_config", type=local_paths.path, metavar="FILE.json", help="a Trainer's")
+    add("--fsdp_config", type=local_path, metavar="FILE.json", help="a Trainer's")
     precision = parser.add_mutually_exclusive_group()
     precision.add_argument("--bf16", action="store_true", help="a Trainer's")
     precision.add_argument("--fp16", action="store_true", help="a Trainer's")
@@ -227,11 +227,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--replicas", type=int, default=0, metavar="N", help="of HYBRID_SHARD, in place of one a machine")
     add(
         "--extends",
-        type=local_paths.path,
+        type=local_path,
         metavar="FILE.toml",
         help="TOML with the model, the data and the rest",
     )
-    add("--output", type=local_paths.path, metavar="FILE.toml", help="write the TOML there")
+    add("--output", type=local_path, metavar="FILE.toml", help="write the TOML there")
     add("--debug", action="store_true", help="show tracebacks")
     return parser
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from toolkit import preflight
-from toolkit.config import Config, load_config, local_paths
+from toolkit.config import Config, load_config
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import open_data, run_tokenizer
 from toolkit.data.dataloader import Batch, Loader, training_loader, validation_loader
@@ -39,6 +39,7 @@ from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, on
 from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
 from toolkit.loss import IGNORED_LABEL
+from tools.arguments import local_path
 from tools.cli import count
 from tools.prepare_data import RULES
 
@@ -242,7 +243,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--samples", type=count, default=3, metavar="N", help="default: 3")
     parser.add_argument("--validation", action="store_true", help="those of the validation")
-    parser.add_argument("--html", type=local_paths.path, metavar="FILE", help="write a page, print nothing")
+    parser.add_argument("--html", type=local_path, metavar="FILE", help="write a page, print nothing")
     parser.add_argument(
         "--color", choices=("auto", "always", "never"), default="auto", help="auto: where it is a terminal"
     )

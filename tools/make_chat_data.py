@@ -16,8 +16,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from toolkit.config import local_paths
 from toolkit.errors import EXIT_FINISHED
+from tools.arguments import local_path
 from tools.cli import count
 
 QUESTIONS = ("What is {a} + {b}?", "Add {a} and {b}.", "{a} plus {b}?", "Please tell me {a} + {b}.")
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         epilog=rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--output", type=local_paths.path, required=True, metavar="FILE")
+    parser.add_argument("--output", type=local_path, required=True, metavar="FILE")
     parser.add_argument("--conversations", type=count, default=500, metavar="N", help="default: 500")
     parser.add_argument("--held-out", type=count, default=50, metavar="N", help="default: 50")
     parser.add_argument("--seed", type=int, default=0)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from toolkit.config import load_config, local_paths
+from toolkit.config import load_config
 from toolkit.config.training import Model
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_FINISHED, ToolkitError, report
@@ -36,7 +36,7 @@ from toolkit.parallel.init_weights import initial_rows
 from toolkit.weights.hf_assets import Companions, tokenizer_companions
 from toolkit.weights.hf_write import MAX_BYTES, write_hf
 from toolkit.weights.source import Region, Stored
-from tools.flags import flags_named
+from tools.arguments import flags_named, local_path
 
 
 class InitialWeights:
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("out", type=local_paths.path, help="folder to write, new or empty")
+    parser.add_argument("out", type=local_path, help="folder to write, new or empty")
     parser.add_argument("--name", default="llama2", help="family, as model.name (default: llama2)")
     parser.add_argument("--flavor", required=True, help="size, as model.flavor")
     parser.add_argument(
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0, help="as debug.seed (default: 0)")
     parser.add_argument(
-        "--tokenizer", type=local_paths.path, help="folder or file of a tokenizer to put beside them"
+        "--tokenizer", type=local_path, help="folder or file of a tokenizer to put beside them"
     )
     parser.add_argument("--max-bytes", type=int, default=MAX_BYTES, help="of a file (default: 5 GB)")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")

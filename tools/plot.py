@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.config import local_paths
 from toolkit.errors import ConfigError, DataError, Problem, ToolkitError, install, printable
 from toolkit.io import standard_streams
+from tools.arguments import local_path
 
 Record = dict[str, Any]
 Points = tuple[list[float], list[float]]
@@ -201,9 +201,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=local_paths.path, metavar="RUN", help="folder of a run")
+    parser.add_argument("runs", nargs="+", type=local_path, metavar="RUN", help="folder of a run")
     parser.add_argument(
-        "-o", "--output", type=local_paths.path, help="PNG to write (default: curves.png in the first run)"
+        "-o", "--output", type=local_path, help="PNG to write (default: curves.png in the first run)"
     )
     parser.add_argument("--x", choices=list(X_LABELS), default="step")
     options = parser.parse_args(argv)

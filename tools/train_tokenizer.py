@@ -24,13 +24,12 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from toolkit.config import local_paths
 from toolkit.data.find_files import open_text
 from toolkit.data.sources import open_corpus
 from toolkit.errors import EXIT_ERROR, ConfigError, Problem, ToolkitError, printable
 from toolkit.io import standard_streams
 from toolkit.models.registry import tiktoken_forms
-from tools.flags import flags_named
+from tools.arguments import flags_named, local_path, local_path_text
 
 FILE_NAMES = {"tiktoken": "tokenizer.model", "sentencepiece": "tokenizer.model", "json": "tokenizer.json"}
 
@@ -175,15 +174,13 @@ def main() -> int:
     )
     parser.add_argument(
         "--corpus",
-        type=local_paths.path_text,
+        type=local_path_text,
         help="file, folder, glob or comma list (default: the shipped corpus)",
     )
     parser.add_argument("--text-column", help="column of JSON lines (default: text)")
     parser.add_argument("--vocab-size", type=int, default=4096, help="entries in all (default: 4096)")
     parser.add_argument("--format", choices=sorted(FILE_NAMES), default="tiktoken")
-    parser.add_argument(
-        "--output", type=local_paths.path, required=True, help="folder for the tokenizer file"
-    )
+    parser.add_argument("--output", type=local_path, required=True, help="folder for the tokenizer file")
     arguments = parser.parse_args()
     if arguments.text_column is not None and not arguments.corpus:
         parser.error("--text-column does nothing without --corpus")

@@ -6,13 +6,11 @@ Nothing here reads or writes object storage: taken as a path, ``s3://bucket/run`
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import re
 import stat
 from io import BufferedReader
-from pathlib import Path
 
 _URL = re.compile(r"(?:^|,)\s*([A-Za-z][A-Za-z0-9+.-]*)://([^,\s]*)")  # of several paths with commas, too
 _HUB = re.compile(r"(?:https?://(?:www\.)?huggingface\.co/|hf://)(datasets/)?([\w.-]+/([\w.-]+))")
@@ -89,16 +87,3 @@ def url_problem(text: str) -> tuple[str, str] | None:
         kind = "--repo-type dataset " if hub[1] else ""
         return rule, f"hf download {kind}{hub[2]} --local-dir ./{hub[3]} fetches it; then name ./{hub[3]}"
     return rule, "copy it to a local disk or mount it, and name that path"
-
-
-def path_text(text: str) -> str:
-    """The type of an argument that is a path, or several."""
-    if found := path_problem(text):
-        rule, fix = found
-        raise argparse.ArgumentTypeError(f"{text!r}: {rule}\n  fix:  {fix}")
-    return text
-
-
-def path(text: str) -> Path:
-    """The type of an argument that is one path."""
-    return Path(path_text(text))

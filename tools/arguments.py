@@ -1,13 +1,29 @@
-"""Flags of a program in place of the keys that its problems name."""
+"""Arguments of programs: paths, and flags in place of the keys that problems name. Imports no torch."""
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
+from toolkit.config.local_paths import path_problem
 from toolkit.errors import Problem, ToolkitError
+
+
+def local_path_text(text: str) -> str:
+    """The type of an argument that is a path, or several."""
+    if found := path_problem(text):
+        rule, fix = found
+        raise argparse.ArgumentTypeError(f"{text!r}: {rule}\n  fix:  {fix}")
+    return text
+
+
+def local_path(text: str) -> Path:
+    """The type of an argument that is one path."""
+    return Path(local_path_text(text))
 
 
 @contextmanager
