@@ -44,13 +44,9 @@ def locked(path: Path, doing: str, tell: Callable[[str], None]) -> Iterator[None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            tell(f"waiting for {holder} to finish {doing} ({path.with_suffix('')})")
+            tell(f"waiting for {_holder(file)} to finish {doing} ({path.with_suffix('')})")
             fcntl.flock(file, fcntl.LOCK_EX)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        _sign(file)
         yield
 
 
@@ -61,8 +57,7 @@ def _lock(path: Path) -> IO[str]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
+            holder = _holder(file)
             file.close()
             raise BlockingIOError(holder) from None
         except OSError:
@@ -71,7 +66,17 @@ def _lock(path: Path) -> IO[str]:
             if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 break
         file.close()  # its holder removed it between the opening and the lock
+    _sign(file)
+    return file
+
+
+def _sign(file: IO[str]) -> None:
+    """Say in a lock that this process holds it."""
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
-    return file
+
+
+def _holder(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read().strip() or "another process"
