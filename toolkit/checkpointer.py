@@ -23,7 +23,8 @@ from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import tokenizer_place
 from toolkit.errors import CheckpointError, DataError, printable
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.from_config import EXPORTS, pretrained_folder
+from toolkit.models.from_config import pretrained_folder
+from toolkit.models.on_disk import EXPORTS
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.model_parts import ModelParts

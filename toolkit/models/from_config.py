@@ -8,19 +8,14 @@ Hugging Face folder that the run starts from (``checkpoint.initial_load_in_hf``)
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from toolkit.config import Config
-from toolkit.errors import CheckpointError
 from toolkit.models.common.args import Classifier, ModelArgs, changed, takes_vocabulary
 from toolkit.models.common.spec import CONFIG
 from toolkit.models.registry import resolve
 
-EXPORTS = "hf"
-"""Folder, inside that of a run, of the Hugging Face folders that it writes, one a step."""
 _NAME, _FLAVOR = "llama3", "debugmodel"
 
 
@@ -70,14 +65,18 @@ def architecture_key(config: Config) -> str:
     if options.initial_load_in_hf and options.initial_load_path and not options.initial_load_broadcast:
         return "checkpoint.initial_load_path"
     wanted = options.initial_load_in_hf and not options.initial_load_path
-    has_config = (_local(model.hf_assets_path) / CONFIG).is_file()
+    has_config = Path(os.path.expanduser(model.hf_assets_path), CONFIG).is_file()
     return "model.hf_assets_path" if wanted or has_config else "model.flavor"
 
 
 def config_folder(config: Config) -> Path | None:
     """The folder whose config.json is the architecture; None where a preset is."""
     key = architecture_key(config)
-    return None if key == "model.flavor" else hugging_face_folder(config.value(key))
+    if key == "model.flavor":
+        return None
+    from toolkit.models.on_disk import hugging_face_folder
+
+    return hugging_face_folder(config.value(key))
 
 
 def weights_folder(config: Config) -> Path | None:
@@ -85,36 +84,11 @@ def weights_folder(config: Config) -> Path | None:
     options = config.checkpoint
     if not options.enable or not options.initial_load_in_hf:
         return None
+    from toolkit.models.on_disk import hugging_face_folder
+
     return hugging_face_folder(options.initial_load_path or config.model.hf_assets_path)
 
 
 def pretrained_folder(config: Config) -> Path | None:
     """The folder of :func:`weights_folder`, save where the model is excluded from loading."""
     return None if "model" in config.checkpoint.exclude_from_loading else weights_folder(config)
-
-
-def hugging_face_folder(path: str) -> Path:
-    """The folder that a user means by ``path``: that, or of a checkpoint the folder that its run has written
-    beside it at the same step. torchtitan's ``last_save_in_hf`` writes it in the checkpoint's place."""
-    from toolkit.checkpoint.manifest import read_manifest, saved_settings
-
-    folder = _local(path)
-    try:
-        saved = saved_settings(read_manifest(folder)["run"])
-    except CheckpointError:
-        return folder  # no checkpoint, or one of which another check tells what is wrong
-    exported = _run_folder(folder, saved) / EXPORTS / folder.name
-    return exported if exported.is_dir() else folder
-
-
-def _run_folder(step: Path, saved: Mapping[str, Any]) -> Path:
-    """The folder of the run with the config ``saved``: as many levels above its checkpoint as that says,
-    wherever the folder was moved since."""
-    inside = Path(saved.get("checkpoint.folder", "checkpoint"))
-    if inside.is_absolute():
-        return _local(saved["job.dump_folder"])
-    return Path(os.path.normpath(step.joinpath("..", *[".."] * len(inside.parts))))
-
-
-def _local(path: str) -> Path:
-    return Path(os.path.expanduser(path))

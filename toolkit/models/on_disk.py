@@ -1,15 +1,21 @@
-"""The shape of a model that the files beside its weights tell. Imports no torch."""
+"""The folder of a model's weights, and the shape that the files there tell. Imports no torch."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from toolkit.errors import DataError, either, shown
+from toolkit.checkpoint.manifest import read_manifest, saved_settings
+from toolkit.errors import CheckpointError, DataError, either, shown
 from toolkit.io.json_fields import read_object
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.spec import CONFIG
 from toolkit.models.registry import FAMILIES, spec
 
+EXPORTS = "hf"
+"""Folder, inside that of a run, of the Hugging Face folders that it writes, one a step."""
 _MAX_CONFIG = 1_000_000  # bytes of a config.json, which has some thousand
 
 
@@ -42,3 +48,28 @@ def read_meta_params(folder: Path, *, vocab_size: int) -> ModelArgs:
     """
     [form] = [form for family in FAMILIES if (form := spec(family).meta_params()) is not None]
     return form.args_of(folder, vocab_size=vocab_size)
+
+
+def hugging_face_folder(path: str) -> Path:
+    """The folder that a user means by ``path``: that, or of a checkpoint the folder that its run has written
+    beside it at the same step. torchtitan's ``last_save_in_hf`` writes it in the checkpoint's place."""
+    folder = _local(path)
+    try:
+        saved = saved_settings(read_manifest(folder)["run"])
+    except CheckpointError:
+        return folder  # no checkpoint, or one of which another check tells what is wrong
+    exported = _run_folder(folder, saved) / EXPORTS / folder.name
+    return exported if exported.is_dir() else folder
+
+
+def _run_folder(step: Path, saved: Mapping[str, Any]) -> Path:
+    """The folder of the run with the config ``saved``: as many levels above its checkpoint as that says,
+    wherever the folder was moved since."""
+    inside = Path(saved.get("checkpoint.folder", "checkpoint"))
+    if inside.is_absolute():
+        return _local(saved["job.dump_folder"])
+    return Path(os.path.normpath(step.joinpath("..", *[".."] * len(inside.parts))))
+
+
+def _local(path: str) -> Path:
+    return Path(os.path.expanduser(path))
