@@ -185,9 +185,10 @@ class Trainer:
             self.config.metrics,
             self.args,
             seq_len=training.seq_len,
+            samples=self.batch.total,
             device=self.device,
             dtype=self.param_dtype,
-            frozen=self.config.finetune.adds,
+            finetune=self.config.finetune,
         )
         state = self.train_state
         first = state.step + 1

@@ -27,7 +27,7 @@ def _train(meter, clock, *, steps, seconds, waiting=0.0, tokens=1000):
 
 
 def test_means_over_the_steps_since_the_last_reading(clock):
-    meter = SpeedMeter(flops_per_token=1e6, peak_flops=2e9, clock=clock)
+    meter = SpeedMeter(flops_per_step=1e9, peak_flops=2e9, clock=clock)
     _train(meter, clock, steps=4, seconds=2.0, waiting=0.5)
     assert meter.read() == pytest.approx(
         {"tokens_per_second": 500.0, "step_seconds": 2.0, "data_seconds": 0.5, "mfu": 0.25}
@@ -53,7 +53,7 @@ def test_what_is_not_training_is_told_apart(clock):
     assert "checkpoint_seconds" not in meter.read()
 
 
-@pytest.mark.parametrize("known", [{"flops_per_token": 1e6}, {"peak_flops": 1e12}, {}])
+@pytest.mark.parametrize("known", [{"flops_per_step": 1e9}, {"peak_flops": 1e12}, {}])
 def test_mfu_is_none_where_the_device_is_unknown(clock, known):
     meter = SpeedMeter(**known, clock=clock)
     _train(meter, clock, steps=1, seconds=1.0)

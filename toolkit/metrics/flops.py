@@ -12,16 +12,15 @@ import re
 from toolkit.models.common.args import ModelArgs, block_parameters, head_parameters
 
 
-def flops_per_token(args: ModelArgs, *, seq_len: int, causal: bool = False, frozen: bool = False) -> float:
+def flops_per_token(args: ModelArgs, *, seq_len: int, causal: bool = False) -> float:
     """FLOPs of forward and backward for one token.
 
-    A ``frozen`` model, beside an adapter, has no gradients of weights, a third of the matmuls; the adapter
-    itself does not count. ``causal`` counts only the lower triangle of attention, half of it: some systems
-    publish that. A tied head counts as an untied one, for its matmul is the same.
+    ``causal`` counts only the lower triangle of attention, half of it: some systems publish that. A tied head
+    counts as an untied one, for its matmul is the same.
     """
     parameters = args.n_layers * sum(block_parameters(args)) + args.dim + head_parameters(args)
     square = 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
-    return float((4 if frozen else 6) * parameters + (square // 2 if causal else square))
+    return float(6 * parameters + (square // 2 if causal else square))
 
 
 # Dense bf16 tensor-core peak in TFLOP/s, accumulating in fp32, from the vendors' data sheets and white

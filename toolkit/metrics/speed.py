@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
+from toolkit.config.finetune import Finetune
 from toolkit.config.job import Metrics
 from toolkit.metrics.flops import flops_per_token, peak_flops
 from toolkit.models.common.args import ModelArgs
@@ -19,21 +20,19 @@ class SpeedMeter:
 
     Time under :meth:`apart` (checkpoint, validation, compile) belongs to no step: it is reported
     beside them as ``<name>_seconds``, and neither tokens/s nor MFU suffer from it.
-    ``flops_per_token`` and ``peak_flops`` (all devices together) may be None: then ``mfu`` is null.
+    ``flops_per_step`` and ``peak_flops`` (all devices together) may be None: then ``mfu`` is null.
     ``mark`` names a range for a profiler: ``toolkit::data`` and ``toolkit::<name>`` of what is apart.
     """
 
     def __init__(
         self,
         *,
-        flops_per_token: float | None = None,
+        flops_per_step: float | None = None,
         peak_flops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
         mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ):
-        self._flops_per_second_at_peak = (
-            peak_flops / flops_per_token if flops_per_token and peak_flops else None
-        )
+        self._seconds_at_peak = flops_per_step / peak_flops if flops_per_step and peak_flops else None
         self._clock = clock
         self._mark = mark
         self._reset()
@@ -73,12 +72,12 @@ class SpeedMeter:
         seconds = self._clock() - self._started - sum(self._apart.values())
         rate = self._tokens / seconds if seconds > 0 else 0.0
         steps = max(1, self._steps)
-        peak = self._flops_per_second_at_peak
+        least = self._seconds_at_peak
         reading = {
             "tokens_per_second": rate,
             "step_seconds": seconds / steps,
             "data_seconds": self._data / steps,
-            "mfu": rate / peak if peak else None,
+            "mfu": self._steps * least / seconds if least and seconds > 0 else None,
         } | {f"{name}_seconds": spent for name, spent in self._apart.items()}
         self._reset()
         return reading
@@ -96,17 +95,24 @@ def build_speed_meter(
     args: ModelArgs,
     *,
     seq_len: int,
+    samples: int,
     device: torch.device,
     dtype: torch.dtype,
-    frozen: bool = False,
+    finetune: Finetune,
 ) -> SpeedMeter:
-    """Build the meter of a run's steps; it knows no peak of a device that is not in our table. ``frozen`` is
-    a model of which an adapter alone is trained."""
+    """Build the meter of a run's steps, each of ``samples`` rows of ``seq_len`` tokens, whether they are
+    learnt or not; it knows no peak of a device that is not in our table."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     peak = options.peak_tflops
     per_device = peak * 1e12 if peak else peak_flops(name, str(dtype).removeprefix("torch."))
+    if finetune.chooses:
+        from toolkit.metrics.flops_finetune import fine_tuning_flops
+
+        flops = fine_tuning_flops(args, finetune, seq_len=seq_len)
+    else:
+        flops = flops_per_token(args, seq_len=seq_len)
     return SpeedMeter(
-        flops_per_token=flops_per_token(args, seq_len=seq_len, frozen=frozen),
+        flops_per_step=flops * seq_len * samples,
         peak_flops=per_device * dist.get_world_size() if per_device else None,
         mark=torch.profiler.record_function,
     )

@@ -143,13 +143,13 @@ def _prefetch(modules: Sequence[nn.Module], parallelism: Parallelism) -> None:
                 held = set(module.modules())
             _fsdp(module).set_modules_to_forward_prefetch([_fsdp(other) for other in ahead])
     if (depth := parallelism.fsdp_backward_prefetch) > 1:  # one is what torch does by itself
-        backward = _by_end(modules)[::-1]
+        backward = by_end(modules)[::-1]
         for position, module in enumerate(backward):
             ahead = backward[position + 1 : position + 1 + depth]
             _fsdp(module).set_modules_to_backward_prefetch([_fsdp(other) for other in ahead])
 
 
-def _by_end(modules: Sequence[nn.Module]) -> list[nn.Module]:
+def by_end(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Modules in the order in which their forwards end, from that in which they begin."""
     ended: list[nn.Module] = []
     running: list[nn.Module] = []

@@ -24,10 +24,12 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape
+from toolkit.distributed.dtensor import clean_name
 from toolkit.distributed.process_group import DTYPES
 from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.gradient_flow import ATTENDED, Flow, given, gradient_flow
 from toolkit.parallel.dims import reshard_after_forward
-from toolkit.parallel.fsdp import computed_dtype
+from toolkit.parallel.fsdp import by_end, computed_dtype
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.pipeline_parallel import TIED, Pipeline
@@ -84,14 +86,13 @@ def exchanges(
     model_parts: ModelParts, config: Config, mesh: Mesh, batch: BatchShape, param_dtype: torch.dtype
 ) -> Iterator[Exchange]:
     """The exchanges of this rank in a step; without those among a single rank. The model may lie on the meta
-    device, and the group be one that sends nothing. Gradients of activations count in every block, though
-    torch has none below the first trained parameter."""
+    device, and the group be one that sends nothing."""
     work = _work(model_parts, config, mesh, batch, param_dtype)
     scalars = _SCALARS + 8 * len(model_parts.objective.names)
     found = [Exchange(WORLD, "all_reduce", tuple(range(dist.get_world_size())), scalars)]
     for model, passes in zip(model_parts.models, work.passes, strict=True):
-        for record in _units(model):
-            found += _of_unit(record, passes, work)
+        for record, backward in _units(model, config.parallelism.fsdp_backward_prefetch).items():
+            found += _of_unit(record, passes, work, backward=backward)
         if mesh.tp:
             found += _tensor(model, passes, work, _ranks(mesh.tp.get_group()))
         if mesh.cp:
@@ -141,16 +142,63 @@ def _of_stage(actions: Sequence[Any], stage: int) -> list[str]:
     return found
 
 
+# Where gradients are
+
+
+def _flows(model: Decoder) -> dict[str, Flow]:
+    """The flow of each block of ``model``, or of a stage of it, by the block's name. A stage behind the first
+    is given hidden states with gradients, whatever is trained before."""
+    has = model.tok_embeddings is None or _is_trained(model.tok_embeddings)
+    found: dict[str, Flow] = {}
+    for layer, block in model.layers.items():
+        named = block.named_parameters()
+        trained = {clean_name(name).rpartition(".")[0] for name, it in named if it.requires_grad}
+        found[layer] = gradient_flow(trained, before=has)
+        has = found[layer][""]
+    return found
+
+
+def _have_gradients(model: Decoder) -> dict[nn.Module, bool]:
+    """Whether the outputs of the modules of ``model`` have gradients, wrappers and what gives the loss among
+    them."""
+    found: dict[nn.Module, bool] = dict.fromkeys(model.modules(), True)
+    if model.tok_embeddings is not None:
+        found[model.tok_embeddings] = _is_trained(model.tok_embeddings)
+    for layer, flow in _flows(model).items():
+        for name, module in model.layers[layer].named_modules():
+            found[module] = flow.get(clean_name(f"{name}.").removesuffix("."), True)
+    return found
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
 # FSDP
 
 
-def _units(model: nn.Module) -> set[Any]:
-    """FSDP's records of the units that have parameters; modules that are gathered together share one."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return {module._get_fsdp_state()._fsdp_param_group for module in modules} - {None}
+def _units(model: Decoder, prefetch: int) -> dict[Any, bool]:
+    """FSDP's records of the units that have parameters, in the order in which their forwards end, and whether
+    each is gathered in backward: its output has a gradient, or that of one of the ``prefetch`` units behind
+    it, which asks for it. Modules that are gathered together share a record."""
+    gradient = _have_gradients(model)
+    units: dict[Any, bool] = {}
+    for module in by_end([module for module in model.modules() if isinstance(module, FSDPModule)]):
+        record = _record(module)
+        if record is not None:
+            units[record] = units.get(record, False) or gradient[module]
+    asked = list(units.values())
+    return {
+        record: record.unshard_in_backward and any(asked[place : place + 1 + prefetch])
+        for place, record in enumerate(units)
+    }
 
 
-def _of_unit(record: Any, passes: Sequence[str], work: StepWork) -> Iterator[Exchange]:
+def _record(module: Any) -> Any:
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def _of_unit(record: Any, passes: Sequence[str], work: StepWork, *, backward: bool) -> Iterator[Exchange]:
     info, fewer = record.mesh_info, record.post_forward_mesh_info
     shard = _ranks(info.shard_process_group)
     # Each rank's part of a parameter is padded to the largest.
@@ -159,7 +207,7 @@ def _of_unit(record: Any, passes: Sequence[str], work: StepWork) -> Iterator[Exc
         * computed_dtype(parameter.sharded_param, work.param_dtype).itemsize
         for parameter in record.fsdp_params
     )
-    wholly, partly = _gathers(record, passes, work)
+    wholly, partly = _gathers(record, passes, work, backward=backward)
     yield Exchange(work.shards, "all_gather", shard, wholly * whole)
     if partly:
         ranks = _ranks(fewer.shard_process_group)
@@ -177,15 +225,15 @@ def _of_unit(record: Any, passes: Sequence[str], work: StepWork) -> Iterator[Exc
         yield Exchange("dp_replicate", "all_reduce", replicas, trained * reduced)
 
 
-def _gathers(record: Any, passes: Sequence[str], work: StepWork) -> tuple[int, int]:
-    """How often the unit is gathered from all its ranks, and from the fewer that keep it after a forward."""
+def _gathers(record: Any, passes: Sequence[str], work: StepWork, *, backward: bool) -> tuple[int, int]:
+    """How often the unit is gathered from all its ranks, and from the fewer that keep it after a forward; for
+    ``backward`` too or not."""
     frees = record.post_forward_mesh_info is not None
     over_fewer = frees and record.post_forward_mesh_info is not record.mesh_info
     to_the_end = work.pipeline or reshard_after_forward(work.config.parallelism) == "never"
     held, wholly, partly = "shard", 0, 0
     for step in passes:
-        backward = step in ("B", "I", "W")
-        asked = step in ("F", "R", "UNSHARD") or (backward and record.unshard_in_backward)
+        asked = step in ("F", "R", "UNSHARD") or (backward and step in ("B", "I", "W"))
         if asked and held != "whole":
             wholly += held == "shard"
             partly += held == "part"
@@ -207,38 +255,55 @@ def _again(model: Decoder, passes: Sequence[str], *, weights: int) -> int:
     return whole + (apart if model.tok_embeddings is not None else inputs + apart * weights)
 
 
-def _blocks(model: Decoder, passes: Sequence[str], work: StepWork) -> tuple[int, int, int]:
-    """How often blocks are computed forward, backward, and forward again, added up over blocks. Compiled ones
-    have no half of a backward: each runs the whole."""
+@dataclass(frozen=True)
+class BlockWork:
+    """How often a ``block`` is computed forward, backward and forward again, and which of its activations
+    have gradients."""
+
+    block: nn.Module
+    flow: Flow
+    forwards: int
+    backwards: int
+    again: int
+
+
+def _blocks(model: Decoder, passes: Sequence[str], work: StepWork) -> Iterator[BlockWork]:
+    """The blocks of ``model``. Compiled ones have no half of a backward: each runs the whole."""
     compiled, forwards = work.config.compile.blocks, passes.count("F")
     backwards = _again(model, passes, weights=1) if compiled else forwards
-    forwards += passes.count("R")
-    again = sum(
-        _again(model, passes, weights=1 if compiled else len(list(block.parameters())))
-        for block in model.layers.values()
-        if any(isinstance(module, CheckpointWrapper) for module in block.modules())
-    )
-    return forwards * len(model.layers), backwards * len(model.layers), again
+    for name, flow in _flows(model).items():
+        block = model.layers[name]
+        trained = sum(parameter.requires_grad for parameter in block.parameters())
+        checkpointed = any(isinstance(module, CheckpointWrapper) for module in block.modules())
+        again = _again(model, passes, weights=1 if compiled else trained) * checkpointed * flow[""]
+        yield BlockWork(block, flow, forwards + passes.count("R"), backwards, again)
 
 
 def _tensor(
     model: Decoder, passes: Sequence[str], work: StepWork, ranks: tuple[int, ...]
 ) -> Iterator[Exchange]:
     config, batches, reductions = work.config, passes.count("F"), work.reductions(passes)
-    forwards, backwards, again = _blocks(model, passes, work)
-    classifies = model.args.classifier is not None  # of pieces of the sequence: nothing is gathered
-    ends = (model.tok_embeddings is not None) + (model.output is not None and not classifies)
-    # Attention and feed-forward: each gathers before it and scatters after it, and the other way in backward.
-    once, repeated = 2 * (forwards + backwards) + batches * ends, 2 * again
-    scattered = 0 if config.activation_checkpoint.by_operator else repeated
-    if config.activation_checkpoint.early_stop and not config.compile.blocks:
-        scattered //= 2  # the last thing that a block does
-    hidden = work.tokens * model.args.dim * work.size
     references = passes.count("R")
-    gathered = once + repeated + references * (model.output is not None)
-    scattered += once + references * (model.tok_embeddings is not None)
+    classifies = model.args.classifier is not None  # of pieces of the sequence: nothing is gathered
+    blocks = list(_blocks(model, passes, work))
+    gathered = scattered = 0
+    # Attention and feed-forward: each gathers before it and scatters after it, and the other way in backward.
+    for each in blocks:
+        gathered += 2 * (each.forwards + each.again)
+        gathered += each.backwards * (each.flow["attention"] + each.flow["feed_forward"])
+        scattered += 2 * each.forwards + _scattered_again(each, config)
+        scattered += each.backwards * (each.flow["attention_norm"] + each.flow["ffn_norm"])
+    if model.tok_embeddings is not None:
+        scattered += batches + references
+        gathered += batches * _is_trained(model.tok_embeddings)
+    if model.norm is not None and model.output is not None and not classifies:
+        gathered += batches + references
+        before = blocks[-1].flow[""] if blocks else model.tok_embeddings is None
+        scattered += batches * (before or _is_trained(model.norm))
+    hidden = work.tokens * model.args.dim * work.size
     yield Exchange("tp", "all_gather", ranks, gathered * hidden)
     yield Exchange("tp", "reduce_scatter", ranks, scattered * hidden)
+    yield Exchange("tp", "all_reduce", ranks, sum(_row_lengths(each, references, work) for each in blocks))
     # Gradients of what every rank has whole, as norms, are shares until they are reduced, and accumulate so.
     each_batch = config.parallelism.fsdp_sync_each_batch or batches == 1
     size = (
@@ -260,6 +325,22 @@ def _tensor(
             yield Exchange("tp", "all_reduce", ranks, tokens * 3 * work.precise_size)
 
 
+def _scattered_again(each: BlockWork, config: Config) -> int:
+    """How often a block that is computed again scatters."""
+    if config.activation_checkpoint.by_operator:
+        return 0  # it has kept what it got
+    once = config.activation_checkpoint.early_stop and not config.compile.blocks
+    return each.again * (1 if once else 2)  # the second is the last thing that a block does
+
+
+def _row_lengths(each: BlockWork, references: int, work: StepWork) -> int:
+    """Bytes of the squares that DoRA adds up for the lengths of rows of which each rank has a part; in a
+    reference it is switched off."""
+    named = each.block.named_parameters()
+    rows = sum(it.numel() for name, it in named if name.endswith(".magnitude") and _is_whole(it))
+    return (each.forwards - references + each.again) * rows * work.precise_size
+
+
 def _is_whole(parameter: nn.Parameter) -> bool:
     """Say if each rank of a tp group has all of ``parameter``, or of what FSDP leaves it."""
     assert isinstance(parameter, DTensor)
@@ -270,11 +351,13 @@ def _is_whole(parameter: nn.Parameter) -> bool:
 def _context(
     model: Decoder, passes: Sequence[str], work: StepWork, ranks: tuple[int, ...], tp: int
 ) -> Iterator[Exchange]:
-    forwards, backwards, again = _blocks(model, passes, work)
+    blocks = list(_blocks(model, passes, work))
+    forwards, again = sum(each.forwards for each in blocks), sum(each.again for each in blocks)
     own = work.tokens * 2 * model.args.n_kv_heads // tp * model.args.head_dim
     if work.config.parallelism.context_parallel_rotate_method == "alltoall":
         if work.config.compile.blocks and work.config.activation_checkpoint.by_operator:
             again = 0  # the compiler leaves out what gives only what is kept
+        backwards = sum(each.backwards * given(each.flow, ATTENDED) for each in blocks)
         there = (forwards + backwards + again) * (len(ranks) - 1) * work.size
         yield Exchange("cp", "send", ranks, own * (there + backwards * len(ranks) * work.precise_size))
         return
@@ -284,6 +367,8 @@ def _context(
         rows = work.tokens * len(ranks) // work.config.training.seq_len
         yield Exchange("cp", "all_reduce", ranks, passes.count("F") * rows * answers * 8)
     yield Exchange("cp", "all_gather", ranks, (forwards + again) * whole)
+    keys = ("attention.k_norm", "attention.wv")
+    backwards = sum(each.backwards * any(each.flow[name] for name in keys) for each in blocks)
     yield Exchange("cp", "reduce_scatter", ranks, backwards * whole)
 
 
