@@ -13,7 +13,7 @@ from tests.models.small_llama import build, small, tokens_and_labels
 from toolkit.config.finetune import Finetune
 from toolkit.finetune.adapter import Adapter
 from toolkit.finetune.converters import apply_finetune
-from toolkit.finetune.parameters import added_shapes
+from toolkit.finetune.parameters import added_shapes, trained_names
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.weights.source import Stored
@@ -62,9 +62,8 @@ def adapter_of(options: Finetune, args: ModelArgs, place: Path) -> Adapter:
             values[name] = 1 + values[name].abs()
         if name.endswith((".keys", ".values", ".prompt", ".gate")):
             values[name] *= 20
-    for name in base:
-        if any(Path(name).match(pattern) for pattern in options.trainable):
-            values[name] = base[name].detach() + 0.3 * torch.randn(base[name].shape, generator=generator)
+    for name in sorted(trained_names(base, args, options)):
+        values[name] = base[name].detach() + 0.3 * torch.randn(base[name].shape, generator=generator)
     place.mkdir(parents=True, exist_ok=True)
     return Adapter(place, args, options, values)
 

@@ -126,8 +126,9 @@ def _runs(base: str) -> dict[str, Any]:
         found[name] = _weights(trainer)
     lora = {"adapter": "lora", "lora": {"target_modules": ["all-linear"]}}
     for name in ("dcp", "hf"):
-        load = {"enable": True, **starts[name]}
-        config = _config(folder, f"lora {name}", steps=2, finetune=lora, checkpoint=load)
+        load = saving | starts[name]
+        merges = {"merge_on_export": name == "hf"}
+        config = _config(folder, f"lora {name}", steps=2, finetune=lora | merges, checkpoint=load)
         found[f"lora {name}"] = _weights(_trained(config))
         found[f"lora {name}, resumed"] = _weights(small_trainer(config))
     return found
@@ -211,6 +212,27 @@ def test_the_head_beside_an_adapter_is_trained_and_saved(runs: dict[str, Any], s
     changed = [name for name, weight in new.items() if not torch.equal(found[name], weight)]
     assert changed == ["output.weight"]
     assert all(torch.equal(weight, resumed[name]) for name, weight in found.items())
+
+
+def test_an_adapter_of_a_classifier_is_handed_on(runs: dict[str, Any], folder: Path) -> None:
+    """As PEFT's, merged at the end of the run, and merged afterwards: with the same scores."""
+    peft = pytest.importorskip("peft")
+    kind = transformers.AutoModelForSequenceClassification
+    texts = torch.randint(1, 500, (1, 20))
+
+    def scores(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model.eval()(texts).logits
+
+    expected = scores(kind.from_pretrained(folder / "lora hf/hf/step-2"))
+    base = kind.from_pretrained(folder / "language/hf/step-1", num_labels=3)
+    found = scores(peft.PeftModel.from_pretrained(base, str(folder / "lora dcp/hf/step-2")))
+    step = folder / "lora dcp/checkpoint/step-2"
+    convert(prepare("dcp-to-hf", step, folder / "merged"), verify=True)
+    merged = kind.from_pretrained(folder / "merged")
+    assert merged.config.id2label == dict(enumerate(NAMES))
+    for other in (found, scores(merged)):
+        torch.testing.assert_close(other, expected, atol=1e-5, rtol=0)
 
 
 def test_what_a_classifier_cannot_be_is_said(runs: dict[str, Any], folder: Path) -> None:

@@ -12,18 +12,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.finetune.adapters import ARGS, KINDS, OfModel, adapted, adapter_of, check_close, logits
+from tests.finetune.adapters import ARGS, KINDS, TOKENS, OfModel, adapted, adapter_of, check_close, logits
 from tests.models.small_llama import build
 from tests.models.test_qwen3 import read, save_transformers
 from tests.models.test_transformers import theirs
 from toolkit.config.finetune import Finetune
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
-from toolkit.finetune.adapter import open_adapter_on
+from toolkit.finetune.adapter import open_adapter, open_adapter_on
 from toolkit.finetune.merge import Merged
 from toolkit.finetune.peft_folder import write_peft
+from toolkit.models.common.args import Classifier
+from toolkit.models.common.decoder import Decoder
 from toolkit.weights.source import WeightSource
 
+transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 MERGED = ["lora", "rslora", "dora", "some blocks", "norms too"]
@@ -82,6 +85,57 @@ def test_what_peft_writes_is_read(kind: str, tmp_path: Path) -> None:
     found.save_pretrained(str(tmp_path / "peft"))
     adapter = open_adapter_on(tmp_path / "peft", OfModel(model, tmp_path))
     check_close(logits(adapted(adapter)), logits(found))
+
+
+CLASSIFIER = replace(ARGS, classifier=Classifier(("calm", "glad", "sad")))
+
+
+def _their_classifier() -> transformers.LlamaForSequenceClassification:
+    """One with the backbone of the others, and a head of its own that an adapter replaces."""
+    base = theirs(build(ARGS, torch.float32))
+    base.config.num_labels, base.config.pad_token_id = 3, 0
+    classifier = transformers.LlamaForSequenceClassification(base.config)
+    classifier.model.load_state_dict(base.model.state_dict())
+    return classifier
+
+
+def _check_scores(found: Any, ours: Decoder) -> None:
+    check_close(logits(found, TOKENS.clamp(min=1)), logits(ours, TOKENS.clamp(min=1))[:, -1])
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_classifier_beside_its_adapter_goes_to_peft(kind: str, tmp_path: Path) -> None:
+    adapter = adapter_of(Finetune.model_validate(KINDS[kind]), CLASSIFIER, tmp_path / "step")
+    write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
+    base = _their_classifier()
+    before = logits(base, TOKENS.clamp(min=1))
+    found = peft.PeftModel.from_pretrained(base, str(tmp_path / "peft"))
+    assert type(found).__name__ == "PeftModelForSequenceClassification"
+    _check_scores(found, adapted(adapter, _with_backbone))
+    assert (logits(found, TOKENS.clamp(min=1)) - before).abs().max() > 0.05 * before.abs().max()
+    with pytest.raises(DataError, match="is the adapter of a classifier"):
+        open_adapter(tmp_path / "peft", ARGS)
+
+
+def _with_backbone(model: Decoder) -> Decoder:
+    state = build(ARGS, torch.float32).state_dict()
+    model.load_state_dict({name: it for name, it in state.items() if "output" not in name}, strict=False)
+    return model
+
+
+def test_a_classifier_of_peft_is_read(tmp_path: Path) -> None:
+    config = their_config("dora")
+    config.task_type = "SEQ_CLS"
+    found = peft.get_peft_model(_their_classifier(), config).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(parameter.abs() + torch.rand_like(parameter) * 0.3)
+    found.save_pretrained(str(tmp_path / "peft"))
+    adapter = open_adapter(tmp_path / "peft", CLASSIFIER)
+    assert adapter.options.trainable == [] and adapter.values["output.weight"].shape == (3, ARGS.dim)
+    _check_scores(found, adapted(adapter, _with_backbone))
 
 
 @pytest.mark.parametrize("kind", MERGED)

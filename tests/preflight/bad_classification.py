@@ -76,9 +76,9 @@ CASES = [
         prepare=GOOD,
     ),
     bad(
-        "classifier_is_exported_whole",
-        f"checkpoint.last_save_in_hf=true checkpoint.enable=true finetune.adapter=lora {LABELS}",
-        "the adapter of a classifier is written as a checkpoint alone",
+        "exports_have_a_form",
+        f"checkpoint.last_save_in_hf=true checkpoint.enable=true finetune.adapter=prefix_tuning {LABELS}",
+        "a classifier's head is trained beside it",
         prepare=GOOD,
     ),
     bad(

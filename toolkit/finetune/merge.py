@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from toolkit.errors import DataError
 from toolkit.finetune.adapter import Adapter
-from toolkit.finetune.parameters import lora_targets
+from toolkit.finetune.parameters import is_added, lora_targets
 from toolkit.io.tensor_file import Region, whole
-from toolkit.weights.source import Stored, WeightSource
+from toolkit.weights.source import EMBEDDING, Stored, WeightSource
 from toolkit.weights.views import View
 
 
@@ -30,15 +32,22 @@ class Merged(View):
             )
         self.args = adapter.args
         self.adapter = adapter
+        # A classifier's head is of another shape than the language model's, which may have none of its own.
+        replaced = {
+            name: replace(base.tensors.get(name, base.tensors[EMBEDDING]), shape=stored.shape)
+            for name, stored in adapter.tensors.items()
+            if not is_added(name)
+        }
+        self.tensors = {**base.tensors, **replaced}
         self.updated = {f"{module}.weight" for module in lora_targets(adapter.args, adapter.options)}
 
     @property
     def changed(self) -> set[str]:
         """Names of the tensors that are not those of the base."""
-        return self.updated | {name for name in self.adapter.values if name in self.base.tensors}
+        return self.updated | {name for name in self.adapter.values if not is_added(name)}
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
-        stored = self.base.tensors[name]
+        stored = self.tensors[name]
         if name in self.updated:
             found = self._updated(name.removesuffix(".weight"), stored, region)
         elif name in self.adapter.values:

@@ -24,7 +24,7 @@ from toolkit.finetune.parameters import (
     lora_targets,
 )
 from toolkit.io.json_fields import Fields, read_object
-from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.args import ModelArgs, is_classifier_head
 from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.registry import spec
 from toolkit.weights.safetensors_header import file_entries
@@ -36,6 +36,8 @@ _PICKLED = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _ADAPTION = {"prompt": "adaption_prompt", "gate": "adaption_gate"}
+_CLASSIFIES = "SEQ_CLS"
+"""PEFT's task_type of a classifier."""
 _OURS = {"lora": "LORA", "prefix_tuning": "PREFIX_TUNING", "llama_adapter": "ADAPTION_PROMPT"}
 _UNKNOWN_FORMS = (
     "rank_pattern",
@@ -101,6 +103,8 @@ def read_peft(folder: Path, args: ModelArgs) -> PeftAdapter:
     if not (folder / PEFT_TENSORS).is_file():
         instead = " (it has a pickle, which could run code: save the adapter again with PEFT)"
         raise DataError(f"{folder} has no {PEFT_TENSORS}{instead if (folder / _PICKLED).is_file() else ''}")
+    if values.get("task_type") == _CLASSIFIES and args.classifier is None:
+        raise DataError(f"{folder} is the adapter of a classifier, and the model that it is for here is none")
     found = {name: entry.shape for name, entry in file_entries(folder / PEFT_TENSORS).items()}
     fields = Fields(values)
     shapes: Shapes
@@ -140,9 +144,9 @@ def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
         use_dora=fields.flag("use_dora"),
         target_modules=_compact(modules, args, {}),
     )
-    return Finetune(
-        adapter="lora", lora=lora, trainable=sorted(name for name in shapes if not is_added(name))
-    )
+    # A classifier's head is trained beside any adapter, and not named.
+    beside = (name for name in shapes if not is_added(name) and not is_classifier_head(name, args))
+    return Finetune(adapter="lora", lora=lora, trainable=sorted(beside))
 
 
 def _prefix(fields: Fields, args: ModelArgs) -> Finetune:
@@ -204,7 +208,11 @@ def to_peft_name(name: str, args: ModelArgs) -> str:
         return f"{_PREFIX}{theirs}{_PARTS[part]}"
     if IN_ATTENTION in name:
         return _PREFIX + _adaption_name(int(name.split(".", 2)[1]), _ADAPTION[part], args)
-    return _PREFIX + spec(args.family).adapter().to_hf(name)
+    return _PREFIX + _hf_name(name, args)
+
+
+def _hf_name(name: str, args: ModelArgs) -> str:
+    return spec(args.family).adapter().to_hf(name, classifier=args.classifier is not None)
 
 
 def _check_shapes(shapes: Shapes, args: ModelArgs, options: Finetune, folder: Path) -> None:
@@ -241,11 +249,11 @@ def peft_config(
         "inference_mode": True,
         "peft_type": _OURS[options.adapter],
         "revision": None,
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if args.classifier is None else _CLASSIFIES,
     }
     if options.adapter == "lora":
-        lora, adapter = options.lora, spec(args.family).adapter()
-        modules = [adapter.to_hf(name).removesuffix(".weight") for name in replaced]
+        lora = options.lora
+        modules = [_hf_name(name, args).removesuffix(".weight") for name in replaced]
         said |= {
             "r": lora.rank,
             "lora_alpha": lora.alpha,
@@ -283,6 +291,8 @@ def without_peft_form(args: ModelArgs, options: Finetune, replaced: Iterable[str
         return 'its gate is one for each head, as in the paper (finetune.llama_adapter.gate = "head")'
     if options.adapter == "llama_adapter" and (args.qk_norm or args.n_heads * args.head_dim != args.dim):
         return "its adaption prompts are for heads without norms that share dim among them"
+    if options.adapter != "lora" and args.classifier is not None:
+        return "a classifier's head is trained beside it"
     if options.adapter != "lora" and (options.trainable or list(replaced)):
         return "parameters of the model are trained beside it (finetune.trainable)"
     return ""

@@ -131,8 +131,8 @@ def prepare(
                 f"the classifier {path} has hidden layers, {list(classifier.hidden_sizes)}, and those of "
                 "Hugging Face have none"
             )
-    check_complete(there)
     source = there = there if merged is None else Merged(there, merged)
+    check_complete(there)
     if vocab_size is not None and vocab_size != source.args.vocab_size:
         source = Resized(source, vocab_size)
     if dtype is not None:

@@ -76,21 +76,6 @@ def hugging_face_has_no_hidden_layers(run: PlannedRun) -> list[Problem]:
     return [run.problem(f"{_TABLE}.hidden_sizes", rule, f"leave it out, or {key}")]
 
 
-@rule()
-def classifier_is_exported_whole(run: PlannedRun) -> list[Problem]:
-    """A classifier's adapter has no form in PEFT's folders or in a merged one."""
-    config, options = run.config, run.config.checkpoint
-    if not config.finetune.classification.num_labels or not config.finetune.adds:
-        return []
-    asked = {
-        "checkpoint.last_save_in_hf": options.last_save_in_hf,
-        "checkpoint.hf_export_interval": options.hf_export_interval is not None,
-    }
-    rule = "the adapter of a classifier is written as a checkpoint alone"
-    fix = "leave it out, or train the classifier without an adapter"
-    return [run.problem(key, rule, fix) for key, is_asked in asked.items() if is_asked]
-
-
 @note
 def classification_notes(run: PlannedRun) -> list[str]:
     """Texts of a row see one another without a document mask."""
