@@ -41,6 +41,13 @@ CASES: list[Bad] = [
         "finetune.llama_adapter.adapter_layers=30 finetune.adapter=llama_adapter",
         "the model has 6 blocks",
     ),
+    bad(
+        "freezing_acts",
+        f"finetune.freeze_first_layers=2 {LORA}",
+        "does nothing beside an adapter",
+        "finetune.lora.target_modules",
+    ),
+    bad("freezing_acts", f"finetune.frozen=layers.0.* {PREFIX}", "does nothing beside", "leave it out"),
     bad("patterns_match", "finetune.trainable=layer.*", '"layer.*" matches no parameter', "layers.0."),
     bad("patterns_match", "finetune.frozen=*", "leaves no parameter to train"),
     bad(
@@ -60,6 +67,7 @@ CASES: list[Bad] = [
         "checkpoint.last_save_in_hf checkpoint.enable finetune.adapter=llama_adapter "
         "finetune.llama_adapter.adapter_layers=2",
         'finetune.llama_adapter.gate = "head"',
+        'leave it out, or set finetune.llama_adapter.gate = "layer"',
     ),
     bad(
         "exports_have_a_form",

@@ -41,6 +41,7 @@ from tests.preflight.bad_runs import (
     write,
     write_protect,
 )
+from toolkit.config import Config
 from toolkit.errors import CheckpointError, ConfigError, DataError
 from toolkit.hardware import Hardware
 from toolkit.preflight import check, notes, raise_problems, rules, rules_of
@@ -179,6 +180,12 @@ FILES = [
     ),
 ]
 
+
+def _saved_finetune(**finetune: Any) -> str:
+    """The config that a manifest holds of a run that fine-tuned so."""
+    return Config.model_validate({"finetune": finetune}).to_toml(origins=False)
+
+
 CHECKPOINT = [
     bad("options_act", "checkpoint.load_step=5", "with checkpoint.enable = false"),
     bad("options_act", "checkpoint.initial_load_path=x", "with checkpoint.enable = false"),
@@ -245,6 +252,39 @@ CHECKPOINT = [
         "finetune.adapter=lora checkpoint.enable",
         "a run with finetune.adapter = none",
         prepare=lambda folder: save(folder, 5, model={}),
+    ),
+    bad(
+        "checkpoint_trains_the_same",
+        "finetune.lora.rank=4 finetune.adapter=lora checkpoint.enable",
+        "is of a run with finetune.lora.rank = 16",
+        "set it as in that run",
+        prepare=lambda folder: save(folder, 5, config=_saved_finetune(adapter="lora", lora={"rank": 16})),
+    ),
+    bad(
+        "checkpoint_trains_the_same",
+        "finetune.lora.alpha=4 finetune.adapter=lora checkpoint.enable",
+        "finetune.lora.alpha = 16",
+        prepare=lambda folder: save(folder, 5, config=_saved_finetune(adapter="lora")),
+    ),
+    bad(
+        "checkpoint_trains_the_same",
+        "finetune.lora.quantize_base=none finetune.adapter=lora checkpoint.enable",
+        "finetune.lora.quantize_base = 'nf4'",
+        prepare=lambda folder: save(
+            folder, 5, config=_saved_finetune(adapter="lora", lora={"quantize_base": "nf4"})
+        ),
+    ),
+    bad(
+        "checkpoint_trains_the_same",
+        "finetune.freeze_first_layers=0 checkpoint.enable",
+        "finetune.freeze_first_layers = 2",
+        prepare=lambda folder: save(folder, 5, config=_saved_finetune(freeze_first_layers=2)),
+    ),
+    bad(
+        "checkpoint_trains_the_same",
+        "finetune.trainable=norm.weight finetune.adapter=lora checkpoint.enable",
+        "finetune.trainable = []",
+        prepare=lambda folder: save(folder, 5, config=_saved_finetune(adapter="lora")),
     ),
     bad(
         "checkpoint_fits_model",

@@ -52,7 +52,7 @@ class LlamaAdapter(Table):
     adapter_len: Positive = 10
     """Learned tokens of a block."""
     adapter_layers: Positive = 30
-    """Blocks that have them, counted from the last."""
+    """Blocks that have them, counted from the last; at the default all of a model of fewer."""
     gate: Literal["head", "layer"] = "head"
     """head: tanh of a number for each head, as in the paper; layer: one plain number, as in PEFT."""
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from toolkit.checkpoint.manifest import read_manifest, saved_settings
 from toolkit.config.finetune import Finetune
 from toolkit.errors import CheckpointError
-from toolkit.finetune.parameters import lora_targets
+from toolkit.finetune.parameters import all_shapes, lora_targets, trained_names
 from toolkit.finetune.peft_config import is_peft_folder, read_peft
 from toolkit.models.common.args import ModelArgs
 
@@ -68,6 +68,25 @@ def differences(saved: Finetune, here: Finetune, args: ModelArgs) -> dict[str, A
     }
     if here.adapter == "lora" and lora_targets(args, saved) != lora_targets(args, here):
         wanted["finetune.lora.target_modules"] = saved.lora.target_modules
+    return wanted
+
+
+def resume_differences(
+    saved: Finetune, here: Finetune, args: ModelArgs, *, optimizer: bool
+) -> dict[str, Any]:
+    """Values that keys of ``here`` would need to go on with a checkpoint of ``saved``, by key, where they are
+    others; both have the same kind of adapter. Without the ``optimizer`` of the checkpoint a whole model may
+    be trained otherwise than it was."""
+    wanted = differences(saved, here, args) if here.adds else {}
+    if saved.quantizes != here.quantizes:
+        wanted["finetune.lora.quantize_base"] = saved.lora.quantize_base
+    before, now = (trained_names(all_shapes(args, it), args, it) for it in (saved, here))
+    if before != now and not wanted and (optimizer or here.adds):
+        wanted = {
+            f"finetune.{key}": getattr(saved, key)
+            for key in _KEYS
+            if getattr(saved, key) != getattr(here, key)
+        }
     return wanted
 
 

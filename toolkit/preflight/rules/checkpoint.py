@@ -15,6 +15,8 @@ from toolkit.preflight.rules.model import CHANGEABLE
 _CURVE = ("model", "finetune", "data", "training", "validation", "optimizer", "lr_scheduler", "debug")
 """Tables that a run which goes on is expected to share with the run so far."""
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "head_dim", "tie_embeddings")
+_FREEZING = ("trainable", "frozen", "freeze_first_layers", "freeze_last_layers")
+_AS_BEFORE = "set it as in that run, or name another job.dump_folder"
 _SINCE_0_2 = {
     field.name: field.default
     for field in fields(ModelArgs)
@@ -77,8 +79,26 @@ def checkpoint_has_adapter(run: PlannedRun) -> list[Problem]:
     if saved == run.config.finetune.adapter:
         return []
     rule = f"the checkpoint {start.loaded} is of a run with finetune.adapter = {saved}"
-    fix = "set it as in that run, or name another job.dump_folder"
-    return [run.problem("finetune.adapter", rule, fix)]
+    return [run.problem("finetune.adapter", rule, _AS_BEFORE)]
+
+
+@rule(CheckpointError)
+def checkpoint_trains_the_same(run: PlannedRun) -> list[Problem]:
+    """A run that goes on trains the parameters that it has trained, and an adapter of the same meaning."""
+    start = run.start
+    if start.manifest is None or run.model is None or not start.resumes or checkpoint_has_adapter(run):
+        return []
+    here, settings = run.config.finetune, saved_settings(start.manifest["run"])
+    if not here.chooses and not any(settings.get(f"finetune.{key}") for key in _FREEZING):
+        return []
+    from toolkit.finetune.saved_options import finetune_of, resume_differences
+
+    saved = finetune_of(start.loaded, start.manifest["run"])
+    optimizer = "optimizer" not in run.config.checkpoint.exclude_from_loading
+    return [
+        run.problem(key, f"the checkpoint {start.loaded} is of a run with {key} = {shown(value)}", _AS_BEFORE)
+        for key, value in resume_differences(saved, here, run.model, optimizer=optimizer).items()
+    ]
 
 
 @rule(CheckpointError)

@@ -7,6 +7,8 @@ from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from toolkit.config.finetune import Finetune
+from toolkit.config.schema import DEFAULT
 from toolkit.data.build import corpora
 from toolkit.data.corpus import PREFERENCE
 from toolkit.data.run_data import BASE_CORPUS
@@ -30,6 +32,7 @@ from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _SHOWN = 8
 _TARGETS = "finetune.lora.target_modules"
+_FREEZING = ("frozen", "freeze_first_layers", "freeze_last_layers")
 _ROTATE = "parallelism.context_parallel_rotate_method"
 
 
@@ -79,8 +82,9 @@ def blocks_are_there(run: PlannedRun) -> list[Problem]:
         "finetune.freeze_first_layers": options.freeze_first_layers,
         "finetune.freeze_last_layers": options.freeze_last_layers,
     }
-    if options.adapter == "llama_adapter":
-        counts["finetune.llama_adapter.adapter_layers"] = options.llama_adapter.adapter_layers
+    key = "finetune.llama_adapter.adapter_layers"
+    if options.adapter == "llama_adapter" and run.config.origin(key) != DEFAULT:  # which is all of fewer
+        counts[key] = options.llama_adapter.adapter_layers
     return [
         run.problem(key, f"the model has {layers} blocks", f"set it to at most {layers}")
         for key, count in counts.items()
@@ -108,6 +112,24 @@ def patterns_match(run: PlannedRun) -> list[Problem]:
         key = next(key for key in keys if getattr(options, key))
         problems = [run.problem(f"finetune.{key}", "leaves no parameter to train", "freeze less")]
     return problems
+
+
+@rule()
+def freezing_acts(run: PlannedRun) -> list[Problem]:
+    """Beside an adapter there is something to freeze only where ``trainable`` names it."""
+    options = run.config.finetune
+    asked = {key: value for key in _FREEZING if (value := getattr(options, key))}
+    if run.model is None or not options.adds or not asked:
+        return []
+    names = list(all_shapes(run.model, options))
+    without = options.model_copy(update={key: type(value)() for key, value in asked.items()})
+    if trained_names(names, run.model, options) != trained_names(names, run.model, without):
+        return []
+    rule = "does nothing beside an adapter, which freezes the model, and is itself trained in every block"
+    fix = "leave it out"
+    if options.adapter == "lora":
+        fix += f'; {_TARGETS} = ["layers.5.*"] and the like keep a LoRA out of the other blocks'
+    return [run.problem(f"finetune.{key}", rule, fix) for key in asked]
 
 
 @rule()
@@ -188,9 +210,17 @@ def exports_have_a_form(run: PlannedRun) -> list[Problem]:
     replaced = trained_names(parameter_shapes(run.model), run.model, options)
     problem = without_peft_form(run.model, options, replaced)
     key = "checkpoint.last_save_in_hf" if checkpoint.last_save_in_hf else "checkpoint.hf_export_interval"
-    return (
-        [run.problem(key, f"PEFT has no form of this adapter: {problem}", "leave it out")] if problem else []
-    )
+    if not problem:
+        return []
+    fix = "leave it out"
+    if not without_peft_form(run.model, _with_plain_gate(options), replaced):
+        fix += ', or set finetune.llama_adapter.gate = "layer"'
+    return [run.problem(key, f"PEFT has no form of this adapter: {problem}", fix)]
+
+
+def _with_plain_gate(options: Finetune) -> Finetune:
+    plain = options.llama_adapter.model_copy(update={"gate": "layer"})
+    return options.model_copy(update={"llama_adapter": plain})
 
 
 def _unmerged(run: PlannedRun) -> list[Problem]:
