@@ -55,6 +55,10 @@ def _classification(trainable: tuple[str, ...] | list[str] = (), **options: Any)
 
 _ALL_LINEAR = {"lora.rank": 3, "lora.target_modules": ["all-linear"]}
 
+# torch's fused AdamW computes what is left of a vector register in fp32: parts of eight gates are, and those
+# that four ranks have of a prefix.
+_FOREACH = {"optimizer.implementation": "foreach"}
+
 # A row, or what tp2 leaves of one, is whole blocks of 64 numbers in 4 bits.
 _IN_BLOCKS = {"model.dim": 128, "model.ffn_dim": 256}
 
@@ -103,6 +107,8 @@ WORDS: dict[str, Settings] = {
     "AC-op": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
     "early": {"activation_checkpoint.early_stop": True},
     "compiled": {"compile.enable": True, "compile.backend": "aot_eager"},
+    "inductor": {"compile.backend": "inductor"},
+    "budget": {"activation_checkpoint.mode": "memory_budget", "activation_checkpoint.memory_budget": 0.2},
     # Units within units: attention and feed-forward, or feed-forward alone.
     "by-class": {
         "parallelism.fsdp_wrap_policy": "class",
@@ -136,11 +142,10 @@ WORDS: dict[str, Settings] = {
         **_adapter("lora", **_ALL_LINEAR, **{"lora.quantize_base": "nf4", "lora.use_dora": True}),
         **_IN_BLOCKS,
     },
-    "prefix": _adapter("prefix_tuning", **{"prefix_tuning.num_virtual_tokens": 5}),
-    # torch's fused AdamW computes what is left of a vector register in fp32, which parts of eight gates are.
+    "prefix": {**_adapter("prefix_tuning", **{"prefix_tuning.num_virtual_tokens": 5}), **_FOREACH},
     "llama-adapter": {
         **_adapter("llama_adapter", **{"llama_adapter.adapter_len": 3, "llama_adapter.adapter_layers": 3}),
-        "optimizer.implementation": "foreach",
+        **_FOREACH,
     },
     "llama-adapter-peft": _adapter(
         "llama_adapter", **{"llama_adapter.gate": "layer", "llama_adapter.adapter_layers": 4}
@@ -530,6 +535,8 @@ FINETUNED_FAST = [
     "tp2 dpo",
     "cp2 dpo",
     "pp2 tp2 1F1B dpo",
+    "replicate2 shard2 dpo",
+    "shard2 compiled budget lora",
 ]
 """Layouts of fine-tuning that CI runs."""
 
@@ -537,7 +544,9 @@ FINETUNED_MORE = [
     f"{mesh} {word}"
     for word in FINETUNED
     for mesh in (
+        "one compiled",
         "shard2 compiled",
+        "shard2 compiled budget",
         "shard4 AC-op",
         "replicate2 shard2 accumulate3 reduce-once",
         "tp2 AC-2 compiled",
@@ -552,7 +561,23 @@ FINETUNED_MORE = [
     *(f"{mesh} lora qwen3" for mesh in ("shard2", "tp2", "pp2 1F1B")),
     *(f"{mesh} dpo ipo" for mesh in ("cp2 tp2", "pp2 cp2 Interleaved1F1B", "shard2 cp2", "tp2 whole-logits")),
     "cp2 dpo prefix",
-    "shard2 dpo llama-adapter",
+    "shard2 dpo llama-adapter prefetch",
+    "pp2 1F1B dpo",
+    "shard2 compiled inductor qlora",
+    # What is before the first trained parameter is computed forward alone.
+    *(f"shard2 {how} freeze-first" for how in ("by-class AC-full", "prefetch", "reduce-once accumulate3")),
+    *(f"pp2 shard2 {how} freeze-first" for how in ("GPipe FULL_SHARD", "1F1B FULL_SHARD", "ZBVZeroBubble")),
+    "tp2 AC-2 freeze-first",
+    "cp2 ring AC-op freeze-first",
+    "shard4 over2 freeze-first",
+    "cp2 ring lora",
+    "shard2 by-size AC-full lora",
+    "shard2 by-size AC-2 class-lora",
+    "shard2 accumulate3 class-head",
+    "pp2 1F1B bare-ends llama-adapter",
+    "pp2 tp2 ZBVZeroBubble AC-full lora",
+    "pp2 tp2 InterleavedZeroBubble bare-ends AC-full dora",
+    *(f"tp2 {how} dora" for how in ("AC-op", "AC-full early")),
 ]
 
 SINCE_2_13 = torch.__version__ >= (2, 13)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.models.small_llama import build, small, tokens_and_labels
+from toolkit.config.finetune import Finetune
 from toolkit.config.parallelism import ActivationCheckpoint, Compile
 from toolkit.distributed.dtensor import clean_name
+from toolkit.finetune.converters import apply_finetune
+from toolkit.finetune.nf4 import Packed
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
 from toolkit.parallel.compile import apply_compile
@@ -153,6 +158,46 @@ def test_memory_budget_keeps_less() -> None:
     torch.testing.assert_close(gradients(model), expected, rtol=2e-5, atol=1e-5)
     assert _saved_bytes(model) < plain / 2
     assert model_with() and compiler.activation_memory_budget == 1.0, "the next run's own"
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"adapter": "lora", "lora": {"target_modules": ["all-linear"]}},
+    "dora": {"adapter": "lora", "lora": {"target_modules": ["all-linear"], "use_dora": True}},
+    "qlora": {"adapter": "lora", "lora": {"quantize_base": "nf4"}},
+    "prefix": {"adapter": "prefix_tuning"},
+    "llama_adapter": {"adapter": "llama_adapter"},
+}
+
+
+def _adapted(name: str, budget: float) -> Decoder:
+    """A model with an adapter of random numbers, compiled to keep the part ``budget`` of its activations."""
+    with torch.device("meta"):
+        model = Decoder(replace(ARGS, ffn_dim=128), loss_chunk_tokens=0)
+    apply_finetune(model, Finetune.model_validate(ADAPTERS[name]), frozen_dtype=torch.float32)
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        filled: Any = parameter.data if parameter.is_floating_point() else Packed(parameter.data)
+        filled.copy_(torch.randn(filled.shape, generator=generator) * 0.1)
+    apply_activation_checkpoint(
+        model.layers, ActivationCheckpoint(mode="memory_budget", memory_budget=budget)
+    )
+    apply_compile(model, Compile(enable=True, components=["model"], backend="aot_eager"))
+    return model
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_memory_budget_keeps_less_beside_an_adapter(name: str) -> None:
+    kept, found = [], []
+    for budget in (1.0, 0.1):
+        torch._dynamo.reset()
+        model = _adapted(name, budget)
+        kept.append(_saved_bytes(model))
+        model(TOKENS, labels=LABELS, documents=DOCUMENTS).backward()
+        found.append({key: it.grad for key, it in model.named_parameters() if it.requires_grad})
+    torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=1e-5)
+    assert all(gradient.abs().max() > 0 for gradient in found[0].values())
+    assert kept[1] < 0.7 * kept[0]
 
 
 def test_the_choices_of_a_memory_budget_are_drawn(tmp_path: Path) -> None:

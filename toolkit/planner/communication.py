@@ -159,8 +159,7 @@ def _flows(model: Decoder) -> dict[str, Flow]:
 
 
 def _have_gradients(model: Decoder) -> dict[nn.Module, bool]:
-    """Whether the outputs of the modules of ``model`` have gradients, wrappers and what gives the loss among
-    them."""
+    """Tell of each module of ``model``, wrappers among them, if its output has a gradient; the loss has."""
     found: dict[nn.Module, bool] = dict.fromkeys(model.modules(), True)
     if model.tok_embeddings is not None:
         found[model.tok_embeddings] = _is_trained(model.tok_embeddings)
@@ -384,4 +383,4 @@ def _pipeline(model_parts: Pipeline, work: StepWork) -> Iterator[Exchange]:
         tables = [*model_parts.named_parameters(), *model_parts.tied_copies()]
         table = next(parameter for name, parameter in tables if name == TIED)
         assert isinstance(table, DTensor)
-        yield Exchange("pp", "send", ranks, table.to_local().nbytes)
+        yield Exchange("pp", "send", ranks, table.to_local().nbytes * table.requires_grad)

@@ -14,7 +14,7 @@ Flow = Mapping[str, bool]
 BEFORE = "before"
 """The hidden states that a block is given."""
 ATTENDED = "attended"
-"""What attention makes of queries, keys and values."""
+"""The result of attention, from queries, keys and values."""
 
 READS: dict[str, tuple[str, ...]] = {
     "attention_norm": (BEFORE,),
