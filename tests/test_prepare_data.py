@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from toolkit.config import load_config
-from toolkit.data import content_hash, token_cache
+from toolkit.data import build_cache, content_hash
 from toolkit.data.build import open_data
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED, DataError
 from toolkit.io import block_hashes
@@ -67,7 +67,7 @@ def test_all_corpora_are_built_and_a_run_builds_none(config_file: Path, tmp_path
     assert list(lines) == ["data.mixture.code", "data.mixture.prose", "validation"]
     with (
         mock.patch.object(content_hash, "SETTLED_SECONDS", -1e9),  # new files count as settled
-        mock.patch.object(token_cache, "_build", side_effect=AssertionError("built again")),
+        mock.patch.object(build_cache, "build_cache", side_effect=AssertionError("built again")),
     ):
         assert prepare_data.main(words) == EXIT_FINISHED
         data = open_data(load_config(words), progress=False)
