@@ -316,7 +316,7 @@ def _tensor(
         yield Exchange("tp", "all_reduce", ranks, batches * work.precise_size)
     elif model.output is not None:
         chunks = 0 < config.training.loss_chunk_tokens < work.tokens  # checkpointed as well
-        again = _again(model, passes, weights=1) if chunks else 0
+        again = _again(model, passes, weights=int(_is_trained(model.output))) if chunks else 0
         tokens = (batches + references + again) * work.tokens
         if config.parallelism.disable_loss_parallel:
             yield Exchange("tp", "all_gather", ranks, tokens * model.args.vocab_size * work.size)
