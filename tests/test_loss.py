@@ -4,7 +4,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.loss import chunked_loss, token_losses
+import toolkit.loss as loss_module
+from toolkit.loss import chunked_loss, linear_losses, token_losses
 
 
 def head(hidden, weight, labels):
@@ -97,3 +98,45 @@ def test_a_single_chunk_is_computed_once():
     assert len(calls) == 1
     chunked_loss(counted, hidden, weight, labels, chunk_tokens=10).sum().backward()
     assert len(calls) == 1 + 2 * 2
+
+
+@pytest.mark.parametrize("trained", ["both", "hidden", "weight"])
+def test_linear_losses_are_those_of_logits(trained, monkeypatch):
+    """In pieces of two tokens, with a gradient for each token of its own."""
+    monkeypatch.setitem(loss_module._PIECE, "cpu", 100)
+    hidden, weight, labels = problem(21)
+    leaves = {"both": [hidden, weight], "hidden": [hidden], "weight": [weight]}[trained]
+    for leaf in {hidden, weight} - set(leaves):
+        leaf.requires_grad_(False)
+    upstream = torch.linspace(-1, 2, 21, dtype=torch.float64)
+    found, expected = linear_losses(hidden, weight, labels), head(hidden, weight, labels)
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad(losses, leaves, upstream) for losses in (found, expected)]
+    torch.testing.assert_close(*grads)
+    with torch.no_grad():
+        assert torch.equal(linear_losses(hidden, weight, labels), found)
+
+
+def test_gradients_in_bf16_are_as_near_to_exact_ones():
+    hidden, weight, labels = problem(200, dim=64, vocab=500, dtype=torch.bfloat16)
+    precise = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
+    exact = torch.autograd.grad(head(*precise, labels).sum() / 133, precise)
+    errors = []
+    for loss in (linear_losses, head):
+        found = torch.autograd.grad(loss(hidden, weight, labels).sum() / 133, [hidden, weight])
+        errors.append(
+            [(mine - whole).norm() / whole.norm() for mine, whole in zip(found, exact, strict=True)]
+        )
+    # The products round once more or less, which is as much as they round at all.
+    assert all(mine < 1.5 * theirs for mine, theirs in zip(*errors, strict=True))
+
+
+def test_of_a_frozen_head_no_logits_are_kept_nor_computed_again():
+    hidden, weight, labels = problem(64, dim=8, vocab=500)
+    weight.requires_grad_(False)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        loss = chunked_loss(linear_losses, hidden, weight, labels, chunk_tokens=16, again=False)
+    assert max(shape.numel() for shape in kept) == 16 * 8
+    grad = torch.autograd.grad(loss.sum(), hidden)
+    torch.testing.assert_close(grad, torch.autograd.grad(head(hidden, weight, labels).sum(), hidden))

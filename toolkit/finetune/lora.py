@@ -54,9 +54,10 @@ class LoRALinear(nn.Linear):
         if not self.enabled:
             return result
         dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        update = F.linear(F.linear(dropped, self.lora_a), self.lora_b) * self.scale
-        if self.magnitude is None:
-            return result + update
+        inner = F.linear(dropped, self.lora_a).flatten(0, -2)
+        if self.magnitude is None:  # scaled and added within the product, not in passes of their own
+            return torch.addmm(result.flatten(0, -2), inner, self.lora_b.T, alpha=self.scale).view_as(result)
+        update = (inner @ self.lora_b.T * self.scale).view_as(result)
         longer = self.magnitude / self._row_norms().to(self.magnitude.dtype)
         return result + linear(dropped, self.weight) * (longer - 1) + update * longer
 

@@ -22,6 +22,8 @@ from toolkit.distributed.dtensor import local
 
 # torch.nn.utils.clip_grad_norm_ adds this to the norm: the same clipping as everywhere else.
 _EPSILON = 1e-6
+_PIECE = 1 << 18
+"""Elements that are in fp64 at once."""
 
 
 def global_norm(
@@ -108,8 +110,14 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
     """The 2-norm of each tensor, accumulated in fp64 without a copy of the tensor in fp64."""
     if tensors[0].is_cuda:
         return list(torch._foreach_norm(tensors, 2, dtype=torch.float64))
-    # The foreach form has no vectorised CPU kernel for another dtype: five times slower than this.
-    return [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    return [_norm_by_pieces(tensor) for tensor in tensors]
+
+
+def _norm_by_pieces(tensor: Tensor) -> Tensor:
+    """The same on a CPU, where torch's norms in another dtype are not vectorised: nine times slower than
+    pieces that are cast within the caches."""
+    pieces = (piece.double() for piece in tensor.flatten().split(_PIECE))
+    return torch.stack([torch.dot(piece, piece) for piece in pieces]).sum().sqrt()
 
 
 def _distributed(group: dist.ProcessGroup | None) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.loss import chunked_loss, token_losses
+from toolkit.loss import chunked_loss, linear_losses, token_losses
 from toolkit.models.common.args import ModelArgs
 
 
@@ -39,13 +39,20 @@ class OutputHead(nn.Module):
         if labels is None:
             return self.logits(h_BSD, weight_VD)
         losses_T = chunked_loss(
-            self.loss, h_BSD.flatten(0, 1), weight_VD, labels.flatten(), chunk_tokens=self.loss_chunk_tokens
+            self.loss,
+            h_BSD.flatten(0, 1),
+            weight_VD,
+            labels.flatten(),
+            chunk_tokens=self.loss_chunk_tokens,
+            again=weight_VD.requires_grad or self.loss is not head_loss,
         )
         return losses_T.sum() if self.reduction == "sum" else losses_T
 
 
 def head_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
-    return token_losses(F.linear(h_TD, weight_VD), labels_T)
+    if torch.compiler.is_compiling():  # which fuses what is between the matmuls by itself
+        return token_losses(F.linear(h_TD, weight_VD), labels_T)
+    return linear_losses(h_TD, weight_VD, labels_T)
 
 
 def output_head(args: ModelArgs, loss_chunk_tokens: int) -> OutputHead:
