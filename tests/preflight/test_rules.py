@@ -278,6 +278,7 @@ CHECKPOINT = [
         "checkpoint_trains_the_same",
         "finetune.freeze_first_layers=0 checkpoint.enable",
         "finetune.freeze_first_layers = 2",
+        'checkpoint.exclude_from_loading = ["optimizer"]',
         prepare=lambda folder: save(folder, 5, config=_saved_finetune(freeze_first_layers=2)),
     ),
     bad(

@@ -95,8 +95,11 @@ def checkpoint_trains_the_same(run: PlannedRun) -> list[Problem]:
 
     saved = finetune_of(start.loaded, start.manifest["run"])
     optimizer = "optimizer" not in run.config.checkpoint.exclude_from_loading
+    fix = _AS_BEFORE
+    if not here.adds:
+        fix += ', or start its optimizer anew with checkpoint.exclude_from_loading = ["optimizer"]'
     return [
-        run.problem(key, f"the checkpoint {start.loaded} is of a run with {key} = {shown(value)}", _AS_BEFORE)
+        run.problem(key, f"the checkpoint {start.loaded} is of a run with {key} = {shown(value)}", fix)
         for key, value in resume_differences(saved, here, run.model, optimizer=optimizer).items()
     ]
 
