@@ -1,0 +1,252 @@
+"""The same training step twice: this toolkit's, and that of transformers' LlamaForCausalLM, with an adapter
+of PEFT's where there is one, each layer under torch's ``fully_shard``.
+
+Both begin from the same weights, which are drawn by the names that they have here, and take the same tokens.
+Both compute in the dtype of the case: bfloat16 is FSDP's mixed precision over trained parameters in fp32, and
+frozen ones stored in it. Both clip by the global norm and update by torch's fused AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from toolkit.build import build_model
+from toolkit.config import Config
+from toolkit.distributed.dtensor import local_part
+from toolkit.distributed.process_group import DTYPES
+from toolkit.finetune.parameters import added_shapes, is_added
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.init import Init, init_rule
+from toolkit.models.common.parameters import parameter_shapes
+from toolkit.models.registry import resolve
+from toolkit.optim.optimizer import build_optimizer
+from toolkit.parallel.init_weights import initialize
+from toolkit.parallel.mesh import build_mesh
+from toolkit.train_step import TrainStep
+
+SHAPES: dict[str, dict[str, int]] = {
+    "5.2M": {"dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 768, "vocab_size": 4096},
+    "33.6M": {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 1536, "vocab_size": 8192},
+    "125M": {
+        "dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 2048, "vocab_size": 32000
+    },
+}  # fmt: skip
+RANK, ALPHA = 16, 32
+LEARNING_RATE, BETAS, EPS, DECAY, MAX_NORM = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
+SEED = 0
+
+Step = Callable[[Tensor, Tensor], tuple[float, float]]
+"""From tokens and shifted labels (B, S) of this rank to the mean loss of all and the gradient's norm."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """``rows`` of ``length`` tokens a rank and step, on ``ranks`` processes of ``threads`` threads each."""
+
+    shape: str
+    ranks: int
+    threads: int
+    dtype: str
+    rows: int
+    length: int
+    lora: bool = False
+
+    @property
+    def args(self) -> ModelArgs:
+        return resolve("llama3", "debugmodel", **SHAPES[self.shape])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.ranks * self.rows * self.length
+
+
+def missing(lora: bool) -> str | None:
+    """Name the library that a comparison lacks here."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        return "transformers"
+    if lora:
+        try:
+            import peft  # noqa: F401
+        except ImportError:
+            return "peft"
+    return None
+
+
+def batches(case: Case, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random tokens and labels of this rank: speed does not depend on them."""
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    for _ in range(steps):
+        shape = (case.rows, case.length + 1)
+        tokens = torch.randint(SHAPES[case.shape]["vocab_size"], shape, generator=generator)
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+# This toolkit
+
+
+def configuration(case: Case) -> Config:
+    """The config of a case: all at its default that the peer has alike, else off."""
+    tables: dict[str, Any] = {
+        "training": {
+            "seq_len": case.length,
+            "local_batch_size": case.rows,
+            "global_batch_size": case.rows * case.ranks,
+            "mixed_precision_param": case.dtype,
+            "max_norm": MAX_NORM,
+        },
+        "optimizer": {"lr": LEARNING_RATE, "weight_decay": DECAY},
+        "activation_checkpoint": {"mode": "none"},
+    }
+    if case.lora:
+        lora = {"rank": RANK, "alpha": ALPHA, "target_modules": ["all-linear"]}
+        tables["finetune"] = {"adapter": "lora", "lora": lora}
+    return Config.model_validate(tables)
+
+
+def ours(case: Case) -> Step:
+    """The step of this toolkit's trainer."""
+    config, device = configuration(case), torch.device("cpu")
+    mesh = build_mesh(device, dp_shard=dist.get_world_size())
+    param_dtype = DTYPES[case.dtype]
+    parts = build_model(config, case.args, mesh, device, param_dtype=param_dtype, seed=SEED, pretrained=True)
+    initialize(parts.named_parameters(), SEED, lambda name: _rule(name, case.args))
+    optimizer = build_optimizer(parts.named_parameters(), config.optimizer)
+    train_step = TrainStep(parts, optimizer, max_norm=MAX_NORM, device=device)
+
+    def step(tokens: Tensor, labels: Tensor) -> tuple[float, float]:
+        batch = {"tokens": tokens, "labels": labels, "positions": None, "documents": None}
+        result = train_step([batch], learning_rate=LEARNING_RATE)
+        return result.loss, result.grad_norm
+
+    return step
+
+
+def _rule(name: str, args: ModelArgs) -> Init:
+    """How a parameter starts: an adapter's so that it changes what the model says from the first step on."""
+    return Init(std=0.02) if is_added(name) else init_rule(name, args)
+
+
+# The peer
+
+_PARTS = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_OUTSIDE = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+_ADDED = {"lora_a": "lora_A.default.weight", "lora_b": "lora_B.default.weight"}
+
+
+def theirs(case: Case) -> Step:
+    """The step of a loop around transformers and PEFT, with gradients averaged by FSDP."""
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
+
+    args, dtype = case.args, DTYPES[case.dtype]
+    with torch.device("meta"):
+        llama: Any = LlamaForCausalLM(_their_config(args))
+        model = _with_lora(llama.to(dtype)) if case.lora else llama
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in llama.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    model.to_empty(device="cpu")
+    llama.model.rotary_emb = LlamaRotaryEmbedding(_their_config(args))
+    _fill(model, case)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True
+    )
+    model.train()
+
+    def step(tokens: Tensor, labels: Tensor) -> tuple[float, float]:
+        loss = model(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss
+        loss.backward()
+        norm: Any = nn.utils.clip_grad_norm_(trained, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        return mean.item(), norm.full_tensor().item()
+
+    return step
+
+
+def _their_config(args: ModelArgs) -> Any:
+    from transformers import LlamaConfig
+
+    assert args.rope_scaling is not None
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": args.rope_theta,
+        "factor": args.rope_scaling.factor,
+        "low_freq_factor": args.rope_scaling.low_freq_factor,
+        "high_freq_factor": args.rope_scaling.high_freq_factor,
+        "original_max_position_embeddings": args.rope_scaling.original_max_seq_len,
+    }
+    config: Any = LlamaConfig  # its base class takes more than its type says
+    return config(
+        vocab_size=args.vocab_size, hidden_size=args.dim, intermediate_size=args.ffn_dim,
+        num_hidden_layers=args.n_layers, num_attention_heads=args.n_heads, head_dim=args.head_dim,
+        num_key_value_heads=args.n_kv_heads, max_position_embeddings=args.max_seq_len,
+        rms_norm_eps=args.norm_eps, rope_parameters=rope, attn_implementation="sdpa",
+    )  # fmt: skip
+
+
+def _with_lora(llama: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(llama, config)  # the adapter in fp32, whatever the model is in
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, case: Case) -> None:
+    """Give the sharded peer the weights that the model here starts from."""
+    shapes = parameter_shapes(case.args)
+    if case.lora:
+        shapes |= added_shapes(case.args, configuration(case).finetune)
+    parameters = dict(model.named_parameters())
+    for name, shape in shapes.items():
+        whole = torch.empty(shape)
+        initialize([(name, whole)], SEED, lambda name: _rule(name, case.args))
+        theirs = parameters.pop(_their_name(name, shapes, lora=case.lora))
+        part, (first, *_) = local_part(theirs)
+        part.copy_(_their_rows(name, whole, case.args)[first : first + len(part)])
+    assert not parameters, f"not filled: {', '.join(parameters)}"
+
+
+def _their_name(name: str, shapes: dict[str, tuple[int, ...]], *, lora: bool) -> str:
+    path, _, last = name.rpartition(".")
+    if path in _OUTSIDE:
+        theirs = _OUTSIDE[path]
+    else:
+        _, layer, part = path.split(".", 2)
+        theirs = f"model.layers.{layer}.{_PARTS[part]}"
+    if not lora:
+        return f"{theirs}.{last}"
+    base = ".base_layer" if last == "weight" and f"{path}.lora_a" in shapes else ""
+    return f"base_model.model.{theirs}{base}.{_ADDED.get(last, last)}"
+
+
+def _their_rows(name: str, tensor: Tensor, args: ModelArgs) -> Tensor:
+    """Rows of q and k in the order of transformers' halves, where here neighbours are rotated together."""
+    path, _, last = name.rpartition(".")
+    if not path.endswith((".wq", ".wk")) or last == "lora_a":
+        return tensor
+    return tensor.unflatten(0, (-1, args.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
