@@ -58,11 +58,16 @@ def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> s
     return {name for name in names if is_trained(name)}
 
 
+def count_trained(args: ModelArgs, options: Finetune) -> tuple[int, int]:
+    """How many parameters are trained, and how many there are."""
+    sizes = {name: math.prod(shape) for name, shape in all_shapes(args, options).items()}
+    return sum(sizes[name] for name in trained_names(sizes, args, options)), sum(sizes.values())
+
+
 def describe_trained(args: ModelArgs, options: Finetune, *, bytes_each: int = 0) -> str:
     """Tell how many parameters are trained: "4,194,304 of 6,742,609,920 parameters (0.062%)"; and where each
     has ``bytes_each``, how large an adapter is."""
-    sizes = {name: math.prod(shape) for name, shape in all_shapes(args, options).items()}
-    trained, total = sum(sizes[name] for name in trained_names(sizes, args, options)), sum(sizes.values())
+    trained, total = count_trained(args, options)
     size = f", adapter of {trained * bytes_each:,} bytes" if options.adds and bytes_each else ""
     return f"{trained:,} of {total:,} parameters ({trained / total:.3%}){size}"
 
