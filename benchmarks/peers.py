@@ -308,14 +308,14 @@ def peers_text(part: str, results: Sequence[Result]) -> str:
         "medians, and in brackets the middle half. The losses of both are the same at every step, within "
         f"{apart:.0e} of them. Memory is the peak of the rank that has most, imports left out. The ceiling "
         "is what matmuls reach in the same processes, and a model's share of it counts the FLOPs of "
-        "toolkit/metrics/flops_finetune.py; there is no MFU, which is of the peak of a data sheet, and none is "
-        f"known of this processor. The script says how each is measured. {shapes}."
+        "toolkit/metrics/flops_finetune.py; there is no MFU, which is of a data sheet's peak, and none is"
+        f" known of this processor. The script says how each is measured. {shapes}."
     )
 
 
 LEADS = {
     "lora": "A step of LoRA beside PEFT's, on two CPU ranks ([what was measured]({results})):",
-    "packing": "Packing beside padding on short conversations, on two CPU ranks ([what was measured]({results})):",
+    "packing": "Packing beside padding on conversations, on two CPU ranks ([what was measured]({results})):",
 }
 """Sentences before the tables that docs/fine_tuning.md has."""
 
