@@ -44,10 +44,12 @@ def compiles(config: Config, device: torch.device) -> bool:
 
 def _attention(config: Config, device: torch.device) -> str:
     model = config.model
-    if config.finetune.adapter == "prefix_tuning":
-        return "sdpa"  # the others take no prefix
     return attention_choice(
-        model.attention, model.flavor or "", device=device.type, documents=config.data.document_mask
+        model.attention,
+        model.flavor or "",
+        device=device.type,
+        documents=config.data.document_mask,
+        prefix=config.finetune.adapter == "prefix_tuning",
     )
 
 

@@ -14,6 +14,8 @@ from tests.models.attention_cases import LENGTH, PACKED, PACKINGS, ROWS, attend,
 from tests.models.small_llama import build, small, tokens_and_labels
 from tests.models.varlen_on_cpu import give_varlen_a_cpu_kernel
 from toolkit.models.common.attention import attention_mask, causal_mask, sdpa
+from toolkit.models.common.attention_blockwise import attend as blockwise_attention
+from toolkit.models.common.attention_blockwise import document_starts
 from toolkit.models.common.attention_varlen import document_bounds, query_bounds
 
 
@@ -39,6 +41,34 @@ def test_varlen_gives_what_sdpa_gives(kv_heads: int, documents: Tensor | None) -
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("documents", [None, *PACKINGS], ids=["causal", "packed", "whole", "many"])
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+def test_blockwise_gives_what_sdpa_gives(kv_heads: int, documents: Tensor | None) -> None:
+    qkv = inputs(8, kv_heads)
+    for found, expected in zip(
+        with_gradients("blockwise", qkv, documents), with_gradients("sdpa", qkv, documents), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_blockwise_loses_no_more_in_16_bits_than_sdpa() -> None:
+    rounded = inputs(8, 2, torch.bfloat16)
+    truth = with_gradients("sdpa", [x.double() for x in rounded], PACKED)
+    distances = [
+        [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
+        for found in (with_gradients(name, rounded, PACKED) for name in ("blockwise", "sdpa"))
+    ]
+    # Its weights have 8 bits where the kernel's result alone has: both are some roundings of 2^-9.
+    assert max(distances[0]) < 2 * max(distances[1]) < 2**-6, distances
+
+
+def test_blockwise_is_an_operator_that_torch_can_compile() -> None:
+    q, k, v = (x[:, :40, :, :8].clone().requires_grad_() for x in inputs(4, 2))
+    starts = document_starts(PACKED[:, 100:140])
+    for mask in (None, starts):
+        torch.library.opcheck(blockwise_attention, (q, k, v, mask))
+
+
 @pytest.mark.parametrize("kv_heads", [8, 1])
 def test_flash_gives_what_sdpa_gives_and_refuses_documents(kv_heads: int) -> None:
     qkv = inputs(8, kv_heads, torch.float32)
@@ -52,7 +82,7 @@ def test_flash_gives_what_sdpa_gives_and_refuses_documents(kv_heads: int) -> Non
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("pieces", [2, 4, 8])
-@pytest.mark.parametrize("name", ["sdpa", "flash", "flex", "varlen"])
+@pytest.mark.parametrize("name", ["sdpa", "flash", "flex", "varlen", "blockwise"])
 def test_pieces_of_the_queries_give_what_all_of_them_give(name: str, pieces: int) -> None:
     give_varlen_a_cpu_kernel()
     # As above: fp32 where the kernel wants it, no backward of flex.
@@ -124,7 +154,7 @@ def test_query_bounds_mean_the_last_rows_of_the_mask(documents: Tensor, data: st
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", ["flex", "varlen"])
+@pytest.mark.parametrize("name", ["flex", "varlen", "blockwise"])
 def test_a_compiled_block_serves_every_packing(name: str) -> None:
     give_varlen_a_cpu_kernel()
     tokens, labels = tokens_and_labels(ROWS, LENGTH)

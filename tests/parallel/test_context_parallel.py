@@ -74,6 +74,7 @@ class Case:
 
 CASES = [
     *(Case("sdpa", *them) for them in product((2, 4), (True, False), (8, 2), (0, None))),
+    *(Case("blockwise", *them) for them in product((2, 4), (True, False), (8, 2), (0, 1, None))),
     *(Case("varlen", *them) for them in product((2, 4), (True, False), (2,), (0, 2))),
     *(Case("flash", size, balanced, 2, None) for size, balanced in product((2, 4), (True, False))),
     *(Case("ring", *them) for them in product((2, 4), (True, False), (8, 2), (0, 1, 2, None))),

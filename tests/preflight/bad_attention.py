@@ -8,6 +8,7 @@ CASES: list[Bad] = [
     bad("attention_runs_on_device", "model.attention=flex", "no backward on CPU", '"sdpa"'),
     bad("attention_runs_on_device", "model.attention=varlen", "CUDA", '"auto"'),
     bad("attention_runs_on_device", "model.attention=flash data.document_mask=false", "sdpa takes the CPU's"),
+    bad("attention_runs_on_device", "model.attention=blockwise", "for CPUs", '"auto"', hardware=H100),
     bad(
         "attention_keeps_documents_apart",
         "model.attention=flash",

@@ -13,12 +13,12 @@ from toolkit.preflight import check, notes
 @pytest.mark.parametrize(
     ("flavor", "documents", "cpu", "cuda"),
     [
-        ("8B", False, "sdpa", "sdpa"),
-        ("8B", True, "sdpa", "flex"),
-        ("8B_flex", False, "sdpa", "flex"),
-        ("debugmodel_flex_attn", True, "sdpa", "flex"),
-        ("8B_varlen", True, "sdpa", "varlen"),
-        ("debugmodel_varlen_attn", False, "sdpa", "varlen"),
+        ("8B", False, "blockwise", "sdpa"),
+        ("8B", True, "blockwise", "flex"),
+        ("8B_flex", False, "blockwise", "flex"),
+        ("debugmodel_flex_attn", True, "blockwise", "flex"),
+        ("8B_varlen", True, "blockwise", "varlen"),
+        ("debugmodel_varlen_attn", False, "blockwise", "varlen"),
     ],
 )
 def test_auto_takes_what_the_flavor_names_and_the_device_can_train(
@@ -33,11 +33,15 @@ def test_auto_takes_what_the_flavor_names_and_the_device_can_train(
 @pytest.mark.parametrize(
     ("flags", "hardware", "note"),
     [
-        (["--model.flavor=debugmodel_flex_attn"], CPU, "this run takes sdpa: FlexAttention has no backward"),
+        (
+            ["--model.flavor=debugmodel_flex_attn"],
+            CPU,
+            "this run takes blockwise: FlexAttention has no backward",
+        ),
         (
             ["--model.flavor=debugmodel_varlen_attn"],
             CPU,
-            "this run takes sdpa: varlen needs the flash kernel",
+            "this run takes blockwise: varlen needs the flash kernel",
         ),
         (
             ["--model.flavor=debugmodel_flex_attn", "--model.attention=varlen"],

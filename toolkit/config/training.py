@@ -94,7 +94,7 @@ class Model(Table):
     """Stretching of the slow rotary frequencies to a context longer by this factor; 1 is none."""
     tie_embeddings: bool | None = None
     """One matrix for the embedding and the output head."""
-    attention: Literal["auto", "sdpa", "flex", "varlen", "flash"] = "auto"
+    attention: Literal["auto", "sdpa", "flex", "varlen", "flash", "blockwise"] = "auto"
     """Attention back end. auto takes what the flavor names (8B_flex), else what is best for the device."""
 
     def overrides(self) -> dict[str, Any]:

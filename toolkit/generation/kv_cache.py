@@ -78,6 +78,7 @@ class KVCache:
         """Attention of ``model`` through this cache."""
         attentions = [_block(block).attention for block in model.layers.values()]
         plain, model.attention = model.attention, self.backends[0]
+        self.plain = plain
         try:
             for attention, backend in zip(attentions, self.backends, strict=True):
                 attention.backend = backend
@@ -145,7 +146,8 @@ class _CachedAttention:
         k_BKTE[:, :, start:end] = k_BSKE.transpose(1, 2)
         v_BKTE[:, :, start:end] = v_BSKE.transpose(1, 2)
         if mask.start == 0 and prefix is None:
-            return sdpa(q_BSHE, k_BSKE, v_BSKE, seen)
+            whole_rows = self.cache.plain if seen is None else sdpa
+            return whole_rows(q_BSHE, k_BSKE, v_BSKE, seen)
         if mask.start == 0 and prefix is not None:
             for buffer, x_PKE in zip((k_BKTE, v_BKTE), prefix, strict=True):
                 buffer[:, :, :first] = x_PKE.transpose(0, 1)

@@ -26,6 +26,7 @@ from toolkit.generation.adapters import Adapters
 from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator, reduce_overhead
 from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.attention_choice import attention_choice
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.sharding import fsdp_units, tensor_plan
 from toolkit.parallel.mesh import Mesh, build_mesh
@@ -111,8 +112,10 @@ def load_model(
             "tokens\n  fix:  name a language model"
         )
     mesh = _mesh(device, source.args, tp)
+    prefix = any(it.options.adapter == "prefix_tuning" for it in of_base.adapters.values())
+    attention = attention_choice("auto", "", device=device.type, documents=False, prefix=prefix)
     with torch.device("meta"):
-        model = Decoder(source.args)
+        model = Decoder(source.args, attention=attention)
     model.to(dtype)
     if mesh is not None:
         _shard(model, mesh, dtype)

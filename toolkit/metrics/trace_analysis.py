@@ -40,7 +40,8 @@ _OPERATORS = (
     (
         "attention",
         re.compile(
-            r"scaled_dot_product|flash_att|flex_att|varlen_att|efficient_attention|cudnn_attention"
+            r"scaled_dot_product|flash_att|flex_att|varlen_att|blockwise_att|efficient_attention"
+            r"|cudnn_attention"
             r"|^aten::(_softmax|softmax|_softmax_backward_data|bmm|baddbmm)$"
         ),
     ),

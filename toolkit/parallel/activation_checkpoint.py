@@ -38,6 +38,7 @@ KEPT = frozenset(
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_fused_attention_overrideable",
         "torch_attn::_varlen_attn",
+        "toolkit::blockwise_attention",
         "flex_attention",
         # What flex_attention is when it was compiled by itself, within a block that is not.
         "inductor_compiled_code",

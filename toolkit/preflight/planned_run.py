@@ -178,9 +178,13 @@ class PlannedRun:
     @property
     def attention(self) -> str:
         """The attention back end that the run will take."""
-        model, documents = self.config.model, self.config.data.document_mask
+        model = self.config.model
         return attention_choice(
-            model.attention, model.flavor or "", device=self.hardware.device, documents=documents
+            model.attention,
+            model.flavor or "",
+            device=self.hardware.device,
+            documents=self.config.data.document_mask,
+            prefix=self.config.finetune.adapter == "prefix_tuning",
         )
 
 

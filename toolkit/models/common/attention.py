@@ -36,7 +36,11 @@ class AttentionBackend(Protocol):
 
 
 def attention_backend(name: str) -> AttentionBackend:
-    """The back end called "sdpa", "flash", "flex" or "varlen"."""
+    """The back end called "sdpa", "flash", "flex", "varlen" or "blockwise"."""
+    if name == "blockwise":
+        from toolkit.models.common.attention_blockwise import Blockwise
+
+        return Blockwise()
     if name == "flex":  # these two import torch's compiler
         from toolkit.models.common.attention_flex import FlexAttention
 

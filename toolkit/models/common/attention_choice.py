@@ -10,17 +10,20 @@ def flavor_attention(flavor: str) -> str | None:
     return next((name for end, name in _NAMED_BY_FLAVOR.items() if flavor.endswith(end)), None)
 
 
-def attention_choice(asked: str, flavor: str, *, device: str, documents: bool) -> str:
+def attention_choice(asked: str, flavor: str, *, device: str, documents: bool, prefix: bool = False) -> str:
     """The attention back end for ``model.attention`` on a ``device`` ("cpu" or "cuda").
 
-    ``documents`` is whether samples hold several documents, each attending within itself. "auto" is
-    SDPA on CPU, where the others cannot train. On CUDA it is what the flavor names, else SDPA for plain
-    causal attention, for which it has fused kernels, and flex within documents, for which SDPA needs a
-    dense mask (S² bytes a sample, and a slower kernel). That is others' published experience, not
-    measured here; ``benchmarks/attention.py`` measures it on the device at hand.
+    ``documents`` is whether samples hold several documents, each attending within itself, ``prefix``
+    whether a learned prefix may be seen beside them, which SDPA alone takes. "auto" is blockwise on a
+    CPU, where it is the faster and nothing else trains but SDPA. On CUDA it is what the flavor names,
+    else SDPA for plain causal attention, for which it has fused kernels, and flex within documents, for
+    which SDPA needs a dense mask (S² bytes a sample, and a slower kernel). For CUDA that is others'
+    published experience, not measured here; ``benchmarks/attention.py`` measures the device at hand.
     """
     if asked != "auto":
         return asked
-    if device == "cpu":
+    if prefix:
         return "sdpa"
+    if device == "cpu":
+        return "blockwise"
     return flavor_attention(flavor) or ("flex" if documents else "sdpa")

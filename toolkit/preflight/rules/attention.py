@@ -12,6 +12,7 @@ _NOT_ON_CPU = {
     "varlen": "varlen needs the flash kernel of a CUDA device",
     "flash": "this flash kernel is CUDA's; sdpa takes the CPU's own",
 }
+_ON_CPU_ALONE = {"blockwise": "blockwise is for CPUs, a GPU has kernels that do not wait for the host"}
 
 
 def _chooser(run: PlannedRun) -> str:
@@ -22,12 +23,13 @@ def _chooser(run: PlannedRun) -> str:
 
 @rule()
 def attention_runs_on_device(run: PlannedRun) -> list[Problem]:
-    """Only SDPA trains on a CPU."""
-    asked = run.config.model.attention
-    if run.hardware.device != "cpu" or asked not in _NOT_ON_CPU:
+    """SDPA trains everywhere, the others on some devices."""
+    asked, on_cpu = run.config.model.attention, run.hardware.device == "cpu"
+    reason = _NOT_ON_CPU.get(asked) if on_cpu else _ON_CPU_ALONE.get(asked)
+    if reason is None:
         return []
     fix = 'set it to "auto", which is what suits the device, or to "sdpa"'
-    return [run.problem("model.attention", _NOT_ON_CPU[asked], fix)]
+    return [run.problem("model.attention", reason, fix)]
 
 
 @rule()

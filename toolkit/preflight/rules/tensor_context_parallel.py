@@ -94,7 +94,7 @@ def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
     choice, on_gpu = run.attention, run.hardware.device != "cpu"
     head_dim = run.model.head_dim if run.model else 8
     misfits = [
-        (choice not in ("sdpa", "flash"), f"is not {choice}", 'model.attention = "flash"'),
+        (choice not in ("sdpa", "flash", "blockwise"), f"is not {choice}", 'model.attention = "flash"'),
         (
             on_gpu and run.precision != "bfloat16",
             "computes in bfloat16, this run in float32",
