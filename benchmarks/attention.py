@@ -3,8 +3,8 @@
     python -m benchmarks.attention [--repeats 10] [--output benchmarks/results/attention_<device>.md]
 
 A layer of Llama 3.2 1B and one of 3.1 8B, causal over whole rows and within documents of 1 to 1,023 tokens,
-on CUDA at 2,048 and 8,192 tokens in bfloat16; on CPU a quarter of the heads, shorter and in fp32. Making the
-mask, which a forward does once for all layers, is timed apart.
+on CUDA at 2,048 and 8,192 tokens in bfloat16; on CPU a quarter of the heads, shorter, in bfloat16 and fp32.
+Making the mask, which a forward does once for all layers, is timed apart.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -23,10 +24,12 @@ from torch import Tensor
 from toolkit.hardware import cores
 from toolkit.models.common.attention import AttentionBackend, attention_backend
 
-BACKENDS = {"cuda": ("sdpa", "flash", "flex", "varlen"), "cpu": ("sdpa", "flash")}
+BACKENDS = {"cuda": ("sdpa", "flash", "flex", "varlen"), "cpu": ("sdpa", "blockwise")}
+DTYPES = {"cuda": (torch.bfloat16,), "cpu": (torch.bfloat16, torch.float32)}
 LACKS = {
-    "cuda": "",
-    "cpu": " Not on CPU: flex, which has no backward there, and varlen, which has no kernel.",
+    "cuda": " Flash cannot keep documents apart; blockwise is for CPUs.",
+    "cpu": " Not on CPU: flash, which is CUDA's, flex, which has no backward there, and varlen, which has no "
+    "kernel.",
 }
 RESULTS = Path(__file__).parent / "results"
 
@@ -83,12 +86,16 @@ def _median_ms(repeats: int, synchronize: Callable[[], None], work: Callable[[],
 
 
 def measure(
-    backend: AttentionBackend, shape: Shape, documents: Tensor | None, device: str, repeats: int
+    backend: AttentionBackend,
+    shape: Shape,
+    documents: Tensor | None,
+    device: str,
+    dtype: torch.dtype,
+    repeats: int,
 ) -> str:
     """Cells of a row: ms of the mask, ms of forward and backward, MiB above inputs and gradients."""
     on_cuda = device == "cuda"
     synchronize = torch.cuda.synchronize if on_cuda else lambda: None
-    dtype = torch.bfloat16 if on_cuda else torch.float32
     q, k, v = leaves = [
         torch.randn(
             shape.rows, shape.length, n, shape.head_dim, dtype=dtype, device=device, requires_grad=True
@@ -116,18 +123,18 @@ def measure(
 def table(device: str, repeats: int) -> list[str]:
     """Rows of Markdown, printed as they come."""
     rows = []
-    for shape in SHAPES[device]:
-        for documents in (None, documents_of(shape).to(device)):
-            for name in BACKENDS[device]:
-                if name == "flash" and documents is not None:
-                    continue  # its kernel takes no mask
-                try:
-                    cells = measure(attention_backend(name), shape, documents, device, repeats)
-                except torch.OutOfMemoryError:
-                    cells = "– | out of memory | –"
-                seen = "whole row" if documents is None else "documents"
-                rows.append(f"| {shape} | {seen} | {name} | {cells} |")
-                print(rows[-1], flush=True)
+    for dtype, shape in product(DTYPES[device], SHAPES[device]):
+        for documents, name in product((None, documents_of(shape).to(device)), BACKENDS[device]):
+            if name == "flash" and documents is not None:
+                continue  # its kernel takes no mask
+            try:
+                cells = measure(attention_backend(name), shape, documents, device, dtype, repeats)
+            except torch.OutOfMemoryError:
+                cells = "– | out of memory | –"
+            seen = "whole row" if documents is None else "documents"
+            precision = str(dtype).removeprefix("torch.")
+            rows.append(f"| {shape} | {precision} | {seen} | {name} | {cells} |")
+            print(rows[-1], flush=True)
     return rows
 
 
@@ -144,12 +151,11 @@ def main() -> None:
         "# Attention back ends",
         "",
         f"`python -m benchmarks.attention --repeats {options.repeats}`: medians on {name}, "
-        f"{'bfloat16' if device == 'cuda' else 'fp32'}, torch {torch.__version__}. The last column is peak "
-        "memory above queries, keys, values and their gradients; flash cannot keep documents apart."
-        + LACKS[device],
+        f"torch {torch.__version__}. The last column is peak memory above queries, keys, values and their "
+        "gradients." + LACKS[device],
         "",
-        "| shape | attends to | back end | mask, ms | forward + backward, ms | MiB |",
-        "|---|---|---|---|---|---|",
+        "| shape | dtype | attends to | back end | mask, ms | forward + backward, ms | MiB |",
+        "|---|---|---|---|---|---|---|",
     ]
     text = "\n".join([*heading, *table(device, options.repeats)]) + "\n"
     file = "cpu" if device == "cpu" else name.lower().replace(" ", "_")
