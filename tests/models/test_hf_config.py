@@ -202,7 +202,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(key=st.sampled_from([*as_json(), "layer_types", "auto_map", "rope_parameters"]), value=ANYTHING)
 def test_whatever_a_field_holds_there_is_a_shape_or_a_message(key: str, value: Any, tmp_path: Path) -> None:
     try:

@@ -48,8 +48,10 @@ def afresh():
     apply_activation_checkpoint(torch.nn.ModuleDict(), NONE)
 
 
-def model_with(options: ActivationCheckpoint = NONE, backend: str = "", chunk: int = 0) -> Decoder:
-    model = build(ARGS, torch.float32, loss_chunk_tokens=chunk)
+def model_with(
+    options: ActivationCheckpoint = NONE, backend: str = "", chunk: int = 0, attention: str = "sdpa"
+) -> Decoder:
+    model = build(ARGS, torch.float32, loss_chunk_tokens=chunk, attention=attention)
     apply_activation_checkpoint(model.layers, options)
     if backend:
         apply_compile(model, Compile(enable=True, components=["model"], backend=backend))
@@ -96,9 +98,9 @@ class _Watch(TorchDispatchMode):
         return sum(size for storage, size in self._storages.values() if not storage.expired())
 
 
-def _watch(options: ActivationCheckpoint) -> tuple[int, Counter[str]]:
+def _watch(options: ActivationCheckpoint, attention: str = "sdpa") -> tuple[int, Counter[str]]:
     """Bytes that are kept after a forward, and the operators of its backward."""
-    model = model_with(options)
+    model = model_with(options, attention=attention)
     with _Watch() as forward:
         loss = model(TOKENS, labels=LABELS)
     kept = forward.bytes_alive()
@@ -125,6 +127,14 @@ def test_what_is_computed_again(watched: dict[str, tuple[int, Counter[str]]]) ->
         assert again[mode][ATTENTION] == LAYERS * attentions, mode
         assert again[mode]["aten::silu"] == LAYERS, mode
     assert (again["every 2nd"]["aten::mm"], again["every 2nd"][ATTENTION]) == (2 * 7, 2)
+
+
+def test_blockwise_attention_is_kept_by_operator_and_takes_less_memory(
+    watched: dict[str, tuple[int, Counter[str]]],
+) -> None:
+    again = {mode: _watch(MODES[mode], "blockwise")[1]["toolkit::blockwise_attention"] for mode in MODES}
+    assert (again["full"], again["op"]) == (LAYERS, 0)
+    assert _watch(NONE, "blockwise")[0] < watched["none"][0]
 
 
 def test_what_is_kept(watched: dict[str, tuple[int, Counter[str]]]) -> None:
