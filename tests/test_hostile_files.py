@@ -1,6 +1,5 @@
 """Files that somebody made to stop a program, or that are no files: a message in their place, soon."""
 
-# ruff: noqa: E501
 from __future__ import annotations
 
 import json
@@ -16,14 +15,16 @@ import pytest
 import torch
 
 from tests.checkpoint.tampering import seal
-from tests.test_readers import FORMATS, TOKENIZER, _config, ended, sound, use_checkpoint, use_hf, use_meta
+from tests.sound_files import TOKENIZER, run_flags
+from tests.test_readers import FORMATS, ended, sound, use_checkpoint, use_hf, use_meta
+from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.data.chat import render
 from toolkit.data.chat.formats import chat_format
 from toolkit.data.sources import open_corpus
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import DataError
 from toolkit.preflight import __main__ as preflight
-from tools import checkpoint
+from tools import checkpoint, convert_weights
 
 __all__ = ["sound"]  # a fixture
 
@@ -35,7 +36,7 @@ def place(sound: Path, tmp_path: Path) -> Path:  # noqa: F811
 
 
 def last_checked(folder: Path, *flags: str) -> str:
-    return ended(preflight.main, *_config(folder, *flags))
+    return ended(preflight.main, *run_flags(folder, *flags))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -106,7 +107,7 @@ EXPRESSIONS = {
 @pytest.mark.parametrize("case", EXPRESSIONS)
 def test_a_template_that_does_not_end(case: str, tmp_path: Path) -> None:
     (tmp_path / "a.jinja").write_text(EXPRESSIONS[case])
-    with mock.patch.object(render, "SECONDS", 2.0), pytest.raises(DataError, match="a.jinja"):
+    with mock.patch.object(render, "SECONDS", 1), pytest.raises(DataError, match="a.jinja"):
         form = chat_format(load_tokenizer(TOKENIZER), str(tmp_path / "a.jinja"))
         form.encode([{"role": "user", "content": "Hi"}])
 
@@ -156,14 +157,52 @@ TABLES: dict[str, tuple[str, str]] = {
     "10 MB": ("# " + "x" * 10_000_000, "it has more than"),
     "brackets": ("[job]\nx = " + "[" * 100_000, "not valid TOML"),
     "digits": ("[model]\nn_layers = " + "9" * 5000, "not valid TOML"),
-    "hexadecimal digits": ("[model]\nn_layers = 0x" + "f" * 50_000, "from 1 to 10000"),
-    "layers": ("[model]\nn_layers = 1_000_000", "from 1 to 10000"),
+    "hexadecimal digits": ("[model]\nn_layers = 0x" + "f" * 50_000, "from 1 to 1000 "),
+    "layers": ("[model]\nn_layers = 1_000_000", "from 1 to 1000 "),
     "degrees": ("[parallelism]\ntensor_parallel_degree = 1_000_000_000", "from 1 to 1000000"),
     "a million ranks": ("[parallelism]\ncontext_parallel_degree = 999_983", "does not divide the world size"),
     "a batch": ("[training]\nglobal_batch_size = 1_000_000_000", "from 1 to 100000000"),
     "a large batch": ("[training]\nglobal_batch_size = 99_999_989", ""),
     "a name": ('[job]\ndump_folder = "' + "a" * 300 + '"', "no file can have this name"),
     "a NUL": ('[training]\ndataset_path = "a\\u0000"', "no file can have this name"),
+    "a key of many parts": ("a" + ".a" * 450_000 + " = 1", "a key of more than 20 parts"),
+    "a key deeper than Python's stack": ("a" + ".a" * 2000 + " = 1", "a key of more than 20 parts"),
+    "strings without an end": ("x = [\n" + '\\"""\n' * 180_000, "not valid TOML"),
+    "a long list": ("[finetune]\nfrozen = [" + '"a",' * 200_000 + "]", "more than 10,000 entries"),
+    "a list in a list": (
+        "[parallelism]\nmodule_fqns_per_model_part = [" + '["a"],' * 90_000 + "]",
+        "more than",
+    ),
+    "a long table": (
+        "[data]\ncolumns = {" + ", ".join(f'a{n} = "b"' for n in range(60_000)) + "}",
+        "more than",
+    ),
+    "new tokens": (
+        "[model]\nadditional_special_tokens = [" + "".join(f'"t{n}", ' for n in range(9000)) + '"t8999"]',
+        "t8999 is there twice",
+    ),
+    "many patterns": (f"[optimizer]\nno_decay = {['*'] * 1001}".replace("'", '"'), "at most 1,000"),
+    "patterns of many layers": (
+        "[model]\nn_layers = 1000\n[finetune]\nadapter = 'lora'\n"
+        + f"trainable = {[f'*a*b*c{n}*' for n in range(1000)]}\n".replace("'", '"')
+        + f"lora.target_modules = {[f'layers.{n}.*' for n in range(1000)]}".replace("'", '"'),
+        '"*a*b*c0*" matches no parameter',
+    ),
+    "tables": ("".join(f"[data.mixture.p{n}]\nweight = 1\n" for n in range(1001)), "more than 1,000 tables"),
+    "classes": ("[finetune.classification]\nnum_labels = 1_000_000_000", "from 0 to 100000"),
+    "heads": ("[model]\ndim = 4294967292\nn_heads = 2147483646\nn_kv_heads = 4", "from 1 to"),
+    "heads and their keys": (
+        "[model]\ndim = 2147483646\nn_heads = 1073741823\nn_kv_heads = 2",
+        "must be a multiple",
+    ),
+    "a micro-batch": ("[training]\nglobal_batch_size = 99_999_998\nlocal_batch_size = 49_999_998", ""),
+    "stars": (f"[training]\ndataset_path = '{'*/' * 2000}'", "a pattern has at most"),
+    "several stars": ("[training]\ndataset_path = '/**/a/**/b/**/c/**/d'", "a pattern has at most"),
+    "a path of many": (f"[training]\ndataset_path = '{'no-such-file,' * 60_000}'", "no such file"),
+    "a user who is not there": (
+        "[data]\nformat = 'messages'\nchat_template = '~no-such-user/a'",
+        "no such format",
+    ),
     "parts": ("".join(f"[data.mixture.p{number}]\n" for number in range(2000)), ""),
 }
 
@@ -173,6 +212,79 @@ def test_a_config_that_is_made_to_take_long(case: str, tmp_path: Path) -> None:
     text, message = TABLES[case]
     (tmp_path / "a.toml").write_text(text)
     assert message in ended(preflight.main, tmp_path / "a.toml", f"--model.hf_assets_path={TOKENIZER}")
+
+
+@pytest.mark.parametrize("size", ["9" * 5000, str(10**18), "0", "²"])
+def test_a_world_that_nobody_has(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "must be a whole number from 1 to 1000000" in ended(preflight.main, "--world-size", size)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert "WORLD_SIZE is a whole number from 1 to 1000000" in ended(preflight.main)
+
+
+def test_a_tensor_that_is_there_twice_among_many(place: Path) -> None:
+    entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    names = [f'"t{number}":{entry}' for number in range(150_000)]
+    header = ("{" + ",".join([*names, names[-1]]) + "}").encode()
+    (place / "hf/a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    flags = [f"--model.hf_assets_path={place}/hf", "--checkpoint.enable", "--checkpoint.initial_load_in_hf"]
+    assert "t149999 is there twice" in last_checked(place, *flags)
+
+
+CONVERSATIONS: dict[str, tuple[str, dict[str, object], str]] = {
+    "a list that speaks": ("sharegpt", {"conversations": [{"from": ["human"], "value": "x"}]}, "from is"),
+    "an object that speaks": ("sharegpt", {"conversations": [{"from": {}, "value": "x"}]}, "from is"),
+    "a long role": ("messages", {"messages": [{"role": "x" * 500_000, "content": "x"}]}, "role 'xxx"),
+    "a role of no type": ("messages", {"messages": [{"role": {"a": 1}, "content": "x"}]}, "role {"),
+    "many keys": ("messages", {"messages": [{f"k{n}": 1 for n in range(50_000)}]}, "has no key 'role'"),
+    "many columns": ("alpaca", {f"k{n}": 1 for n in range(50_000)}, "has no column 'instruction'"),
+    "a weight of no type": (
+        "messages",
+        {"messages": [{"role": "user", "content": "x", "weight": []}]},
+        "weight",
+    ),
+    "a part of no type": (
+        "messages",
+        {"messages": [{"role": "user", "content": [{"type": [1]}]}]},
+        "a part of",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONVERSATIONS)
+def test_a_conversation_that_is_none(case: str, tmp_path: Path) -> None:
+    form, row, message = CONVERSATIONS[case]
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    flags = [f"--training.dataset_path={tmp_path}/a.jsonl", f"--data.format={form}"]
+    said = last_checked(tmp_path, *flags, f"--model.hf_assets_path={TOKENIZER}")
+    assert message in said
+    assert len(said) < 3000
+
+
+@pytest.mark.parametrize("name", ["../../secret.txt", "/etc/passwd", "state.json", "a\0.arrow", "", 5, None])
+def test_a_saved_dataset_that_names_other_files(name: object, tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "secret.txt").write_text("words")
+    (tmp_path / "saved/dataset_info.json").write_text("{}")
+    (tmp_path / "saved/state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(DataError, match=r"is not a whole dataset of save_to_disk|\.arrow is missing"):
+        open_corpus("x", str(tmp_path / "saved"))
+
+
+def test_a_template_that_takes_long_to_compile(tmp_path: Path) -> None:
+    (tmp_path / "a.jinja").write_text("{{" + "a+" * 480_000 + "a}}")
+    flags = ["--data.format=messages", f"--data.chat_template={tmp_path}/a.jinja"]
+    assert "a.jinja, it takes more than" in last_checked(tmp_path, *flags)
+
+
+@pytest.mark.parametrize("base", [[1], "x", {}, {"place": 1, "fingerprint": "x"}])
+def test_a_base_that_an_adapter_cannot_have(base: object, place: Path) -> None:
+    step = place / "run/checkpoint/step-2"
+    manifest = json.loads((step / MANIFEST).read_text())
+    manifest["run"]["base"] = base
+    (step / MANIFEST).write_text(json.dumps(manifest))
+    seal(step)
+    use_checkpoint(place)
+    assert "base of its run is" in ended(convert_weights.main, "merge", place / "hf", step, place / "made")
 
 
 def test_files_that_extend_one_another_without_end(tmp_path: Path) -> None:
@@ -188,7 +300,7 @@ def test_what_10_mb_of_input_take(place: Path) -> None:
         (place / "hf/config.json").write_text(json.dumps(config | {"layer_types": value}))
         use_hf(place)
     (place / "hf/config.json").write_text(json.dumps(config | {"num_hidden_layers": 1_000_000}))
-    assert "must be at most 10,000" in last_checked(place, f"--model.hf_assets_path={place}/hf")
+    assert "must be at most 1,000" in last_checked(place, f"--model.hf_assets_path={place}/hf")
     (place / "rows.jsonl").write_text(json.dumps({"text": text}) + "\n")
     assert "OK" in last_checked(
         place, f"--training.dataset_path={place}/rows.jsonl", f"--model.hf_assets_path={TOKENIZER}"

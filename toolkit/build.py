@@ -6,6 +6,7 @@ ever holds more than its shards.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,7 +84,7 @@ def build_model(
         from toolkit.parallel.compile import keep_for_two_backwards, use_cache
         from toolkit.parallel.pipeline_schedules import may_split_backward
 
-        use_cache(Path(config.compile.cache_folder).expanduser())
+        use_cache(Path(os.path.expanduser(config.compile.cache_folder)))
         keep_for_two_backwards(may_split_backward(config.parallelism))
     shards, offload = _shards(config, mesh), config.training.enable_cpu_offload
     stages = _stages(config, args, mesh)
@@ -114,7 +115,7 @@ def build_model(
             cpu_offload=offload,
             shards=shards,
             ring=takes_ring(config.parallelism, device=device.type, documents=config.data.document_mask),
-            pareto_folder=Path(config.job.dump_folder).expanduser() / "memory_budget",
+            pareto_folder=Path(os.path.expanduser(config.job.dump_folder)) / "memory_budget",
         )
         models.append(model.to_empty(device="cpu" if offload else device) if storage else model)
     model_parts = _model_parts(config, models, stages, mesh, shards, param_dtype, device)
@@ -185,7 +186,7 @@ def _model_parts(
         objective,
         stages_of_ranks=stages.of_ranks,
         schedule=options.pipeline_parallel_schedule,
-        csv=Path(csv).expanduser() if csv else None,
+        csv=Path(os.path.expanduser(csv)) if csv else None,
         micro_batch=options.pipeline_parallel_microbatch_size,
         hidden_dtype=param_dtype,
         device=device,

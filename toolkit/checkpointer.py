@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -119,7 +120,7 @@ class Checkpointer:
         elif folder := pretrained_folder(self._config):
             self._load_hugging_face(folder)
         elif options.initial_load_path and not options.initial_load_in_hf:
-            source = Path(options.initial_load_path).expanduser()
+            source = Path(os.path.expanduser(options.initial_load_path))
             if options.initial_load_model_only:
                 self._load(source, model_only=True)
             else:

@@ -149,6 +149,12 @@ def nearest_multiple(value: int, of: int) -> int:
     return max(1, math.floor(value / of + 0.5)) * of
 
 
+def divisors(value: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [divisor for divisor in range(1, math.isqrt(value) + 1) if value % divisor == 0]
+    return sorted({*small, *(value // divisor for divisor in small)})
+
+
 def either(items: Iterable[object]) -> str:
     """``items`` as a choice: "1, 2 or 3"."""
     *rest, last = map(str, items)

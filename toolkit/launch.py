@@ -29,6 +29,7 @@ from pathlib import Path
 
 from toolkit import preflight
 from toolkit.config import Config, load_config
+from toolkit.config.types import MAX_RANKS
 from toolkit.data.build import open_data
 from toolkit.data.run_data import TOKENS
 from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ToolkitError, report
@@ -46,7 +47,7 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
         ConfigError: a value is no such number, more ranks than GPUs are asked for, or one of several
             nodes does not know the address of the first.
     """
-    processes = whole_number(environ, "NGPU", hardware.count, 1)
+    processes = whole_number(environ, "NGPU", hardware.count, 1, MAX_RANKS)
     if hardware.device == "cuda" and processes > hardware.count:
         raise environment_error(
             "NGPU",
@@ -54,7 +55,7 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
             f"each rank needs a GPU of its own, and {hardware.count} are visible here",
             f"set NGPU to at most {hardware.count}, or train on the CPU with --training.device cpu",
         )
-    nodes = whole_number(environ, "NNODES", 1, 1)
+    nodes = whole_number(environ, "NNODES", 1, 1, MAX_RANKS)
     node_rank = whole_number(environ, "NODE_RANK", 0, 0)
     if node_rank >= nodes:
         raise environment_error("NODE_RANK", str(node_rank), f"with NNODES = {nodes} it is below {nodes}")
@@ -111,7 +112,7 @@ def _show_text(config: Config, prompt: str) -> None:
     """Print how the model that was trained goes on from ``prompt``, and the command for more."""
     from toolkit.checkpoint.manifest import committed_steps
 
-    saved = Path(config.job.dump_folder).expanduser() / config.checkpoint.folder
+    saved = Path(os.path.expanduser(config.job.dump_folder)) / config.checkpoint.folder
     if not config.checkpoint.enable or not committed_steps(saved):
         return
     command = ["-m", "tools.generate", str(saved), "--prompt", prompt]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def claim_folders(config: Config) -> ExitStack:
 
 def _claim(config: Config, locks: ExitStack) -> Problem | None:
     """Lock and write; what is wrong with the key of the folder where that fails."""
-    run = Path(config.job.dump_folder).expanduser()
+    run = Path(os.path.expanduser(config.job.dump_folder))
     folders = {"job.dump_folder": run}
     checkpoints = run / config.checkpoint.folder
     writes_checkpoints = config.checkpoint.enable and not config.checkpoint.load_only

@@ -63,7 +63,7 @@ class Trainer:
         self._deadline = Deadline(config.job.time_limit, os.environ)
         set_deterministic(config.debug.deterministic, warn_only=config.debug.deterministic_warn_only)
         self._claimed = claim_folders(config)
-        self.folder = Path(config.job.dump_folder).expanduser()
+        self.folder = Path(os.path.expanduser(config.job.dump_folder))
         self._lay_out()
         with phases("model"):
             self._build()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,8 +23,8 @@ def local_path_text(text: str) -> str:
 
 
 def local_path(text: str) -> Path:
-    """The type of an argument that is one path."""
-    return Path(local_path_text(text))
+    """The type of an argument that is one path; ~ stands for the home folder."""
+    return Path(os.path.expanduser(local_path_text(text)))
 
 
 @contextmanager

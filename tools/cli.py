@@ -96,7 +96,7 @@ def adapters_as_asked(arguments: argparse.Namespace) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for text in arguments.adapter:
         name, equals, folder = text.partition("=")
-        path = Path(folder if equals and "/" not in name else text).expanduser()
+        path = Path(os.path.expanduser(folder if equals and "/" not in name else text))
         name = name if equals and "/" not in name else path.resolve().name
         if name in found:
             rule = f"{found[name]} is called {name} too"

@@ -93,8 +93,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         conversion = prepare(
             asked.way,
-            asked.source.expanduser(),
-            asked.out.expanduser(),
+            asked.source,
+            asked.out,
             adapter=asked.adapter,
             max_bytes=MAX_BYTES if asked.max_bytes is None else asked.max_bytes,
             dtype=getattr(torch, asked.dtype) if asked.dtype else None,

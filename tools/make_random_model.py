@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -72,38 +71,33 @@ def main(argv: Sequence[str]) -> int:
             given, add_bos = asked.tokenizer, config.model.add_bos_token
             beside = tokenizer_companions(given, add_bos=add_bos) if given else Companions()
             args = model_args(config, tokenizer_vocab=beside.entries or None)
-        with _stand_in(f"{args} {asked.dtype} {asked.seed}") as place:
-            source = InitialWeights(args, dtype=getattr(torch, asked.dtype), seed=asked.seed, place=place)
-            total = parameter_count(args) * source.dtype.itemsize
-            print(f"{model_named(config)}: {parameter_count(args):,} parameters, {total / 1e9:.2f} GB")
-            with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
+        place = _stand_in(f"{args} {asked.dtype} {asked.seed}")
+        source = InitialWeights(args, dtype=getattr(torch, asked.dtype), seed=asked.seed, place=place)
+        total = parameter_count(args) * source.dtype.itemsize
+        print(f"{model_named(config)}: {parameter_count(args):,} parameters, {total / 1e9:.2f} GB")
+        with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
 
-                def advance(count: int, bar: tqdm = bar) -> None:
-                    bar.update(count)
+            def advance(count: int, bar: tqdm = bar) -> None:
+                bar.update(count)
 
-                write_hf(
-                    source,
-                    asked.out,
-                    tokens=beside.tokens,
-                    others=beside.files,
-                    ranks=Ranks(),
-                    max_bytes=asked.max_bytes,
-                    progress=advance,
-                )
+            write_hf(
+                source,
+                asked.out,
+                tokens=beside.tokens,
+                others=beside.files,
+                ranks=Ranks(),
+                max_bytes=asked.max_bytes,
+                progress=advance,
+            )
         print(f"wrote {asked.out}")
     except ToolkitError as error:
         return report(error, show=True, debug=asked.debug)
     return EXIT_FINISHED
 
 
-@contextmanager
-def _stand_in(what: str) -> Iterator[Path]:
-    """An empty folder, the same for the same weights: a run that was killed is gone on with."""
-    digest = hashlib.sha256(what.encode()).hexdigest()[:16]
-    place = Path(tempfile.gettempdir(), f"random-model-{digest}")
-    place.mkdir(exist_ok=True)
-    yield place
-    place.rmdir()
+def _stand_in(what: str) -> Path:
+    """A folder that is not there, the same for the same weights: a run that was killed is gone on with."""
+    return Path(os.devnull, f"random-model-{hashlib.sha256(what.encode()).hexdigest()[:16]}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -191,7 +192,7 @@ class CheckpointManager:
 
     def _locate(self, where: int | Path | str) -> Path:
         if not isinstance(where, int):
-            return Path(where).expanduser()
+            return Path(os.path.expanduser(where))
         steps = committed_steps(self.folder)
         if not steps:
             raise CheckpointError(f"there is no checkpoint in {self.folder}")

@@ -18,8 +18,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from toolkit.compat import file_digest, tomllib
+from toolkit.compat import file_digest
 from toolkit.config.local_paths import open_regular, read_bytes
+from toolkit.config.toml_text import parse_toml
 from toolkit.errors import CheckpointError, shown
 from toolkit.io.json_fields import MAX_BYTES, is_size, parse_json
 
@@ -201,6 +202,8 @@ def _problem(folder: Path, manifest: Any) -> str | None:
     for field, expected in _RUN_FIELDS.items():
         if field in run and not _is_a(run[field], expected):
             return f"is damaged: {field} of its run is {shown(run[field])}; {ADVICE}"
+    if "base" in run and not _names_base(run["base"]):
+        return f"is damaged: base of its run is {shown(run['base'])}; {ADVICE}"
     try:
         saved_settings(run)
     except (ValueError, RecursionError) as error:
@@ -228,6 +231,12 @@ def _is_a(value: Any, expected: type | types.UnionType) -> bool:
     return is_size(value) if expected is int else True
 
 
+def _names_base(base: Any) -> bool:
+    """Say if this tells of the model that an adapter was trained on."""
+    named = isinstance(base, dict) and {"place", "fingerprint"} <= base.keys()
+    return named and all(isinstance(value, str) for value in base.values())
+
+
 def _describes_file(entry: Any) -> bool:
     return isinstance(entry, dict) and is_size(entry.get("bytes")) and isinstance(entry.get("sha256"), str)
 
@@ -252,4 +261,4 @@ def dotted(toml: str) -> dict[str, Any]:
             )
         return found
 
-    return values(tomllib.loads(toml), "")
+    return values(parse_toml(toml), "")

@@ -6,7 +6,17 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval, Len, Lt
 
-from toolkit.config.types import ActsWith, LocalPath, NonNegative, Positive, PositiveFloat, Size, Table
+from toolkit.config.types import (
+    MAX_CLASSES,
+    ActsWith,
+    LocalPath,
+    NonNegative,
+    Patterns,
+    Positive,
+    PositiveFloat,
+    Size,
+    Table,
+)
 
 _WITH_ADAPTER = ActsWith("finetune.adapter", ("lora", "prefix_tuning", "llama_adapter"), refused=True)
 _BLOCK_LINEARS = ["wq", "wv"]
@@ -21,7 +31,7 @@ class LoRA(Table):
     """The update is scaled by alpha / rank."""
     dropout: Annotated[float, Interval(ge=0), Lt(1)] = 0.0
     """Part of the inputs of an update that is zeroed in training. Above 0 the curve depends on the mesh."""
-    target_modules: list[str] = _BLOCK_LINEARS
+    target_modules: Patterns = _BLOCK_LINEARS
     """Linear layers to update: names (wq, wk, wv, wo, w1, w2, w3, or q_proj and the like), patterns of whole
     names such as layers.3.*, or all-linear, which is all but the head."""
     use_rslora: bool = False
@@ -64,7 +74,7 @@ class Classification(Table):
     """A head that says to which of some classes a text belongs, in place of the vocabulary's, and is trained
     on rows of a text and a label."""
 
-    num_labels: NonNegative = 0
+    num_labels: Annotated[int, Interval(ge=0, le=MAX_CLASSES)] = 0
     """Classes, two or more; 0 is a language model."""
     hidden_sizes: Annotated[list[Size], Len(max_length=8), _CLASSES] = []
     """Sizes of fully connected layers before the scores, SiLU behind each. Hugging Face has none."""
@@ -105,9 +115,9 @@ class Finetune(Table):
     objective: Literal["sft", "dpo"] = "sft"
     """sft: the next token; dpo: that chosen answers become more probable than rejected ones, as seen from the
     model without its adapter, on data of the format preference."""
-    trainable: list[str] = []
+    trainable: Patterns = []
     """Patterns of names of parameters to train, such as *norm.weight or tok_embeddings.*; empty is all."""
-    frozen: list[str] = []
+    frozen: Patterns = []
     """Patterns of names of parameters not to train."""
     freeze_first_layers: NonNegative = 0
     """Blocks not to train, counted from the first; with them the embedding is frozen."""

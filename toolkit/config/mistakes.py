@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Interval, Le, Lt
+from annotated_types import Ge, Gt, Interval, Le, Len, Lt, MaxLen
 
 from toolkit.config.schema import Field, find_field
 from toolkit.config.toml import Path, Setting, key_lines
@@ -82,7 +82,7 @@ def _in_words(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
         alternatives = [json.dumps(choice) for choice in arguments]
         return alternatives[0] if len(alternatives) == 1 else f"one of {', '.join(alternatives)}"
     if origin is list:
-        return f"a list of {_plural(arguments[0])}"
+        return f"a list of {_plural(arguments[0])}{_length(metadata)}"
     if origin is dict:
         return 'a table of strings, such as {a = "b"}'
     return _WORDS[annotation] + _bounds(metadata)
@@ -97,6 +97,11 @@ def _plural(annotation: Any) -> str:
         inner, *metadata = typing.get_args(annotation)
         return _plural(inner) + _bounds(tuple(metadata))
     return _PLURALS[annotation]
+
+
+def _length(metadata: tuple[Any, ...]) -> str:
+    longest = [mark.max_length for mark in metadata if isinstance(mark, Len | MaxLen)]
+    return f", at most {longest[0]:,}" if longest else ""
 
 
 def _bounds(metadata: tuple[Any, ...]) -> str:

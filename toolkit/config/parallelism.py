@@ -15,6 +15,7 @@ from toolkit.config.types import (
     Fraction,
     LocalPath,
     NonNegative,
+    Patterns,
     Positive,
     Table,
 )
@@ -178,7 +179,7 @@ class Float8Linear(Table):
     """Compute all scales of the parameters at once after each step."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     """Granularity of the scales."""
-    filter_fqns: list[str] = []
+    filter_fqns: Patterns = []
     """Modules to leave alone, by parts of their names."""
     emulate: bool = False
     """Compute in higher precision what float8 would give, on devices without it."""

@@ -8,24 +8,18 @@ before the fault, which is enough to name a key given twice.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.compat import tomllib
 from toolkit.config.local_paths import path_problem, read_text
 from toolkit.config.schema import find_field, find_table, is_group
+from toolkit.config.toml_text import LEXEMES, MAX_DEPTH, MAX_LENGTH, parse_toml
 from toolkit.errors import Problem
 
 _EXTENDS = "extends"
-_MAX_BYTES = 1_000_000  # of a file; the longest configuration written out has some 20,000
 _MAX_FILES = 100  # that extend one another
 _MAX_PROBLEMS = 100  # nobody reads more, and each looks for what was meant
-_LINE_ENDS = re.compile(
-    r'''"""(?:\\.|[^\\])*?"{3,5}|\'{3}.*?\'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*|[][{}\n]''', re.DOTALL
-)
-"""Brackets and ends of lines, and what may hold some that are none: strings and comments."""
 Path = tuple[str, ...]
 Origin = Callable[[Path], str]
 
@@ -67,7 +61,7 @@ def _read(path: str, named_by: Problem, children: tuple[str, ...]) -> Layer:
             "remove one of these extends",
         )
     try:
-        text = read_text(path, at_most=_MAX_BYTES)
+        text = read_text(path, at_most=MAX_LENGTH)
     except FileNotFoundError:
         from toolkit.config.mistakes import similar_file
 
@@ -75,8 +69,8 @@ def _read(path: str, named_by: Problem, children: tuple[str, ...]) -> Layer:
     except OSError as error:
         return misnamed(f"{path} cannot be read: {error.strerror}", "give the name of a readable TOML file")
     try:
-        document = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
+        document = parse_toml(text)
+    except ValueError as error:
         from toolkit.config.mistakes import syntax_problem
 
         return Layer(problems=[syntax_problem(path, text, error)])
@@ -147,14 +141,14 @@ def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """(first line, text, content) of each statement up to the first fault; comments and blanks are none."""
     text = text.replace("\r\n", "\n") + "\n"  # TOML knows no other ends of a line
     start = line = depth = 0
-    for found in _LINE_ENDS.finditer(text):
+    for found in LEXEMES.finditer(text):
         depth += (found[0] in "[{") - (found[0] in "]}")
         if found[0] != "\n" or depth > 0:
             continue
         statement = text[start : found.start()]
         try:
-            content = tomllib.loads(statement)
-        except (ValueError, RecursionError):
+            content = parse_toml(statement)
+        except ValueError:
             return
         if content:
             yield line + 1, statement, content
@@ -164,7 +158,7 @@ def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
 def _leaves(content: dict[str, Any], prefix: Path) -> Iterator[Path]:
     for name, value in content.items():
         path = (*prefix, name)
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and len(path) < MAX_DEPTH:
             yield from _leaves(value, path)
         else:
             yield path

@@ -21,6 +21,7 @@ from toolkit.config.types import (
     Name,
     NonNegative,
     NonNegativeFloat,
+    Patterns,
     Positive,
     PositiveFloat,
     RefusedValues,
@@ -128,7 +129,7 @@ class Optimizer(Table):
     """Added to the denominator of the update."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay."""
-    no_decay: list[str] = []
+    no_decay: Patterns = []
     """Parameters without weight decay, by patterns of their names such as *norm.weight."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """How the update is computed; fused is the fastest."""

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from toolkit.compat import tomllib
+from toolkit.config.toml_text import parse_toml
 from toolkit.config.types import NONE
 
 
@@ -61,10 +61,7 @@ _READERS: dict[Any, Callable[[str], object]] = {
 
 def _read_list(text: str, element: Any) -> list[Any]:
     if text.lstrip().startswith("["):
-        try:
-            value: list[Any] = tomllib.loads(f"value = {text}")["value"]
-        except (ValueError, RecursionError) as error:
-            raise ValueError(text) from error
+        value: list[Any] = parse_toml(f"value = {text}")["value"]
         return value
     if typing.get_origin(element) is list:
         raise ValueError(text)
@@ -74,10 +71,7 @@ def _read_list(text: str, element: Any) -> list[Any]:
 def _read_table(text: str) -> dict[str, Any]:
     """``name=value,…``, or an inline table of TOML."""
     if text.lstrip().startswith("{"):
-        try:
-            table: dict[str, Any] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(text) from error
+        table: dict[str, Any] = parse_toml(f"value = {text}")["value"]
         return table
     pairs = [item.partition("=") for item in text.split(",")] if text else []
     if not all(name.strip() and equals for name, equals, _ in pairs):

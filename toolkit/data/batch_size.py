@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from toolkit.errors import divisors
+
 
 @dataclass(frozen=True)
 class BatchShape:
@@ -26,5 +28,5 @@ def batch_shape(*, global_batch_size: int, local_batch_size: int, dp: int) -> Ba
     if global_batch_size % dp:
         return None
     rows = global_batch_size // dp
-    local = max(size for size in range(1, min(local_batch_size, rows) + 1) if rows % size == 0)
+    local = max(size for size in divisors(rows) if size <= local_batch_size)
     return BatchShape(global_batch_size, local, rows // local)

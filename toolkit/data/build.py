@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,7 +50,7 @@ def tokenizer_place(config: Config) -> Path:
         DataError: the copy cannot be made.
     """
     options = config.model
-    place = Path(options.tokenizer_path or options.hf_assets_path).expanduser()
+    place = Path(os.path.expanduser(options.tokenizer_path or options.hf_assets_path))
     tokens, asked = options.additional_special_tokens, config.data.chat_template
     if not tokens and not asked:
         return place

@@ -8,9 +8,11 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from toolkit.data.corpus import SourceError
-from toolkit.errors import Problem
+from toolkit.errors import Problem, first_few
 
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|[{}]")
+
+_SHOWN = 20
 
 
 class Template(NamedTuple):
@@ -40,7 +42,7 @@ def template_for(text_column: str, there: Collection[str], where: str) -> Templa
     if not missing:
         return template
     which = "no such column" if missing == [text_column] else f"no column {missing[0]!r}"
-    names = ", ".join(map(repr, there)) or "none"
+    names = first_few(list(map(repr, there)), _SHOWN) or "none"
     fix = 'set data.text_column to the one that holds the text, or to a template such as "{title}\\n{body}"'
     raise SourceError(Problem(f"{where} has {which}; it has {names}", fix, "text_column", text_column))
 

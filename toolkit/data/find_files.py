@@ -15,6 +15,7 @@ from toolkit.errors import ConfigError, Problem, closest
 TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".txt.gz", ".jsonl.gz", ".json.gz")
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
 _LIKE_AN_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+MAX_RECURSIVE, MAX_PARTS = 3, 100  # of a glob
 MAX_ENTRIES = 500_000  # of a folder that is searched, folders included
 
 
@@ -70,7 +71,7 @@ def _find_item(item: str, split: str, *, any_suffix: bool) -> list[Path]:
     elif os.path.exists(place):
         found = [place]
     elif glob.has_magic(item):
-        matches = _matches(str(place), item)
+        matches = _matches(str(_simple(place, item)), item)
         found = sorted(Path(match) for match in matches if not os.path.isdir(match))
         if not found:
             raise _path_error(item, "no file matches this pattern", "check the pattern")
@@ -91,8 +92,8 @@ def _find_item(item: str, split: str, *, any_suffix: bool) -> list[Path]:
 
 def _is_saved_dataset(place: Path) -> bool:
     """Say if ``save_to_disk`` wrote this folder."""
-    one = (place / "state.json").is_file() and (place / "dataset_info.json").is_file()
-    return one or (place / "dataset_dict.json").is_file()
+    one = all(os.path.isfile(place / name) for name in ("state.json", "dataset_info.json"))
+    return one or os.path.isfile(place / "dataset_dict.json")
 
 
 def _walk(top: Path) -> Iterator[Path]:
@@ -122,6 +123,23 @@ def _folders(top: str | Path, item: str) -> Iterator[tuple[str, list[str]]]:
         seen.add((status.st_dev, status.st_ino))
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield here, names
+
+
+def _simple(pattern: Path, item: str) -> Path:
+    """``pattern`` without ** beside **, which name nothing more.
+
+    Raises:
+        SourceError: it has so many parts that looking for all of them would not end.
+    """
+    parts = [
+        part
+        for part, before in zip(pattern.parts, ("", *pattern.parts), strict=False)
+        if part != "**" or before != "**"
+    ]
+    if parts.count("**") > MAX_RECURSIVE or len(parts) > MAX_PARTS:
+        rule = f"a pattern has at most {MAX_RECURSIVE} times ** and {MAX_PARTS} parts"
+        raise _path_error(item, rule, "name the folder that holds the text")
+    return Path(*parts)
 
 
 def _matches(pattern: str, item: str) -> Iterator[str]:

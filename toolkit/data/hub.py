@@ -42,7 +42,10 @@ def saved_files(folder: Path, split: str) -> list[Path]:
                 raise _no_split(split, splits)
             folder = folder / split
         state = read_object(folder / "state.json")
-        files = [folder / entry["filename"] for entry in state["_data_files"]]
+        names = [entry["filename"] for entry in state["_data_files"]]
+        if strange := [name for name in names if name != Path(name).name or not name.endswith(".arrow")]:
+            raise ValueError(f"{shown(strange[0])} is no Arrow file beside its state.json")
+        files = [folder / name for name in names]
     except SourceError:
         raise
     except (OSError, ValueError, KeyError, TypeError, DataError) as error:

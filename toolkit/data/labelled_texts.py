@@ -39,7 +39,7 @@ class LabelledTexts:
         """The columns to read. Raises SourceError for one that is not ``there``; it says ``where``."""
         texts = template_for(self.text_column, there, where).columns
         if self.label_column not in there:
-            names = ", ".join(map(repr, there)) or "none"
+            names = first_few(list(map(repr, there)), 20) or "none"
             rule = f"{where} has no column {self.label_column!r}; it has {names}"
             fix = "set finetune.classification.label_column to the one that holds the class"
             raise SourceError(Problem(rule, fix, "label_column", self.label_column))

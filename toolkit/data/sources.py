@@ -73,7 +73,7 @@ def problem_of(error: DataError, path: str | None) -> Problem:
 def choices_read(name: str, path: str | None) -> set[str]:
     """Which of "subset" and "split" mean something for a corpus."""
     if path is not None:
-        return {"split"} if Path(os.path.expanduser(path), "dataset_dict.json").is_file() else set()
+        return {"split"} if os.path.isfile(Path(os.path.expanduser(path), "dataset_dict.json")) else set()
     return set() if name in EMBEDDED else {"subset", "split"}
 
 

@@ -5,6 +5,7 @@ It names its base: by a place, and by a fingerprint where it was trained here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -98,7 +99,7 @@ def open_adapter(
     Raises:
         DataError, CheckpointError: there is none, it is damaged, or it is one of another model.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     found = find_adapter(folder)
     if found is None:
         raise DataError(
@@ -163,7 +164,7 @@ def open_adapted(
     Raises:
         DataError, CheckpointError: see :func:`toolkit.weights.open.open_weights` and :func:`open_adapter`.
     """
-    adapter = find_adapter(Path(path).expanduser())
+    adapter = find_adapter(Path(os.path.expanduser(path)))
     if adapter is None:
         return open_weights(path, verify=verify, ranks=ranks), None
     place = base_place(adapter)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 
 from toolkit.config.finetune import Finetune
+from toolkit.config.name_patterns import fits, idle
 from toolkit.models.common.args import ModelArgs, is_classifier_head
 from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.registry import spec
@@ -47,9 +47,9 @@ def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> s
     def is_trained(name: str) -> bool:
         if is_added(name):
             return True
-        asked = not (options.adds or options.trainable) or _fits(name, options.trainable)
+        asked = not (options.adds or options.trainable) or fits(name, options.trainable)
         asked = asked or (options.adds and is_classifier_head(name, args))
-        if not asked or _fits(name, options.frozen):
+        if not asked or fits(name, options.frozen):
             return False
         if name.startswith("layers."):
             return first <= int(name.split(".", 2)[1]) < last
@@ -72,14 +72,24 @@ def describe_trained(args: ModelArgs, options: Finetune, *, bytes_each: int = 0)
     return f"{trained:,} of {total:,} parameters ({trained / total:.3%}){size}"
 
 
-def _fits(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def lora_targets(args: ModelArgs, options: Finetune) -> list[str]:
-    """Names of the linear layers that LoRA updates, in the model's order."""
-    patterns = options.lora.target_modules
-    return [module for module in linear_layers(args) if any(targets(args, it, module) for it in patterns)]
+    """Names of the linear layers that LoRA updates, in the model's order.
+
+    They are named by the last part, ours or Hugging Face's, or by a pattern of all of it.
+    """
+    patterns, theirs = options.lora.target_modules, hf_linear_names(args)
+    asked = {ours for ours, name in theirs.items() if {ours, name, ALL_LINEAR} & set(patterns)}
+    return [
+        module
+        for module in linear_layers(args)
+        if module.rpartition(".")[2] in asked or fits(module, patterns)
+    ]
+
+
+def idle_targets(args: ModelArgs, patterns: Iterable[str]) -> list[str]:
+    """The first of ``patterns`` that are none of the linear layers."""
+    known = {ALL_LINEAR, *(name for pair in hf_linear_names(args).items() for name in pair)}
+    return idle((pattern for pattern in patterns if pattern not in known), linear_layers(args))
 
 
 def linear_layers(args: ModelArgs) -> list[str]:
@@ -87,12 +97,6 @@ def linear_layers(args: ModelArgs) -> list[str]:
     shapes = parameter_shapes(args)
     blocks = [name for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2]
     return [name.removesuffix(".weight") for name in blocks]
-
-
-def targets(args: ModelArgs, pattern: str, module: str) -> bool:
-    """Say if ``pattern`` stands for ``module``: by its last name, ours or Hugging Face's, or by all of it."""
-    last = module.rpartition(".")[2]
-    return pattern in (ALL_LINEAR, last, hf_linear_names(args)[last]) or fnmatchcase(module, pattern)
 
 
 def hf_linear_names(args: ModelArgs) -> Mapping[str, str]:

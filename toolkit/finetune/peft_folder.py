@@ -11,6 +11,7 @@ alone: ours are PEFT's keys turned back by n positions.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -97,8 +98,8 @@ def write_peft(
 def _base_name(base: Mapping[str, str] | None) -> str | None:
     """The name that PEFT loads the base by: the full one of a folder that is there; else as it was called."""
     place = (base or {}).get("place", "")
-    if Path(place).expanduser().is_dir():
-        return str(Path(place).expanduser().resolve())
+    if Path(os.path.expanduser(place)).is_dir():
+        return str(Path(os.path.expanduser(place)).resolve())
     return None if not place or place.startswith("seed ") else place
 
 

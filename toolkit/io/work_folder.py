@@ -23,8 +23,10 @@ def work_folder(final: Path, plan: object) -> Path:
 
 
 def state_of(folder: Path) -> list[tuple[str, int, int]]:
-    """A plan's record of the files in a folder that is read: a change of any is another plan."""
-    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    """A plan's record of the files in a folder that is read: a change of any is another plan. No folder has
+    none."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    found = [(path.name, path.stat()) for path in paths if path.is_file()]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
 

@@ -8,9 +8,11 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from toolkit.config.types import MAX_RANKS
 from toolkit.errors import ConfigError, Problem
 from toolkit.hardware import cores
 
+_DIGITS = 18
 SUPERVISED = "TOOLKIT_SUPERVISED"
 """Set for ranks whose launcher asks them where they are, and tells the user."""
 QUESTION = signal.SIGUSR2
@@ -24,6 +26,11 @@ def environment_error(name: str, value: str, rule: str, fix: str = "") -> Config
     )
 
 
+def is_number(text: str) -> bool:
+    """Say if ``text`` is a whole number from 0 on, of no more digits than a number of things has."""
+    return text.isdecimal() and len(text) <= _DIGITS
+
+
 def whole_number(
     environ: Mapping[str, str], name: str, default: int, least: int, most: float = math.inf
 ) -> int:
@@ -35,7 +42,7 @@ def whole_number(
     text = environ.get(name, "").strip()
     if not text:
         return default
-    if not text.isdecimal() or not least <= int(text) <= most:
+    if not is_number(text) or not least <= int(text) <= most:
         bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
         raise environment_error(name, text, f"{name} is a whole number {bounds}")
     return int(text)
@@ -63,7 +70,7 @@ def rank_environment(environ: Mapping[str, str]) -> RankEnvironment:
         ConfigError: they are no such numbers, or one of several ranks does not know its own or where
             they meet.
     """
-    world_size = whole_number(environ, "WORLD_SIZE", 1, 1)
+    world_size = whole_number(environ, "WORLD_SIZE", 1, 1, MAX_RANKS)
     rank = whole_number(environ, "RANK", 0, 0)
     if rank >= world_size:
         raise environment_error("RANK", str(rank), f"with WORLD_SIZE = {world_size} it is below {world_size}")
@@ -90,7 +97,7 @@ def shown_ranks(environ: Mapping[str, str], world_size: int, default: str) -> li
         ConfigError: it is no list of ranks, or has none of the ``world_size`` that there are.
     """
     shown = environ.get("LOG_RANK", "").strip() or default
-    if not all(item.strip().isdecimal() for item in shown.split(",")):
+    if not all(is_number(item.strip()) for item in shown.split(",")):
         raise environment_error("LOG_RANK", shown, "LOG_RANK is a list of ranks such as 0,1")
     ranks = sorted({int(item) for item in shown.split(",") if int(item) < world_size})
     if not ranks:

@@ -10,6 +10,7 @@ one that hangs. Needs no torch: launchers read them.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +30,7 @@ POLL_SECONDS = 0.2
 
 def traces_prefix(job: Job, comm: Comm) -> Path:
     """The beginning of the names of the files in which ranks tell of failed collectives."""
-    return Path(job.dump_folder).expanduser() / comm.save_traces_folder / comm.save_traces_file_prefix
+    return Path(os.path.expanduser(job.dump_folder)) / comm.save_traces_folder / comm.save_traces_file_prefix
 
 
 @dataclass(frozen=True)

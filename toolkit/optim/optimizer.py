@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from toolkit.config.name_patterns import fits
 from toolkit.config.training import Optimizer as OptimizerOptions
 from toolkit.distributed.dtensor import clean_name
 
@@ -36,7 +36,7 @@ def parameter_groups(
     for wrapped_name, parameter in parameters:
         name = clean_name(wrapped_name)
         if parameter.requires_grad:
-            spared = any(fnmatchcase(name, pattern) for pattern in no_decay)
+            spared = fits(name, no_decay)
             groups[0.0 if spared else weight_decay].append((name, parameter))
     if not any(groups.values()):  # a pipeline stage whose blocks are all frozen
         return [{"params": [], "weight_decay": weight_decay}]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from toolkit import preflight
 from toolkit.config import Config
+from toolkit.config.types import MAX_RANKS
 from toolkit.errors import EXIT_FINISHED, ConfigError, one_line
 from toolkit.hardware import Hardware, detect
 from toolkit.launcher.environment import shown_ranks, whole_number
@@ -86,10 +87,10 @@ def _needed(run: PlannedRun) -> list[str]:
 
 def world_size(environ: Mapping[str, str], device: str) -> int:
     """NGPU × NNODES as of a launch, else WORLD_SIZE as of torchrun, else what is here."""
-    here = detect(device).count
+    here, most = detect(device).count, MAX_RANKS
     if environ.get("NGPU") or environ.get("NNODES"):
-        return whole_number(environ, "NGPU", here, 1) * whole_number(environ, "NNODES", 1, 1)
-    return whole_number(environ, "WORLD_SIZE", here, 1)
+        return whole_number(environ, "NGPU", here, 1, most) * whole_number(environ, "NNODES", 1, 1, most)
+    return whole_number(environ, "WORLD_SIZE", here, 1, most)
 
 
 def target(environ: Mapping[str, str], device: str) -> Hardware:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from toolkit import preflight
 from toolkit.config import load_config
+from toolkit.config.types import MAX_RANKS
 from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, report
 from toolkit.hardware import detect
 from toolkit.io import standard_streams
-from toolkit.launcher.environment import whole_number
+from toolkit.launcher.environment import is_number, whole_number
 
 _WORLD_SIZE = "--world-size"
 
@@ -24,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
             words = ["--job.config_file", *words]
         config = load_config(words)
         hardware = detect(config.training.device)
-        world_size = world_size or whole_number(os.environ, "WORLD_SIZE", hardware.count, 1)
+        world_size = world_size or whole_number(os.environ, "WORLD_SIZE", hardware.count, 1, MAX_RANKS)
         preflight.raise_problems(config, world_size=world_size, hardware=hardware)
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)
@@ -44,10 +45,10 @@ def _world_size(argv: Sequence[str]) -> tuple[int | None, list[str]]:
         return None, words
     place = words.index(_WORLD_SIZE)
     text = words[place + 1] if place + 1 < len(words) else ""
-    if not text.isdecimal() or int(text) < 1:
+    if not is_number(text) or not 1 <= int(text) <= MAX_RANKS:
         raise ConfigError(
             Problem(
-                "must be a whole number of at least 1",
+                f"must be a whole number from 1 to {MAX_RANKS}",
                 f"for example {_WORLD_SIZE} 8",
                 _WORLD_SIZE,
                 text,

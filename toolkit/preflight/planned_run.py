@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -222,8 +221,3 @@ def note(tell: Note) -> Note:
     """Register a function of a :class:`PlannedRun` that says what is allowed but may surprise."""
     NOTES.append(tell)
     return tell
-
-
-def divisors(value: int) -> list[int]:
-    small = [divisor for divisor in range(1, math.isqrt(value) + 1) if value % divisor == 0]
-    return sorted({*small, *(value // divisor for divisor in small)})

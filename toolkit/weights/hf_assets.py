@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,7 @@ def tokenizer_of(source: WeightSource) -> Path | None:
             trained.get("model.tokenizer_path"),
             trained.get("model.hf_assets_path"),
         ]
-        places = [Path(name).expanduser() for name in named if name]
+        places = [Path(os.path.expanduser(name)) for name in named if name]
         found = next((place for place in places if _has_tokenizer(place)), None)
         tokens, template = trained.get("model.additional_special_tokens", ()), _template(trained)
         if found is None or not (tokens or template):

@@ -62,6 +62,8 @@ class MetaFolder:
         parts = [_read_part(path) for path in _part_files(place)]
         _check_alike(place, parts)
         first = parts[0]
+        if not all(place.shape for part in parts for place in part.values()):
+            raise DataError(f"{place} is of no such model: it holds numbers beside tensors")
         if _EMBEDDING not in first or "norm.weight" not in first:
             raise DataError(f"{place} is of no such model: {_EMBEDDING} or norm.weight is missing")
         by_rows = (

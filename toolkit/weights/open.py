@@ -128,7 +128,7 @@ def open_weights(path: Path | str, *, verify: bool = True, ranks: Ranks | None =
     Raises:
         DataError, CheckpointError: there are none, or their headers, config or manifest are unusable.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     step = find_checkpoint(folder)
     if step is not None:
         manifest, metadata = open_checkpoint(step, verify=verify, ranks=ranks)

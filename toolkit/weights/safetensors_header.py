@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,8 +145,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, of which Python alone would keep the last of two equal keys."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+        often = Counter(name for name, _ in pairs)
+        raise ValueError(f"{shown(often.most_common(1)[0][0], str)} is there twice")
     return found
 
 

@@ -10,6 +10,7 @@ cannot end its turn. BOS comes from the format, once, and from nowhere else.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def _template(asked: str) -> tuple[str, str]:
     """Name and text of a template, which is given itself or by its file."""
     if "{{" in asked or "{%" in asked:
         return "given", asked
-    path = Path(asked).expanduser()
+    path = Path(os.path.expanduser(asked))
     if not path.is_file():
         raise DataError(
             f"chat format {asked!r}: there is no such format or file\n"

@@ -9,9 +9,11 @@ nothing of ours.
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 import weakref
@@ -24,8 +26,12 @@ import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-SECONDS = 10.0
-"""For a dialog; the longest take some milliseconds."""
+SECONDS = 10
+"""Time of a processor for a dialog; the longest take some milliseconds."""
+SECONDS_TO_COMPILE = 2
+"""The longest templates that models have take some hundredths."""
+_PATIENCE = 20
+"""Times as long that is waited for a machine that does other things."""
 MEMORY_BYTES = 1 << 30
 """Limit of the process, some 50 MB of which are Python's and jinja's."""
 MAX_TEXT = 50_000_000
@@ -64,7 +70,7 @@ class LimitedTemplate:
         """
         if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
             self._start()
-        return self._ask(values)["text"]
+        return self._ask(values, SECONDS)["text"]
 
     def _start(self) -> None:
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -79,26 +85,25 @@ class LimitedTemplate:
         self._owner = os.getpid()
         weakref.finalize(self, self._process.kill)
         day = self._day.isoformat() if self._day else None
-        self.used = set(self._ask({"source": self._source, "day": day})["used"])
+        self.used = set(self._ask({"source": self._source, "day": day}, SECONDS_TO_COMPILE)["used"])
 
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, values: dict[str, Any], seconds: int) -> dict[str, Any]:
         process = self._process
         assert process is not None and process.stdin and process.stdout
-        ready: list[Any] = [process]
         try:
-            process.stdin.write(json.dumps(question, default=str).encode() + b"\n")
+            process.stdin.write(json.dumps([seconds, values], default=str).encode() + b"\n")
             process.stdin.flush()
-            ready, _, _ = select.select([process.stdout], [], [], SECONDS)
+            ready, _, _ = select.select([process.stdout], [], [], seconds * _PATIENCE)
             reply = json.loads(process.stdout.readline()) if ready else {}
-        except (OSError, ValueError):  # it has died, for want of memory or of stack
+        except (OSError, ValueError):  # it has died, for want of time, of memory or of stack
             reply = {}
         if reply and "error" not in reply:
             return reply
-        if "error" not in reply:
-            process.kill()
-            process.wait()
-        limit = f"{MEMORY_BYTES >> 20:,} MiB" if ready else f"{SECONDS:g} s"
-        raise RenderError(reply.get("error", f"it takes more than {limit}"))
+        if "error" in reply:
+            raise RenderError(reply["error"])
+        process.kill()
+        late = process.wait() == -signal.SIGXCPU or not ready
+        raise RenderError(f"it takes more than {f'{seconds} s' if late else f'{MEMORY_BYTES >> 20:,} MiB'}")
 
 
 def _environment(day: datetime | None) -> ImmutableSandboxedEnvironment:
@@ -140,12 +145,21 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def _limit_seconds(seconds: int) -> None:
+    """End this process when it has computed for so much longer."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + seconds, resource.RLIM_INFINITY)
+    )
+
+
 def _serve() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     template = None
     for line in sys.stdin:
-        question = json.loads(line)
+        seconds, question = json.loads(line)
+        _limit_seconds(seconds)
         try:
             if template is None:
                 day = question["day"] and datetime.fromisoformat(question["day"])

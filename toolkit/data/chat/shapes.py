@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from toolkit.data.corpus import PREFERENCE, SourceError
-from toolkit.errors import DataError, Problem, did_you_mean, either
+from toolkit.errors import DataError, Problem, did_you_mean, either, first_few, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 _SHAREGPT_ROLES = {
@@ -36,6 +36,7 @@ _NAMES = {
 FORMATS = tuple(name for name in _NAMES if name != PREFERENCE)
 """Those of which a row is one conversation."""
 _OPTIONAL = ("input", "system")
+_SHOWN = 20
 _OF_MESSAGES = ("role", "content", "from", "value")
 
 
@@ -86,7 +87,7 @@ class Shape:
             if column not in there and (name not in self._optional or name in chosen)
         ]
         if missing:
-            names = ", ".join(map(repr, there)) or "none"
+            names = first_few(list(map(repr, there)), _SHOWN) or "none"
             column, example = wanted[missing[0]], next(iter(there), "name")
             rule = f"{where} has no column {column!r}, which format {self.format} reads; it has {names}"
             fix = f'set data.columns, such as {{{missing[0]} = "{example}"}}, or another data.format'
@@ -151,7 +152,7 @@ class Shape:
             if not isinstance(item, Mapping):
                 raise DataError(f"{at}: it is {_kind(item)}\n  fix:  each message must be an object")
             if self.names[role] not in item:
-                there = ", ".join(map(repr, item)) or "none"
+                there = first_few(list(map(repr, item)), _SHOWN) or "none"
                 raise DataError(
                     f"{at} has no key {self.names[role]!r}; it has {there}\n  fix:  name the key of the role "
                     f'in data.columns, such as {{{role} = "{next(iter(item), "name")}"}}'
@@ -159,7 +160,7 @@ class Shape:
             message = {str(keys.get(key, key)): held for key, held in item.items() if held is not None}
             if (weight := message.pop("weight", 1)) not in (0, 1):
                 fix = "0 leaves the message out of the loss, 1 does not"
-                raise DataError(f"{at}: weight {weight!r}\n  fix:  {fix}")
+                raise DataError(f"{at}: weight {shown(weight)}\n  fix:  {fix}")
             unweighted |= {number} if weight == 0 else set()
             messages.append(message)
         return Conversation(messages, frozenset(unweighted))
@@ -171,9 +172,9 @@ class Shape:
         found = self._messages(self._value(row, "conversations"), "conversations", where)
         for number, message in enumerate(found.messages):
             said = message.get("role")
-            if said not in _SHAREGPT_ROLES:
+            if not isinstance(said, str) or said not in _SHAREGPT_ROLES:
                 raise DataError(
-                    f"{where}, message {number + 1}: {self.names['from']} is {said!r}\n"
+                    f"{where}, message {number + 1}: {self.names['from']} is {shown(said)}\n"
                     f"  fix:  {did_you_mean(str(said), _SHAREGPT_ROLES, f'use {either(_SHAREGPT_ROLES)}')}"
                 )
             message["role"] = _SHAREGPT_ROLES[said]
@@ -249,7 +250,7 @@ def _check(message: dict[str, Any], where: str) -> None:
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         fix = did_you_mean(str(role), ROLES, f"roles are {', '.join(ROLES)}")
-        raise DataError(f"{where}: role {role!r}\n  fix:  {fix}")
+        raise DataError(f"{where}: role {shown(role)}\n  fix:  {fix}")
     if isinstance(content, list):
         content = message["content"] = "".join(_part(part, where) for part in content)
     if content is None and message.get("tool_calls"):
@@ -277,7 +278,7 @@ def _part(part: Any, where: str) -> str:
         return part["text"]
     kind = part.get("type") if isinstance(part, Mapping) else None
     raise DataError(
-        f"{where}: a part of the content is {kind or _kind(part)!r}\n"
+        f"{where}: a part of the content is {shown(kind or _kind(part))}\n"
         "  fix:  only text can be trained on: remove it"
     )
 

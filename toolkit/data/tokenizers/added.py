@@ -55,7 +55,7 @@ def extended(
     key = hashlib.sha256(json.dumps([*tokens]).encode())
     for name in sorted(files):
         key.update(f"\0{name}\0{len(files[name])}\0".encode() + files[name])
-    folder = Path(cache_folder).expanduser().absolute() / "tokenizers" / key.hexdigest()[:32]
+    folder = Path(os.path.expanduser(cache_folder)).absolute() / "tokenizers" / key.hexdigest()[:32]
     if not folder.is_dir():
         ids = {name: number for number, name in enumerate(tokens, start=tokenizer.n_words)}
         if ids:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from toolkit.errors import ConfigError, Problem, nearest_multiple
+from toolkit.errors import ConfigError, Problem, divisors, nearest_multiple
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,10 @@ def _check_together(args: ModelArgs, *, derived_head_dim: bool) -> None:
         fix = f"model.head_dim = {args.head_dim + 1}, or change model.dim or model.n_heads"
         problems.append(Problem(rule, fix, "model.head_dim", args.head_dim))
     if args.n_heads % args.n_kv_heads:
-        divisors = [k for k in range(1, args.n_heads + 1) if args.n_heads % k == 0]
-        nearest = min(divisors, key=lambda k: abs(k - args.n_kv_heads))
+        possible = divisors(args.n_heads)
+        nearest = min(possible, key=lambda k: abs(k - args.n_kv_heads))
         rule = f"n_heads ({args.n_heads}) must be a multiple of n_kv_heads"
-        fix = f"model.n_kv_heads = {nearest} (possible: {', '.join(map(str, divisors))})"
+        fix = f"model.n_kv_heads = {nearest} (possible: {', '.join(map(str, possible))})"
         problems.append(Problem(rule, fix, "model.n_kv_heads", args.n_kv_heads))
     if problems:
         raise ConfigError(problems)

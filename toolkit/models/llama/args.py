@@ -13,7 +13,11 @@ from toolkit.models.common.args import ModelArgs, RopeScaling, takes_vocabulary
 
 
 def meta_ffn_dim(dim: int, multiplier: float, multiple_of: int) -> int:
-    """Meta's rule: two thirds of 4·dim, times the multiplier, rounded up to the multiple."""
+    """Meta's rule: two thirds of 4·dim, times the multiplier, rounded up to the multiple.
+
+    Raises:
+        OverflowError: it is beyond all numbers.
+    """
     return -(-int(multiplier * int(8 * dim / 3)) // multiple_of) * multiple_of
 
 

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.types import MAX_LAYERS
-from toolkit.io.json_fields import Fields, check_heads, read_object
+from toolkit.config.types import MAX_LAYERS, MAX_SIZE
+from toolkit.io.json_fields import Fields, check_heads, is_count, read_object
 from toolkit.models.common.args import ModelArgs, RopeScaling
 from toolkit.models.common.spec import PARAMS
 from toolkit.models.llama.args import PRESETS, meta_ffn_dim
@@ -153,7 +153,15 @@ def _spelled_out(fields: Fields, released: RopeScaling | None) -> RopeScaling:
 def _ffn_dim(fields: Fields, dim: int) -> int:
     if "hidden_dim" in fields.values:
         return fields.count("hidden_dim")
-    return meta_ffn_dim(dim, fields.positive("ffn_dim_multiplier", 1.0), fields.count("multiple_of", 256))
+    multiplier, multiple_of = fields.positive("ffn_dim_multiplier", 1.0), fields.count("multiple_of", 256)
+    try:
+        size = meta_ffn_dim(dim, multiplier, multiple_of)
+    except OverflowError:
+        size = 0
+    if not is_count(size, at_most=MAX_SIZE):
+        key = "ffn_dim_multiplier" if "ffn_dim_multiplier" in fields.values else "multiple_of"
+        fields.refuse(key, f"makes feed-forward layers that are not from 1 to {MAX_SIZE:,} wide")
+    return size
 
 
 def _ffn_rule(dim: int, ffn_dim: int) -> tuple[float | None, int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from toolkit.errors import Problem, either, nearest_multiple
-from toolkit.preflight.planned_run import PlannedRun, divisors, rule
+from toolkit.errors import Problem, divisors, either, nearest_multiple
+from toolkit.preflight.planned_run import PlannedRun, rule
 
 
 @rule()

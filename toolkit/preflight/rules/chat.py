@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from toolkit.config.schema import find_field
 from toolkit.data.build import CorpusOptions, corpora
 from toolkit.data.chat.shapes import unknown_names
@@ -94,7 +96,7 @@ def new_tokens_have_rows(run: PlannedRun) -> list[Problem]:
     key = "model.additional_special_tokens"
     tokens = run.config.model.additional_special_tokens
     problems = []
-    twice = [token for number, token in enumerate(tokens) if token in tokens[:number]]
+    twice = [token for token, times in Counter(tokens).items() if times > 1]
     if twice or not all(token.strip() for token in tokens):
         said = f"{twice[0]} is there twice" if twice else "a token without a name"
         problems.append(run.problem(key, said, "name each token once, such as <|prompter|>"))

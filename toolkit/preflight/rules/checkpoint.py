@@ -41,7 +41,7 @@ def checkpoint_complete(run: PlannedRun) -> list[Problem]:
         return []
     broken = check_files(start.loaded, start.manifest["files"], verify=False)
     fix = f"take another checkpoint than {start.loaded}, or a copy of it"
-    return [run.problem(start.loaded_by, "; ".join(broken), fix)] if broken else []
+    return [run.problem(start.loaded_by, first_few(broken, 4), fix)] if broken else []
 
 
 @rule(CheckpointError)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from toolkit.data.build import corpora
 from toolkit.data.run_data import BASE_CORPUS
 from toolkit.errors import Problem
@@ -23,7 +25,7 @@ def classes_fit(run: PlannedRun) -> list[Problem]:
     if len(names) != count:
         rule = f"names {len(names)} classes, and {_TABLE}.num_labels is {count}"
         return [run.problem(f"{_TABLE}.label_names", rule, "name each class once, in order")]
-    doubled = next((name for name in names if names.count(name) > 1 or not name), None)
+    doubled = next((name for name, times in Counter(names).items() if times > 1 or not name), None)
     if doubled is None:
         return []
     rule = f"{doubled!r} is the name of no single class"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from toolkit.config.finetune import Finetune
+from toolkit.config.name_patterns import idle
 from toolkit.config.schema import DEFAULT
 from toolkit.data.build import corpora
 from toolkit.data.corpus import PREFERENCE
@@ -18,9 +18,9 @@ from toolkit.finetune.parameters import (
     all_shapes,
     describe_trained,
     hf_linear_names,
+    idle_targets,
     linear_layers,
     lora_targets,
-    targets,
     trained_names,
 )
 from toolkit.finetune.peft_config import without_peft_form
@@ -52,8 +52,7 @@ def lora_has_targets(run: PlannedRun) -> list[Problem]:
         run.problem(
             _TARGETS, f'"{pattern}" is none of the linear layers', did_you_mean(pattern, names, "name one")
         )
-        for pattern in patterns
-        if not any(targets(args, pattern, layer) for layer in layers)
+        for pattern in idle_targets(args, patterns)
     ]
 
 
@@ -103,8 +102,7 @@ def patterns_match(run: PlannedRun) -> list[Problem]:
     problems = [
         run.problem(f"finetune.{key}", f'"{pattern}" matches no parameter', fix)
         for key in ("trainable", "frozen")
-        for pattern in getattr(options, key)
-        if not any(fnmatchcase(name, pattern) for name in names)
+        for pattern in idle(getattr(options, key), names)
     ]
     wanted = options.adapter != "lora" or lora_targets(run.model, options)  # else another rule tells
     if not problems and wanted and not trained_names(names, run.model, options):

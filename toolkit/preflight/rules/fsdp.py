@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from toolkit.config.precedence import is_set
-from toolkit.errors import Problem, did_you_mean
+from toolkit.errors import Problem, did_you_mean, divisors
 from toolkit.models.common.args import INNER_CLASSES, WRAP_CLASSES, ModelArgs, block_parameters
 from toolkit.parallel.dims import reshard_after_forward, strategy
-from toolkit.preflight.planned_run import PlannedRun, divisors, note, rule
+from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _REPLICATE = "parallelism.data_parallel_replicate_degree"
 _SHARD = "parallelism.data_parallel_shard_degree"

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 from toolkit.errors import Problem, closest, install
+from toolkit.launcher.environment import is_number
 from toolkit.preflight.installed import torch_before
 from toolkit.preflight.planned_run import PlannedRun, rule
 
@@ -25,7 +26,7 @@ _BACKENDS = (*_CHOOSING, "aot_eager_default_partitioner", "eager", "eager_noexce
 def selective_checkpointing(run: PlannedRun) -> list[Problem]:
     """``selective_ac_option`` is a stride over blocks, or by operator."""
     stride = run.config.activation_checkpoint.selective_ac_option
-    if stride == "op" or (stride.isdecimal() and int(stride) >= 1):
+    if stride == "op" or (is_number(stride) and int(stride) >= 1):
         return []
     return [
         run.problem(_STRIDE, 'must be a whole number of at least 1, in quotes, or "op"', 'for example "2"')

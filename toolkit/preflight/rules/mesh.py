@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from itertools import product
 
-from toolkit.errors import Problem
+from toolkit.errors import Problem, divisors
 from toolkit.parallel.dims import ParallelDims
-from toolkit.preflight.planned_run import PlannedRun, divisors, rule
+from toolkit.preflight.planned_run import PlannedRun, rule
 
 _SHOWN = 6
 _DEGREES = {

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from fnmatch import fnmatchcase
 
-from toolkit.errors import Problem, either, first_few
+from toolkit.config.name_patterns import fits
+from toolkit.errors import Problem, divisors, either, first_few
 from toolkit.finetune.parameters import NF4_BLOCK, all_shapes, linear_layers, trained_names
 from toolkit.models.common.args import ModelArgs
-from toolkit.preflight.planned_run import PlannedRun, divisors, note, rule
+from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _KEY = "finetune.lora.quantize_base"
 _TP = "parallelism.tensor_parallel_degree"
@@ -51,7 +51,7 @@ def quantized_is_frozen(run: PlannedRun) -> list[Problem]:
         return []
     weights = {f"{layer}.weight" for layer in linear_layers(run.model)}
     asked = sorted(trained_names(weights, run.model, options))
-    pattern = next((it for it in options.trainable for name in asked if fnmatchcase(name, it)), None)
+    pattern = next((it for it in options.trainable if asked and fits(asked[0], [it])), None)
     if pattern is None:
         return []
     rule = f'"{pattern}" asks for {asked[0]}, which {_KEY} = nf4 keeps in 4 bits: these take no updates'

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-
+from toolkit.config.name_patterns import idle
 from toolkit.errors import Problem, closest, first_few
 from toolkit.models.common.parameters import parameter_names
 from toolkit.preflight.planned_run import PlannedRun, note, rule
@@ -27,8 +26,7 @@ def no_decay_matches(run: PlannedRun) -> list[Problem]:
             f'"{pattern}" matches no parameter',
             _similar(pattern, kinds),
         )
-        for pattern in patterns
-        if not any(fnmatchcase(name, pattern) for name in names)
+        for pattern in idle(patterns, names)
     ]
 
 

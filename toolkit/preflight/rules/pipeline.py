@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -9,12 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from toolkit.config.precedence import is_set
-from toolkit.errors import Problem, did_you_mean, either, first_few
+from toolkit.errors import Problem, did_you_mean, divisors, either, first_few
 from toolkit.models.common.parameters import parameter_names
 from toolkit.parallel.dims import reshard_after_forward, strategy
 from toolkit.parallel.pipeline_schedules import BASES, SCHEDULES, Schedule, bubble, is_cut, module_names
 from toolkit.preflight.installed import torch_before
-from toolkit.preflight.planned_run import PlannedRun, divisors, note, rule
+from toolkit.preflight.planned_run import PlannedRun, note, rule
 from toolkit.preflight.rules.fsdp import units_in_blocks
 
 _DEGREE = "parallelism.pipeline_parallel_degree"
@@ -288,7 +289,7 @@ def base_has_a_file(run: PlannedRun) -> list[Problem]:
 
 def _schedule_file(run: PlannedRun) -> tuple[str, str]:
     """The text of the user's schedule, and why it cannot be read."""
-    path = Path(run.config.parallelism.pipeline_parallel_schedule_csv or "").expanduser()
+    path = Path(os.path.expanduser(run.config.parallelism.pipeline_parallel_schedule_csv or ""))
     if not path.is_file():
         return "", "there is no such file"
     try:

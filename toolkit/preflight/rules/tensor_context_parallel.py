@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 
-from toolkit.errors import Problem, either, nearest_multiple
+from toolkit.errors import Problem, divisors, either, nearest_multiple
+from toolkit.launcher.environment import is_number
 from toolkit.parallel.dims import takes_ring
-from toolkit.preflight.planned_run import PlannedRun, divisors, note, rule
+from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _TP = "parallelism.tensor_parallel_degree"
 _CP = "parallelism.context_parallel_degree"
@@ -145,4 +146,4 @@ def tensor_notes(run: PlannedRun) -> list[str]:
 def _ranks_of_a_node() -> int | None:
     """As torchrun says, or who asks for a launch: this machine may not be one of the run's."""
     said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("NGPU", "")
-    return int(said) if said.isdecimal() else None
+    return int(said) if is_number(said) else None
