@@ -68,12 +68,12 @@ METHODS: dict[str, tuple[str, ...]] = {
     "prefix tuning": (
         "--finetune.adapter=prefix_tuning",
         "--finetune.prefix_tuning.num_virtual_tokens=32",
-        "--optimizer.lr=1e-2",
+        "--optimizer.lr=5e-2",
     ),
     "LLaMA-Adapter": (
         "--finetune.adapter=llama_adapter",
         "--finetune.llama_adapter.adapter_len=32",
-        "--optimizer.lr=1e-2",
+        "--optimizer.lr=5e-2",
     ),
 }
 """Flags of each way of fine-tuning."""

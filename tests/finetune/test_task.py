@@ -1,4 +1,4 @@
-"""Parts of the benchmark that teaches a task: what is asked, and how answers are counted."""
+"""Parts of the benchmark that teaches a task: what is asked, how answers are counted, what is published."""
 
 from __future__ import annotations
 
@@ -94,3 +94,10 @@ def test_what_is_written_is_the_instruction_data_that_the_toolkit_reads(tmp_path
     [line] = (tmp_path / "a.jsonl").read_text().splitlines()
     roles = [message["role"] for message in json.loads(line)["messages"]]
     assert roles == ["user", "assistant"]
+
+
+def test_the_page_has_the_table_that_was_measured() -> None:
+    measured = (ROOT / "benchmarks/results/finetune_task.md").read_text()
+    table = [line for line in measured.splitlines() if line.startswith("|")]
+    assert len(table) == 3 + len(task.METHODS)
+    assert "\n".join(table) in (ROOT / "docs/fine_tuning.md").read_text()
