@@ -103,9 +103,10 @@ class Row:
     seconds: float
 
 
-def questions(seed: int = 0) -> tuple[list[Item], list[Item]]:
+def questions(seed: int = 1) -> tuple[list[Item], list[Item]]:
     """All questions to learn and all that are held out, each list in an order of its own: what is asked about
-    one set of words is in one of them, whatever the order of the words and the wording."""
+    one set of words is in one of them, whatever the order of the words and the wording. Learning rates, rank
+    and steps were chosen on those of seed 0."""
     rng = random.Random(seed)
     sets = [(topic, words) for topic in TOPICS for words in combinations(TOPICS[topic].split(), SHOWN)]
     rng.shuffle(sets)

@@ -134,7 +134,7 @@ def _initialize(
         return
     from toolkit.finetune.converters import added_init, settle
     from toolkit.finetune.parameters import added_shapes, is_added
-    from toolkit.pretrained import to_fill
+    from toolkit.weights.pretrained import to_fill
 
     shapes = added_shapes(args, config.finetune)
     new = [it for it in named if is_added(it[0]) or is_classifier_head(it[0], args)]

@@ -130,9 +130,9 @@ class Checkpointer:
         """Fill the model that an adapter is trained on, if not by the seed, and note which it is."""
         from toolkit.finetune.base import base_of
         from toolkit.finetune.converters import settle
-        from toolkit.pretrained import fill
         from toolkit.weights.load import open_alike
         from toolkit.weights.open import open_weights
+        from toolkit.weights.pretrained import fill
 
         model_parts, options = self._model_parts, self._options
         if folder := pretrained_folder(self._config):
@@ -145,7 +145,7 @@ class Checkpointer:
         self._base = self.manager.ranks.on_rank_0(lambda: base_of(self._config, self._about["model"]))
 
     def _load_hugging_face(self, folder: Path) -> None:
-        from toolkit.pretrained import load_hugging_face
+        from toolkit.weights.pretrained import load_hugging_face
 
         grown = self._config.model.vocab_size if self._config.model.additional_special_tokens else None
         broadcast = self._options.initial_load_broadcast

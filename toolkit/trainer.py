@@ -27,6 +27,7 @@ from toolkit.errors import (
     OutOfMemory,
     TrainingError,
 )
+from toolkit.io.run_folder import claim_folders
 from toolkit.launcher.signals import StopRequest
 from toolkit.launcher.time_limit import Deadline
 from toolkit.metrics.logger import MetricLogger
@@ -40,7 +41,6 @@ from toolkit.optim.lr_scheduler import cut_to_fit, learning_rate
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
-from toolkit.run_folder import claim_folders
 from toolkit.train_step import StepResult, TrainState, TrainStep
 
 if TYPE_CHECKING:

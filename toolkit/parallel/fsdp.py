@@ -80,9 +80,7 @@ def apply_fsdp(
         offload_policy=offload,
         reshard_after_forward=_reshard(when, last=True),
     )
-    if (
-        mesh.size() > 1
-    ):  # torch would still divide by 1 what is alone, through a copy of each unit's gradients
+    if mesh.size() > 1:  # what is alone torch would still divide, by 1 into a copy of each unit's gradients
         _sum_gradients(model)
     _spare_embeddings(units)
     _prefetch([model, *(unit[0] for unit in units)], parallelism)
