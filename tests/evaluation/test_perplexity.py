@@ -135,8 +135,12 @@ def test_recorded_losses(name: str) -> None:
     tokenizer, evaluator = needed_tokenizer(model), Evaluator(model.model, batch_size=4)
     length = model.args.max_seq_len
     loss = text_loss(evaluator, tokenizer, [reference["story"]], length=length)
-    assert loss.mean == pytest.approx(reference["story_loss"], abs=2e-6)
-    assert loss.perplexity == pytest.approx(math.exp(reference["story_loss"]), rel=2e-6)
+    # What was recorded, in fp32 too, is up to 2.7e-6 from the loss in fp64, which ours is within 2e-7 of.
+    assert loss.mean == pytest.approx(reference["story_loss"], abs=4e-6)
+    assert loss.perplexity == pytest.approx(math.exp(reference["story_loss"]), rel=4e-6)
+    precise = load_model(ASSETS / name / "hf", device=torch.device("cpu"), dtype=torch.float64)
+    exact = text_loss(Evaluator(precise.model, batch_size=4), tokenizer, [reference["story"]], length=length)
+    assert loss.mean == pytest.approx(exact.mean, abs=5e-7)
     assert loss.n_bytes == len(reference["story"].encode())
     assert loss.bits_per_byte == pytest.approx(loss.total / math.log(2) / loss.n_bytes)
     # What sees more of the text is not worse, and windows of 16 are.
@@ -146,7 +150,7 @@ def test_recorded_losses(name: str) -> None:
     recorded = reference["tinystories_first60_doc_aligned"]
     rows = [Row(ids[:1], ids[1:length]) for ids in _stories(tokenizer, 60)]
     found = evaluator.loss_of_rows(rows)
-    assert (found.tokens, found.mean) == (recorded["tokens"], pytest.approx(recorded["loss"], abs=2e-6))
+    assert (found.tokens, found.mean) == (recorded["tokens"], pytest.approx(recorded["loss"], abs=4e-6))
 
 
 @pytest.mark.parametrize(("add_bos", "first"), [(None, 3840), (False, 3841)])

@@ -24,6 +24,7 @@ from toolkit.parallel.dims import degrees
 from toolkit.parallel.init_weights import initial_rows
 from toolkit.parallel.mesh import build_mesh
 from toolkit.weights import load
+from toolkit.weights.pretrained import fill
 from toolkit.weights.source import Region, Stored
 
 
@@ -161,7 +162,7 @@ def _differing(folder: str, layout: str, broadcast: bool) -> dict[str, Any]:
 
     with patch.object(nf4, "quantize", watched), patch.object(load, "BLOCK_BYTES", BLOCK_BYTES):
         alone = broadcast and dist.get_rank() > 0
-        build.fill(parts, None if alone else source, broadcast=broadcast, group=dist.group.WORLD)  # type: ignore
+        fill(parts, None if alone else source, broadcast=broadcast, group=dist.group.WORLD)  # type: ignore
     return found | {"loaded": differing(source.whole.__getitem__), "at once": max(sizes)}
 
 

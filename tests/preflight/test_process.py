@@ -91,4 +91,4 @@ def test_debug_shows_the_traceback() -> None:
 @pytest.mark.parametrize("words", [["--world-size", "0"], ["--world-size=many"], ["--world-size"]])
 def test_world_size_is_a_number(words: list[str]) -> None:
     done, _ = python("-m", "toolkit.preflight", DEBUG_MODEL, *words)
-    assert done.returncode == 2 and "must be a whole number of at least 1" in done.stderr
+    assert done.returncode == 2 and "must be a whole number from 1 to 1000000" in done.stderr
