@@ -167,7 +167,8 @@ def test_recorded_loss_of_three_hundred_stories_in_windows(name: str) -> None:
     joined = [token for ids in _stories(needed_tokenizer(model), 300) for token in ids]
     windows = [joined[start : start + length + 1] for start in range(0, recorded["windows"] * length, length)]
     found = Evaluator(model.model, batch_size=4).loss_of_rows([Row(ids[:1], ids[1:]) for ids in windows])
-    assert found.mean == pytest.approx(recorded["loss"], abs=2e-6)
+    # Of stories15M the loss in fp64 is 4.4e-6 from what was recorded in fp32, and ours in fp32 6e-8 from it.
+    assert found.mean == pytest.approx(recorded["loss"], abs=6e-6)
 
 
 def _stories(tokenizer: Tokenizer, count: int) -> list[list[int]]:
