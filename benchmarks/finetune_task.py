@@ -63,7 +63,7 @@ METHODS: dict[str, tuple[str, ...]] = {
         "--finetune.lora.rank=5",
         "--finetune.lora.alpha=20",
         "--finetune.lora.target_modules=all-linear",
-        "--optimizer.lr=4e-3",
+        "--optimizer.lr=3e-3",
     ),
     "prefix tuning": (
         "--finetune.adapter=prefix_tuning",
