@@ -25,6 +25,7 @@ from toolkit.finetune.parameters import added_shapes, is_added
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.init import Init, init_rule
 from toolkit.models.common.parameters import parameter_shapes
+from toolkit.models.llama.state_dict_adapter import ADAPTER
 from toolkit.models.registry import resolve
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.init_weights import initialize
@@ -132,24 +133,12 @@ def ours(case: Case) -> Step:
 
 
 def _rule(name: str, args: ModelArgs) -> Init:
-    """How a parameter starts: an adapter's so that it changes what the model says from the first step on."""
+    """The start of a parameter: an adapter's changes what the model says from the first step on."""
     return Init(std=0.02) if is_added(name) else init_rule(name, args)
 
 
 # The peer
 
-_PARTS = {
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-_OUTSIDE = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 _ADDED = {"lora_a": "lora_A.default.weight", "lora_b": "lora_B.default.weight"}
 
 
@@ -233,11 +222,7 @@ def _fill(model: nn.Module, case: Case) -> None:
 
 def _their_name(name: str, shapes: dict[str, tuple[int, ...]], *, lora: bool) -> str:
     path, _, last = name.rpartition(".")
-    if path in _OUTSIDE:
-        theirs = _OUTSIDE[path]
-    else:
-        _, layer, part = path.split(".", 2)
-        theirs = f"model.layers.{layer}.{_PARTS[part]}"
+    theirs = ADAPTER.to_hf(f"{path}.weight").removesuffix(".weight")
     if not lora:
         return f"{theirs}.{last}"
     base = ".base_layer" if last == "weight" and f"{path}.lora_a" in shapes else ""

@@ -6,19 +6,18 @@ ever holds more than its shards.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from toolkit.config import Config
+from toolkit.config.local_paths import expand_user
 from toolkit.distributed.process_group import DTYPES, native_dtype
 from toolkit.models.common.args import ModelArgs, is_classifier_head
-from toolkit.models.common.attention_choice import attention_choice
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.init import init_rule
+from toolkit.models.from_config import attention_named
 from toolkit.parallel.dims import takes_ring
 from toolkit.parallel.fsdp import mixed_precision
 from toolkit.parallel.init_weights import initialize
@@ -40,18 +39,7 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 def compiles(config: Config, device: torch.device) -> bool:
     """Say if something will be compiled: the model, or FlexAttention by itself."""
-    return config.compile.enable or (device.type == "cuda" and _attention(config, device) == "flex")
-
-
-def _attention(config: Config, device: torch.device) -> str:
-    model = config.model
-    return attention_choice(
-        model.attention,
-        model.flavor or "",
-        device=device.type,
-        documents=config.data.document_mask,
-        prefix=config.finetune.adapter == "prefix_tuning",
-    )
+    return config.compile.enable or (device.type == "cuda" and attention_named(config, device.type) == "flex")
 
 
 def _shards(config: Config, mesh: Mesh) -> SequenceShards | None:
@@ -84,7 +72,7 @@ def build_model(
         from toolkit.parallel.compile import keep_for_two_backwards, use_cache
         from toolkit.parallel.pipeline_schedules import may_split_backward
 
-        use_cache(Path(os.path.expanduser(config.compile.cache_folder)))
+        use_cache(expand_user(config.compile.cache_folder))
         keep_for_two_backwards(may_split_backward(config.parallelism))
     shards, offload = _shards(config, mesh), config.training.enable_cpu_offload
     stages = _stages(config, args, mesh)
@@ -93,7 +81,7 @@ def build_model(
         with torch.device("meta"):
             model = Decoder(
                 args,
-                attention=_attention(config, device),
+                attention=attention_named(config, device.type),
                 loss_chunk_tokens=config.training.loss_chunk_tokens,
             )
         if modules:
@@ -115,7 +103,7 @@ def build_model(
             cpu_offload=offload,
             shards=shards,
             ring=takes_ring(config.parallelism, device=device.type, documents=config.data.document_mask),
-            pareto_folder=Path(os.path.expanduser(config.job.dump_folder)) / "memory_budget",
+            pareto_folder=expand_user(config.job.dump_folder) / "memory_budget",
         )
         models.append(model.to_empty(device="cpu" if offload else device) if storage else model)
     model_parts = _model_parts(config, models, stages, mesh, shards, param_dtype, device)
@@ -186,7 +174,7 @@ def _model_parts(
         objective,
         stages_of_ranks=stages.of_ranks,
         schedule=options.pipeline_parallel_schedule,
-        csv=Path(os.path.expanduser(csv)) if csv else None,
+        csv=expand_user(csv) if csv else None,
         micro_batch=options.pipeline_parallel_microbatch_size,
         hidden_dtype=param_dtype,
         device=device,

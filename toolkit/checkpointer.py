@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -20,6 +19,7 @@ from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
 from toolkit.config import Config
+from toolkit.config.local_paths import expand_user
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import tokenizer_place
 from toolkit.errors import CheckpointError, DataError, printable
@@ -120,7 +120,7 @@ class Checkpointer:
         elif folder := pretrained_folder(self._config):
             self._load_hugging_face(folder)
         elif options.initial_load_path and not options.initial_load_in_hf:
-            source = Path(os.path.expanduser(options.initial_load_path))
+            source = expand_user(options.initial_load_path)
             if options.initial_load_model_only:
                 self._load(source, model_only=True)
             else:

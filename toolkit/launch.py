@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import signal
 
+from toolkit.config.local_paths import expand_user
+
 if __name__ == "__main__":
     # Until something listens, Ctrl-C simply ends the process: a traceback out of an import would say nothing.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -25,7 +27,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from toolkit import preflight
 from toolkit.config import Config, load_config
@@ -112,7 +113,7 @@ def _show_text(config: Config, prompt: str) -> None:
     """Print how the model that was trained goes on from ``prompt``, and the command for more."""
     from toolkit.checkpoint.manifest import committed_steps
 
-    saved = Path(os.path.expanduser(config.job.dump_folder)) / config.checkpoint.folder
+    saved = expand_user(config.job.dump_folder) / config.checkpoint.folder
     if not config.checkpoint.enable or not committed_steps(saved):
         return
     command = ["-m", "tools.generate", str(saved), "--prompt", prompt]

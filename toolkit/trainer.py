@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from toolkit.build import build_model, compiles, compute_dtype
 from toolkit.config import Config
+from toolkit.config.local_paths import expand_user
 from toolkit.data.batch_size import batch_shape
 from toolkit.data.dataloader import training_loader
 from toolkit.data.run_data import RunData
@@ -63,7 +63,7 @@ class Trainer:
         self._deadline = Deadline(config.job.time_limit, os.environ)
         set_deterministic(config.debug.deterministic, warn_only=config.debug.deterministic_warn_only)
         self._claimed = claim_folders(config)
-        self.folder = Path(os.path.expanduser(config.job.dump_folder))
+        self.folder = expand_user(config.job.dump_folder)
         self._lay_out()
         with phases("model"):
             self._build()

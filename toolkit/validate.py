@@ -53,9 +53,7 @@ class Validation:
         Returns the values to report, or None where ``stop`` was true on some rank before the end.
         """
         steps, model_parts = self._options.steps, self._model_parts
-        options: dict[str, Any] = {
-            "device": self._device, "limit": None if steps == -1 else steps, "stop": stop
-        }  # fmt: skip
+        options = dict[str, Any](device=self._device, limit=None if steps == -1 else steps, stop=stop)
         values: dict[str, float] = {}
         found = validate(model_parts, self.loader, **options)
         if found and self._base and (last or state.step == 0):

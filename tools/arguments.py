@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.config.local_paths import path_problem
+from toolkit.config.local_paths import expand_user, path_problem
 from toolkit.errors import Problem, ToolkitError
 
 
@@ -24,7 +23,7 @@ def local_path_text(text: str) -> str:
 
 def local_path(text: str) -> Path:
     """The type of an argument that is one path; ~ stands for the home folder."""
-    return Path(os.path.expanduser(local_path_text(text)))
+    return expand_user(local_path_text(text))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from toolkit.config.local_paths import expand_user
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import native_dtype
 from toolkit.errors import ConfigError, Problem
@@ -96,7 +97,7 @@ def adapters_as_asked(arguments: argparse.Namespace) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for text in arguments.adapter:
         name, equals, folder = text.partition("=")
-        path = Path(os.path.expanduser(folder if equals and "/" not in name else text))
+        path = expand_user(folder if equals and "/" not in name else text)
         name = name if equals and "/" not in name else path.resolve().name
         if name in found:
             rule = f"{found[name]} is called {name} too"

@@ -73,16 +73,21 @@ def their_config(kind: str) -> Any:
     )
 
 
+def _train_and_save(model: Any, folder: Path) -> None:
+    """Give all that PEFT would train other values, and have it write them."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(parameter.abs() + torch.rand_like(parameter) * 0.3)
+    model.save_pretrained(str(folder))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_peft_writes_is_read(kind: str, tmp_path: Path) -> None:
     model = build(ARGS, torch.float32)
     found = peft.get_peft_model(theirs(model), their_config(kind)).eval()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in found.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(parameter.abs() + torch.rand_like(parameter) * 0.3)
-    found.save_pretrained(str(tmp_path / "peft"))
+    _train_and_save(found, tmp_path / "peft")
     adapter = open_adapter_on(tmp_path / "peft", OfModel(model, tmp_path))
     check_close(logits(adapted(adapter)), logits(found))
 
@@ -127,12 +132,7 @@ def test_a_classifier_of_peft_is_read(tmp_path: Path) -> None:
     config = their_config("dora")
     config.task_type = "SEQ_CLS"
     found = peft.get_peft_model(_their_classifier(), config).eval()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in found.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(parameter.abs() + torch.rand_like(parameter) * 0.3)
-    found.save_pretrained(str(tmp_path / "peft"))
+    _train_and_save(found, tmp_path / "peft")
     adapter = open_adapter(tmp_path / "peft", CLASSIFIER)
     assert adapter.options.trainable == [] and adapter.values["output.weight"].shape == (3, ARGS.dim)
     _check_scores(found, adapted(adapter, _with_backbone))

@@ -13,6 +13,7 @@ from torch.nn.attention.bias import CausalBias
 from tests.models.attention_cases import LENGTH, PACKED, PACKINGS, ROWS, attend, inputs, with_gradients
 from tests.models.small_llama import build, small, tokens_and_labels
 from tests.models.varlen_on_cpu import give_varlen_a_cpu_kernel
+from toolkit.models.common import attention_blockwise
 from toolkit.models.common.attention import attention_mask, causal_mask, sdpa
 from toolkit.models.common.attention_blockwise import attend as blockwise_attention
 from toolkit.models.common.attention_blockwise import document_starts
@@ -49,6 +50,23 @@ def test_blockwise_gives_what_sdpa_gives(kv_heads: int, documents: Tensor | None
         with_gradients("blockwise", qkv, documents), with_gradients("sdpa", qkv, documents), strict=True
     ):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_blockwise_takes_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv = inputs(8, 4)
+    expected = with_gradients("blockwise", qkv, PACKED)
+    group, queries = 2, attention_blockwise._QUERY_BYTES // 8
+    monkeypatch.setattr(attention_blockwise, "_SCORE_BYTES", 3 * 8 * group * queries * queries)
+    heads = [block.heads for block in attention_blockwise._blocks(*_one_row(qkv), None)]
+    assert heads[:2] == [slice(0, 3), slice(3, 6)] and heads[-1] == slice(3, 4), "not what is to be tested"
+    for found, whole in zip(with_gradients("blockwise", qkv, PACKED), expected, strict=True):
+        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
+
+
+def _one_row(qkv: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Queries (K, G, Q, E) and keys (K, E, S) of the first row."""
+    q_QHE, k_SKE = qkv[0][0], qkv[1][0]
+    return q_QHE.unflatten(1, (k_SKE.shape[1], -1)).permute(1, 2, 0, 3), k_SKE.permute(1, 2, 0)
 
 
 def test_blockwise_loses_no_more_in_16_bits_than_sdpa() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from toolkit.checkpoint.manifest import (
     unsound_steps,
 )
 from toolkit.checkpoint.retention import clear, delete, superseded, temporary_name
+from toolkit.config.local_paths import expand_user
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError
 from toolkit.io.atomic import sync_file, sync_folder
@@ -192,7 +192,7 @@ class CheckpointManager:
 
     def _locate(self, where: int | Path | str) -> Path:
         if not isinstance(where, int):
-            return Path(os.path.expanduser(where))
+            return expand_user(where)
         steps = committed_steps(self.folder)
         if not steps:
             raise CheckpointError(f"there is no checkpoint in {self.folder}")

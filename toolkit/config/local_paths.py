@@ -11,12 +11,17 @@ import os
 import re
 import stat
 from io import BufferedReader
+from pathlib import Path
 
 _URL = re.compile(r"(?:^|,)\s*([A-Za-z][A-Za-z0-9+.-]*)://([^,\s]*)")  # of several paths with commas, too
 _HUB = re.compile(r"(?:https?://(?:www\.)?huggingface\.co/|hf://)(datasets/)?([\w.-]+/([\w.-]+))")
-
-
 _NAME_BYTES, _PATH_BYTES = 255, 4095  # of Linux
+
+
+def expand_user(path: str | os.PathLike[str]) -> Path:
+    """Return a path with the home folder in place of ``~``, or as it is where there is no such user (of which
+    ``Path.expanduser`` makes an error)."""
+    return Path(os.path.expanduser(path))
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.config import Config
+from toolkit.config.local_paths import expand_user
 from toolkit.data.run_data import BASE_CORPUS, RunData
 from toolkit.data.sources import open_corpus
 from toolkit.data.token_cache import tokenized
@@ -50,7 +50,7 @@ def tokenizer_place(config: Config) -> Path:
         DataError: the copy cannot be made.
     """
     options = config.model
-    place = Path(os.path.expanduser(options.tokenizer_path or options.hf_assets_path))
+    place = expand_user(options.tokenizer_path or options.hf_assets_path)
     tokens, asked = options.additional_special_tokens, config.data.chat_template
     if not tokens and not asked:
         return place

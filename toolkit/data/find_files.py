@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from toolkit.config.local_paths import expand_user
 from toolkit.data import text_files
 from toolkit.data.corpus import Corpus, SourceError, kind, require
 from toolkit.errors import ConfigError, Problem, closest
@@ -59,7 +60,7 @@ def find(path: str, *, split: str = "train", any_suffix: bool = False) -> tuple[
 
 
 def _find_item(item: str, split: str, *, any_suffix: bool) -> list[Path]:
-    place = Path(os.path.expanduser(item))
+    place = expand_user(item)
     if _is_saved_dataset(place):
         from toolkit.data import hub
 

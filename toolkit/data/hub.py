@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.local_paths import expand_user
 from toolkit.data.content_hash import remember, say, too_large
 from toolkit.data.corpus import Corpus, RowShape, SourceError, require
 from toolkit.errors import DataError, Problem, install, shown
@@ -66,7 +67,7 @@ def named(
     Raises:
         SourceError: the name cannot be that of a dataset, or is that of a file here; no package.
     """
-    if os.path.exists(os.path.expanduser(name)):
+    if expand_user(name).exists():
         rule = "this is a file or folder here, where dataset names a corpus"
         raise SourceError(Problem(rule, f"set dataset_path = {name!r}", "dataset", name))
     require("datasets", "a dataset of the Hugging Face hub", "dataset", name)

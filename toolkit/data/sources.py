@@ -8,9 +8,9 @@ order. A dataset of the hub is only named here, and is fetched when its tokens a
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from toolkit.config.local_paths import expand_user
 from toolkit.data.corpus import Corpus, RowShape, SourceError
 from toolkit.errors import DataError, Problem, did_you_mean
 
@@ -73,7 +73,7 @@ def problem_of(error: DataError, path: str | None) -> Problem:
 def choices_read(name: str, path: str | None) -> set[str]:
     """Which of "subset" and "split" mean something for a corpus."""
     if path is not None:
-        return {"split"} if os.path.isfile(Path(os.path.expanduser(path), "dataset_dict.json")) else set()
+        return {"split"} if (expand_user(path) / "dataset_dict.json").is_file() else set()
     return set() if name in EMBEDDED else {"subset", "split"}
 
 

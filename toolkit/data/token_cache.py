@@ -28,11 +28,11 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from toolkit.config.local_paths import expand_user
 from toolkit.data.content_hash import content_hashes, say, stamps, too_large, unread
 from toolkit.data.corpus import Corpus, kind
 from toolkit.data.token_files import TokenCache, open_cache
@@ -71,7 +71,7 @@ def tokenized(
         DataError: unreadable, undecodable or empty corpus; one that changes meanwhile; one of more than
             ``max_inline_gb`` gigabytes of text that is not built yet; a cache folder that cannot be written.
     """
-    root = Path(os.path.expanduser(cache_folder)).absolute()
+    root = expand_user(cache_folder).absolute()
     encoder = _encoder(source, tokenizer, chat)
     max_bytes = max_inline_gb * 1e9
     for again in (False, True):

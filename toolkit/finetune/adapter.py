@@ -5,7 +5,6 @@ It names its base: by a place, and by a fingerprint where it was trained here.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from toolkit.checkpoint.read_tensor import open_checkpoint
 from toolkit.config.finetune import Finetune
+from toolkit.config.local_paths import expand_user
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError, first_few
 from toolkit.finetune.base import refuse_another_base
@@ -99,7 +99,7 @@ def open_adapter(
     Raises:
         DataError, CheckpointError: there is none, it is damaged, or it is one of another model.
     """
-    folder = Path(os.path.expanduser(path))
+    folder = expand_user(path)
     found = find_adapter(folder)
     if found is None:
         raise DataError(
@@ -164,7 +164,7 @@ def open_adapted(
     Raises:
         DataError, CheckpointError: see :func:`toolkit.weights.open.open_weights` and :func:`open_adapter`.
     """
-    adapter = find_adapter(Path(os.path.expanduser(path)))
+    adapter = find_adapter(expand_user(path))
     if adapter is None:
         return open_weights(path, verify=verify, ranks=ranks), None
     place = base_place(adapter)

@@ -11,7 +11,6 @@ alone: ours are PEFT's keys turned back by n positions.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from toolkit.config.local_paths import expand_user
 from toolkit.distributed.agreement import Ranks
 from toolkit.finetune.adapter import Adapter
 from toolkit.finetune.parameters import IN_ATTENTION, is_added
@@ -98,8 +98,8 @@ def write_peft(
 def _base_name(base: Mapping[str, str] | None) -> str | None:
     """The name that PEFT loads the base by: the full one of a folder that is there; else as it was called."""
     place = (base or {}).get("place", "")
-    if Path(os.path.expanduser(place)).is_dir():
-        return str(Path(os.path.expanduser(place)).resolve())
+    if expand_user(place).is_dir():
+        return str(expand_user(place).resolve())
     return None if not place or place.startswith("seed ") else place
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch.distributed as dist
 
 from toolkit.config import Config
+from toolkit.config.local_paths import expand_user
 from toolkit.errors import ConfigError, Problem
 from toolkit.io.locks import claim
 
@@ -32,7 +32,7 @@ def claim_folders(config: Config) -> ExitStack:
 
 def _claim(config: Config, locks: ExitStack) -> Problem | None:
     """Lock and write; what is wrong with the key of the folder where that fails."""
-    run = Path(os.path.expanduser(config.job.dump_folder))
+    run = expand_user(config.job.dump_folder)
     folders = {"job.dump_folder": run}
     checkpoints = run / config.checkpoint.folder
     writes_checkpoints = config.checkpoint.enable and not config.checkpoint.load_only

@@ -10,7 +10,6 @@ one that hangs. Needs no torch: launchers read them.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.config.local_paths import expand_user
 from toolkit.errors import first_few
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ POLL_SECONDS = 0.2
 
 def traces_prefix(job: Job, comm: Comm) -> Path:
     """The beginning of the names of the files in which ranks tell of failed collectives."""
-    return Path(os.path.expanduser(job.dump_folder)) / comm.save_traces_folder / comm.save_traces_file_prefix
+    return expand_user(job.dump_folder) / comm.save_traces_folder / comm.save_traces_file_prefix
 
 
 @dataclass(frozen=True)

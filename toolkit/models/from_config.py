@@ -7,12 +7,13 @@ Hugging Face folder that the run starts from (``checkpoint.initial_load_in_hf``)
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 from toolkit.config import Config
+from toolkit.config.local_paths import expand_user
 from toolkit.models.common.args import Classifier, ModelArgs, changed, takes_vocabulary
+from toolkit.models.common.attention_choice import attention_choice
 from toolkit.models.common.spec import CONFIG
 from toolkit.models.registry import resolve
 
@@ -65,8 +66,19 @@ def architecture_key(config: Config) -> str:
     if options.initial_load_in_hf and options.initial_load_path and not options.initial_load_broadcast:
         return "checkpoint.initial_load_path"
     wanted = options.initial_load_in_hf and not options.initial_load_path
-    has_config = Path(os.path.expanduser(model.hf_assets_path), CONFIG).is_file()
+    has_config = (expand_user(model.hf_assets_path) / CONFIG).is_file()
     return "model.hf_assets_path" if wanted or has_config else "model.flavor"
+
+
+def attention_named(config: Config, device: str) -> str:
+    """Name the attention back end that a run takes on a type of device."""
+    return attention_choice(
+        config.model.attention,
+        config.model.flavor or "",
+        device=device,
+        documents=config.data.document_mask,
+        prefix=config.finetune.adapter == "prefix_tuning",
+    )
 
 
 def config_folder(config: Config) -> Path | None:

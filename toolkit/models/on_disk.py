@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.manifest import read_manifest, saved_settings
+from toolkit.config.local_paths import expand_user
 from toolkit.errors import CheckpointError, DataError, either, shown
 from toolkit.io.json_fields import read_object
 from toolkit.models.common.args import ModelArgs
@@ -53,7 +54,7 @@ def read_meta_params(folder: Path, *, vocab_size: int) -> ModelArgs:
 def hugging_face_folder(path: str) -> Path:
     """The folder that a user means by ``path``: that, or of a checkpoint the folder that its run has written
     beside it at the same step. torchtitan's ``last_save_in_hf`` writes it in the checkpoint's place."""
-    folder = _local(path)
+    folder = expand_user(path)
     try:
         saved = saved_settings(read_manifest(folder)["run"])
     except CheckpointError:
@@ -67,9 +68,5 @@ def _run_folder(step: Path, saved: Mapping[str, Any]) -> Path:
     wherever the folder was moved since."""
     inside = Path(saved.get("checkpoint.folder", "checkpoint"))
     if inside.is_absolute():
-        return _local(saved["job.dump_folder"])
+        return expand_user(saved["job.dump_folder"])
     return Path(os.path.normpath(step.joinpath("..", *[".."] * len(inside.parts))))
-
-
-def _local(path: str) -> Path:
-    return Path(os.path.expanduser(path))

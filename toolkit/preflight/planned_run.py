@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.config import Config
+from toolkit.config.local_paths import expand_user
 from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.data.build import CorpusOptions, corpora
 from toolkit.data.corpus import Corpus
@@ -18,8 +18,7 @@ from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.attention_choice import attention_choice
-from toolkit.models.from_config import model_args, model_named
+from toolkit.models.from_config import attention_named, model_args, model_named
 from toolkit.parallel.dims import ParallelDims, degrees
 
 if TYPE_CHECKING:
@@ -160,7 +159,7 @@ class PlannedRun:
     @property
     def dump_folder(self) -> Path:
         """The folder of everything that the run writes."""
-        return Path(os.path.expanduser(self.config.job.dump_folder))
+        return expand_user(self.config.job.dump_folder)
 
     @cached_property
     def checkpoints(self) -> Path:
@@ -177,14 +176,7 @@ class PlannedRun:
     @property
     def attention(self) -> str:
         """The attention back end that the run will take."""
-        model = self.config.model
-        return attention_choice(
-            model.attention,
-            model.flavor or "",
-            device=self.hardware.device,
-            documents=self.config.data.document_mask,
-            prefix=self.config.finetune.adapter == "prefix_tuning",
-        )
+        return attention_named(self.config, self.hardware.device)
 
 
 Check = Callable[[PlannedRun], "list[Problem]"]

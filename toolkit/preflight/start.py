@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
 from toolkit.config import Config
+from toolkit.config.local_paths import expand_user
 from toolkit.errors import CheckpointError
 from toolkit.models.from_config import weights_folder
 
@@ -48,7 +48,7 @@ class Start:
         """The checkpoint that the run starts from, where ``loaded_by`` says that there is one."""
         options = self.config.checkpoint
         if self.loaded_by == "checkpoint.initial_load_path":
-            return Path(os.path.expanduser(options.initial_load_path or ""))
+            return expand_user(options.initial_load_path or "")
         step = max(self.steps) if options.load_step == -1 else options.load_step
         return step_folder(self.checkpoints, step)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.manifest import saved_settings
+from toolkit.config.local_paths import expand_user
 from toolkit.data.tokenizers.added import extended
 from toolkit.data.tokenizers.files import CANDIDATES, adds_bos, find
 from toolkit.data.tokenizers.to_json import post_processor, tokenizer_json
@@ -44,7 +44,7 @@ def tokenizer_of(source: WeightSource) -> Path | None:
             trained.get("model.tokenizer_path"),
             trained.get("model.hf_assets_path"),
         ]
-        places = [Path(os.path.expanduser(name)) for name in named if name]
+        places = [expand_user(name) for name in named if name]
         found = next((place for place in places if _has_tokenizer(place)), None)
         tokens, template = trained.get("model.additional_special_tokens", ()), _template(trained)
         if found is None or not (tokens or template):

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from toolkit.checkpoint.dcp_storage import tensors_of
 from toolkit.checkpoint.manifest import MANIFEST, committed_steps, step_folder
 from toolkit.checkpoint.read_tensor import open_checkpoint, pieces, read_pieces
+from toolkit.config.local_paths import expand_user
 from toolkit.config.types import MAX_LAYERS, MAX_SIZE
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
@@ -128,7 +129,7 @@ def open_weights(path: Path | str, *, verify: bool = True, ranks: Ranks | None =
     Raises:
         DataError, CheckpointError: there are none, or their headers, config or manifest are unusable.
     """
-    folder = Path(os.path.expanduser(path))
+    folder = expand_user(path)
     step = find_checkpoint(folder)
     if step is not None:
         manifest, metadata = open_checkpoint(step, verify=verify, ranks=ranks)

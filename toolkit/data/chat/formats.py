@@ -10,11 +10,10 @@ cannot end its turn. BOS comes from the format, once, and from nowhere else.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from toolkit.config.local_paths import expand_user
 from toolkit.data.chat.base import ChatFormat
 from toolkit.data.chat.template import ChatTemplate, compiled, read_template, template_beside
 from toolkit.data.tokenizers.tokenizer import Tokenizer
@@ -80,7 +79,7 @@ def _template(asked: str) -> tuple[str, str]:
     """Name and text of a template, which is given itself or by its file."""
     if "{{" in asked or "{%" in asked:
         return "given", asked
-    path = Path(os.path.expanduser(asked))
+    path = expand_user(asked)
     if not path.is_file():
         raise DataError(
             f"chat format {asked!r}: there is no such format or file\n"

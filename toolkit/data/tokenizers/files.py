@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.config.local_paths import read_bytes
+from toolkit.config.local_paths import expand_user, read_bytes
 from toolkit.config.types import MAX_SIZE
 from toolkit.data.tokenizers.tiktoken_ranks import form_of
 from toolkit.errors import DataError
@@ -67,7 +67,7 @@ def find(path: str | Path) -> TokenizerFiles:
     Raises:
         DataError: nothing there, or a file that is no tokenizer of a known kind.
     """
-    given = Path(os.path.expanduser(path))
+    given = expand_user(path)
     if not os.path.exists(given):
         raise DataError(
             f"tokenizer path {str(path)!r} does not exist (from folder {Path.cwd()}); "

@@ -1,10 +1,11 @@
 """Attention on CPUs as plain batched products, a block of queries at a time with just the keys that it sees.
 
-torch's own kernel for CPUs computes at a third of the rate of its matmul; these products are that matmul. A
-block's scores, for as many heads as a cache has room for, are made, normalised and used before those of the
-next. What causality hides is computed within a block's own columns alone, and in a row of several documents
-a block begins with its first query's. Backward has queries, keys and values alone kept for it and makes the
-scores again, as flash attention does (Dao et al. 2022, arXiv:2205.14135).
+torch's own kernel for CPUs computes far below the rate of its matmul, which these products are (`python -m
+benchmarks.attention` times the two). A block's scores, for as many heads as a cache has room for, are made,
+normalised and used before those of the next. What causality hides is computed within a block's own columns
+alone, and in a row of several documents a block begins with its first query's. Backward has queries, keys
+and values alone kept for it and makes the scores again, as flash attention does (Dao et al. 2022,
+arXiv:2205.14135).
 
 Scores and weights are rounded to the dtype of the queries, as in transformers' eager attention. Products add
 up in fp32 or fp64, and over blocks so do the gradients of keys and values.
@@ -72,12 +73,13 @@ def attend_backward(
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BQHE, k_BSKE, v_BSKE)]
     length, heads, head_dim = k_BSKE.shape[1:]
     scale, precise = head_dim**-0.5, torch.promote_types(q_BQHE.dtype, torch.float32)
-    grad_k_KES, grad_v_KES = torch.empty(2, heads, head_dim, length, dtype=precise)
+    grad_kv_2KES = torch.empty(2, heads, head_dim, length, dtype=precise)
+    grad_k_KES, grad_v_KES = grad_kv_2KES
     for row in range(len(q_BQHE)):
         q_KGQE, grad_KGQE, grad_q_KGQE = (_by_key_head(x[row], heads) for x in (q_BQHE, grad_BQHE, grads[0]))
         k_KES, v_KES = _transposed(k_BSKE[row]), _transposed(v_BSKE[row])
         k_KSE = k_BSKE[row].transpose(0, 1).contiguous()
-        grad_k_KES.zero_(), grad_v_KES.zero_()
+        grad_kv_2KES.zero_()
         for block in _blocks(q_KGQE, k_KES, None if starts_BQ is None else starts_BQ[row]):
             q_KME, grad_KME = block.of_queries(q_KGQE), block.of_queries(grad_KGQE)
             weights_KMW = _weights(q_KME, block.columns(k_KES), block.hidden_NC)

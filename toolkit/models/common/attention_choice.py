@@ -15,7 +15,8 @@ def attention_choice(asked: str, flavor: str, *, device: str, documents: bool, p
 
     ``documents`` is whether samples hold several documents, each attending within itself, ``prefix``
     whether a learned prefix may be seen beside them, which SDPA alone takes. "auto" is blockwise on a
-    CPU, where it is the faster and nothing else trains but SDPA. On CUDA it is what the flavor names,
+    CPU, where nothing else trains but SDPA, which is faster for whole rows of 2,048 tokens and more in fp32
+    alone. On CUDA it is what the flavor names,
     else SDPA for plain causal attention, for which it has fused kernels, and flex within documents, for
     which SDPA needs a dense mask (S² bytes a sample, and a slower kernel). For CUDA that is others'
     published experience, not measured here; ``benchmarks/attention.py`` measures the device at hand.

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.config import Config
+from toolkit.config.local_paths import expand_user
 from toolkit.config.schema import find_field
 from toolkit.data.build import corpora
 from toolkit.data.content_hash import too_large, unread
@@ -37,7 +38,7 @@ def folders_writable(run: PlannedRun) -> list[Problem]:
     """The run can create the folders that it writes to."""
     config = run.config
     folders = {"job.dump_folder": config.job.dump_folder}
-    if not Path(os.path.expanduser(config.data.cache_folder), "tokens").is_dir():  # else it may have all
+    if not (expand_user(config.data.cache_folder) / "tokens").is_dir():  # else it may have all
         folders["data.cache_folder"] = config.data.cache_folder
     if config.checkpoint.enable:
         folders["checkpoint.folder"] = str(run.checkpoints)
@@ -55,10 +56,10 @@ def folders_writable(run: PlannedRun) -> list[Problem]:
 
 def _unusable(folder: str) -> tuple[str, str]:
     """Why a folder cannot be written to or made, and what to do; "" where it can."""
-    place = Path(os.path.expanduser(folder)).absolute()
+    place = expand_user(folder).absolute()
     if not folder:
         return "the name of the folder is empty", 'name a folder; "." is the present one'
-    if os.path.expanduser(folder).startswith("~"):
+    if str(expand_user(folder)).startswith("~"):
         return f"there is no user {Path(folder).parts[0][1:]}, whose folder ~ would be", "name a folder"
     while not os.path.lexists(place):
         place = place.parent
@@ -138,7 +139,7 @@ def corpus_small_enough(run: PlannedRun) -> list[Problem]:
     """
     config = run.config
     limit = config.data.max_inline_gb * 1e9
-    root = Path(os.path.expanduser(config.data.cache_folder)).absolute()
+    root = expand_user(config.data.cache_folder).absolute()
     largest = max(_unread_bytes(corpus, root) for corpus in run.opened.values())
     problem = too_large(largest, limit, shlex.join(_flags(config)))
     return [run.problem("data.max_inline_gb", problem.rule, problem.fix)] if problem else []

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
-from pathlib import Path
 
 from toolkit.config.finetune import Finetune
+from toolkit.config.local_paths import expand_user
 from toolkit.config.name_patterns import idle
 from toolkit.config.schema import DEFAULT
 from toolkit.data.build import corpora
@@ -250,7 +249,7 @@ def adapter_path_fits(run: PlannedRun) -> list[Problem]:
         return [run.problem(key, rule, "set checkpoint.enable = true")]
     if run.start.loaded_by == "checkpoint.load_step":
         return []  # the run's own goes before it
-    folder = Path(os.path.expanduser(options.adapter_path))
+    folder = expand_user(options.adapter_path)
     try:
         saved = saved_options(folder, run.model)
     except (DataError, CheckpointError) as error:

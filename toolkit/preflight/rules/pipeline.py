@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
+from toolkit.config.local_paths import expand_user
 from toolkit.config.precedence import is_set
 from toolkit.errors import Problem, did_you_mean, divisors, either, first_few
 from toolkit.models.common.parameters import parameter_names
@@ -289,7 +288,7 @@ def base_has_a_file(run: PlannedRun) -> list[Problem]:
 
 def _schedule_file(run: PlannedRun) -> tuple[str, str]:
     """The text of the user's schedule, and why it cannot be read."""
-    path = Path(os.path.expanduser(run.config.parallelism.pipeline_parallel_schedule_csv or ""))
+    path = expand_user(run.config.parallelism.pipeline_parallel_schedule_csv or "")
     if not path.is_file():
         return "", "there is no such file"
     try:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib.util import find_spec
-from pathlib import Path
 
+from toolkit.config.local_paths import expand_user
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import DataError, Problem, first_few, install
 from toolkit.models.common.args import ModelArgs
@@ -70,7 +69,7 @@ def weights_notes(run: PlannedRun) -> list[str]:
     """Another folder is read than the one that is named."""
     start = run.start
     path = run.config.checkpoint.initial_load_path
-    if start.weights is None or not path or start.weights == Path(os.path.expanduser(path)):
+    if start.weights is None or not path or start.weights == expand_user(path):
         return []
     return [
         f"checkpoint.initial_load_path {path} is a checkpoint: the Hugging Face folder that its run wrote at "
