@@ -150,17 +150,27 @@ def report(results: list[list[Samples]], sizes: tuple[float, float], command: st
             "",
             f"## {title}: {billions:g} billion parameters, {gib:.1f} GiB with both moments",
             "",
-            "| | seconds | least | most | GiB a second | peak above the state, GiB of a rank |",
-            "|---|---|---|---|---|---|",
+            "| | seconds | times plain | least | most | GiB a second | peak above the state, GiB of a rank |",
+            "|---|---|---|---|---|---|---|",
         ]
-        for name, samples in _slowest([rank[part] for rank in results]).items():
+        rows = _slowest([rank[part] for rank in results])
+        for name, samples in rows.items():
             seconds, peaks = zip(*samples, strict=True)
             middle = statistics.median(seconds)
             lines.append(
-                f"| {name} | {middle:.2f} | {min(seconds):.2f} | {max(seconds):.2f} | {gib / middle:.2f} "
+                f"| {name} | {middle:.2f} | {_times_plain(rows, name)} | {min(seconds):.2f} | {max(seconds):.2f} "
+                f"| {gib / middle:.2f} "
                 f"| {statistics.median(peaks) / GIB:.2f} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def _times_plain(rows: Mapping[str, list[tuple[float, float]]], name: str) -> str:
+    """The median over the repeats of how many times as long as plain DCP's save, or load, this took."""
+    plain = rows.get(f"{name.partition(',')[0]}, plain")
+    if plain is None:
+        return ""
+    return f"{statistics.median(ours / theirs for (ours, _), (theirs, _) in zip(rows[name], plain, strict=True)):.2f}"
 
 
 def _slowest(ranks: list[Samples]) -> Mapping[str, list[tuple[float, float]]]:

@@ -12,12 +12,13 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import hashlib
-    from typing import BinaryIO
+    from collections.abc import Callable
+    from typing import Any, BinaryIO
 
     import tomli as tomllib
 
-    def file_digest(file: BinaryIO, name: str) -> hashlib._Hash:
-        digest = hashlib.new(name)
+    def file_digest(file: BinaryIO, kind: str | Callable[[], Any]) -> Any:
+        digest = hashlib.new(kind) if isinstance(kind, str) else kind()
         block = memoryview(bytearray(1 << 18))
         while size := file.readinto(block):  # type: ignore[attr-defined]
             digest.update(block[:size])

@@ -2,7 +2,7 @@
 
     python -m tools.checkpoint list FOLDER                   what is there, and what only looks like it
     python -m tools.checkpoint inspect STEP [--tensors]      what a checkpoint holds and which run saved it
-    python -m tools.checkpoint verify PATH ...               every file against its SHA-256 and the index
+    python -m tools.checkpoint verify PATH ...               every file against its hash and the index
     python -m tools.checkpoint diff STEP OTHER               settings and tensors in which two differ
     python -m tools.checkpoint prune FOLDER --keep-latest K [--keep-every N] [--dry-run]
 
@@ -107,7 +107,7 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def verify(steps: Sequence[Path]) -> Iterator[tuple[Path, list[str]]]:
-    """Each of ``steps`` with what is wrong with it, by the SHA-256 of all its files and by its index."""
+    """Each of ``steps`` with what is wrong with it, by the hashes of all its files and by its index."""
     from toolkit.checkpoint.read_tensor import index_problems
 
     with ThreadPoolExecutor(cores()) as threads:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import pickle
@@ -10,6 +9,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from blake3 import blake3
 from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit.checkpoint.dcp_storage import read_metadata
@@ -22,7 +22,7 @@ def seal(step: Path) -> None:
     files = {}
     for name in old["files"]:
         content = (step / name).read_bytes()
-        files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        files[name] = {"bytes": len(content), "blake3": blake3(content).hexdigest()}
     manifest = build_manifest(step=old["step"], files=files, tensor_count=1, tensor_bytes=1, run=old["run"])
     (step / MANIFEST).write_text(json.dumps(manifest))
 

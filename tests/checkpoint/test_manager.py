@@ -1,7 +1,6 @@
 """Saving, loading, retention and damage, in one process without a process group."""
 
 import errno
-import hashlib
 import io
 import json
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, MetadataIndex
@@ -80,7 +80,7 @@ def test_the_manifest_holds_the_hashes_of_what_is_on_disk(saved):
     assert {path.name for path in folder.iterdir()} == {*files, MANIFEST}
     for name, entry in files.items():
         content = (folder / name).read_bytes()
-        assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        assert entry == {"bytes": len(content), "blake3": blake3(content).hexdigest()}
 
 
 def test_plain_dcp_reads_what_we_write(saved):

@@ -12,14 +12,18 @@ from toolkit.checkpoint.manifest import (
 )
 from toolkit.errors import CheckpointError
 
-SHA_OF_ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+OF_ABC = {
+    "blake3": "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85",
+    "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+}
+ABC = {"bytes": 3, "blake3": OF_ABC["blake3"]}
 
 
-def _commit(folder, step):
+def _commit(folder, step, entry=ABC):
     path = step_folder(folder, step)
     path.mkdir(parents=True)
     (path / "__0_0.distcp").write_bytes(b"abc")
-    files = {"__0_0.distcp": {"bytes": 3, "sha256": SHA_OF_ABC}}
+    files = {"__0_0.distcp": entry}
     run = {"tokens": 5, "cuts": (2, 1), "by_rank": {0: "a", 10: "b", 9: "c"}}
     manifest = build_manifest(step=step, files=files, tensor_count=1, tensor_bytes=3, run=run)
     (path / MANIFEST).write_text(json.dumps(manifest))
@@ -39,6 +43,14 @@ def test_round_trip(tmp_path):
     assert manifest["tensors"] == {"count": 1, "bytes": 3}
 
 
+@pytest.mark.parametrize(
+    "entry", [{"bytes": 3}, {"bytes": 3, "crc32": "352441c2"}, {"bytes": 3, "blake3": 1}]
+)
+def test_a_file_whose_hash_is_not_known_is_refused(tmp_path, entry):
+    with pytest.raises(CheckpointError, match="a hash that is known"):
+        read_manifest(_commit(tmp_path, 7, entry))
+
+
 def test_only_committed_steps_exist(tmp_path):
     for step in (100, 9, 20):
         _commit(tmp_path, step)
@@ -55,7 +67,7 @@ def test_only_committed_steps_exist(tmp_path):
     [
         (lambda m: m["run"].update(tokens=6), "altered"),
         (lambda m: m.pop("files"), "files is missing"),
-        (lambda m: m.update(version=2), "version 2"),
+        (lambda m: m.update(version=3), "version 3"),
         (lambda m: m.update(format="another"), "not a manifest of this toolkit"),
     ],
 )
@@ -70,9 +82,7 @@ def test_an_altered_manifest_is_refused(tmp_path, change, said):
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "sub/__0_0.distcp", "manifest.json"])
 def test_no_file_lies_outside_the_folder(tmp_path, name):
     path = _commit(tmp_path, 7)
-    manifest = build_manifest(
-        step=7, files={name: {"bytes": 3, "sha256": SHA_OF_ABC}}, tensor_count=1, tensor_bytes=3, run={}
-    )
+    manifest = build_manifest(step=7, files={name: ABC}, tensor_count=1, tensor_bytes=3, run={})
     (path / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="no checkpoint has"):
         read_manifest(path)
@@ -100,13 +110,14 @@ def test_a_step_folder_under_another_number_is_refused(tmp_path):
     assert read_manifest(tmp_path / "best")["step"] == 7
 
 
-def test_files_are_checked_by_size_and_hash(tmp_path):
-    path = _commit(tmp_path, 7)
+@pytest.mark.parametrize("name", OF_ABC)
+def test_files_are_checked_by_size_and_hash(tmp_path, name):
+    path = _commit(tmp_path, 7, {"bytes": 3, name: OF_ABC[name]})
     files = read_manifest(path)["files"]
     assert check_files(path, files, verify=True) == []
     (path / "__0_0.distcp").write_bytes(b"abd")
     assert check_files(path, files, verify=False) == []
-    assert "SHA-256" in check_files(path, files, verify=True)[0]
+    assert "its hash is not the one" in check_files(path, files, verify=True)[0]
     (path / "__0_0.distcp").write_bytes(b"ab")
     assert check_files(path, files, verify=False) == ["__0_0.distcp has 2 bytes instead of 3"]
     (path / "__0_0.distcp").unlink()

@@ -74,7 +74,7 @@ def save(folder: Path, step: int, *, model: dict[str, Any] | None = None, **run:
         "data_parallel_degree": 1,
         "global_batch_size": 8,
     } | run
-    files = {"__0_0.distcp": {"bytes": 1, "sha256": "0"}}
+    files = {"__0_0.distcp": {"bytes": 1, "blake3": "0"}}
     manifest = build_manifest(step=step, files=files, tensor_count=1, tensor_bytes=1, run=about)
     (path / MANIFEST).write_text(json.dumps(manifest))
     return path

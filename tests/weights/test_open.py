@@ -81,7 +81,7 @@ def test_a_checkpoint_that_was_altered_is_refused_before_anything_is_read(tmp_pa
 
 def _hashed(folder: str, altered: str) -> tuple[list[str], str]:
     """The files that this rank hashes, and the error of all."""
-    with mock.patch.object(manifest, "_sha256", side_effect=manifest._sha256) as hashed:
+    with mock.patch.object(manifest, "_has_hash", side_effect=manifest._has_hash) as hashed:
         open_alike(lambda: open_weights(folder, ranks=Ranks()))
     with pytest.raises(DataError) as error:
         open_alike(lambda: open_weights(altered, ranks=Ranks()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 from collections.abc import Callable, Generator, Mapping
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from toolkit.checkpoint.coverage import coverage_problem
-from toolkit.checkpoint.manifest import ADVICE
+from toolkit.checkpoint.manifest import ADVICE, HASH, new_hash
 from toolkit.config.local_paths import open_regular
 from toolkit.errors import CheckpointError
 from toolkit.io.pickles import PlainUnpickler
@@ -35,26 +34,32 @@ from toolkit.io.tensor_file import FilePart, SavedFile, TensorPlace, read_region
 
 METADATA = ".metadata"
 _MAX_DIMENSIONS = 8
+_CHUNK = 4 << 20
+"""Bytes that are hashed and then written while they are in the processor's cache."""
 Files = dict[str, dict[str, Any]]
 
 
 class _HashingStream:
-    """A binary file that knows the SHA-256 and the length of what went through it."""
+    """A binary file that knows the hash and the length of what went through it."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file
-        self._sha256 = hashlib.sha256()
+        self._hash = new_hash()
         self._bytes = 0
         self.failure: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        self._sha256.update(data)
-        self._bytes += memoryview(data).nbytes
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.failure = error
-            raise
+        rest = memoryview(data).cast("B")
+        for start in range(0, len(rest), _CHUNK):
+            chunk = rest[start : start + _CHUNK]
+            self._hash.update(chunk)
+            try:
+                self._file.write(chunk)
+            except OSError as error:
+                self.failure = error
+                raise
+        self._bytes += len(rest)
+        return len(rest)
 
     def tell(self) -> int:
         return self._bytes
@@ -69,11 +74,11 @@ class _HashingStream:
         self._file.close()
 
     def entry(self) -> dict[str, Any]:
-        return {"bytes": self._bytes, "sha256": self._sha256.hexdigest()}
+        return {"bytes": self._bytes, HASH: self._hash.hexdigest()}
 
 
 class _HashingFileSystem(FileSystem):
-    """Notes size and SHA-256 of each file written through it in ``written``, by name."""
+    """Notes size and hash of each file written through it in ``written``, by name."""
 
     def __init__(self) -> None:
         self.written: Files = {}
@@ -111,7 +116,7 @@ class Results(list[WriteResult]):
 class CommittingWriter(FileSystemWriter):
     """Writes into ``folder`` and calls ``commit(files, metadata)`` on rank 0 once all ranks are durable.
 
-    ``files`` maps the names of all ranks' files to size and SHA-256. What ``commit`` raises reaches
+    ``files`` maps the names of all ranks' files to size and hash. What ``commit`` raises reaches
     every rank through DCP. It runs inside DCP's ``finish``, hence in a background save as well.
     """
 

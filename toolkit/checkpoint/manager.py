@@ -157,7 +157,7 @@ class CheckpointManager:
         Any layout loads what any other saved. Names that start with one of ``exclude`` (whole parts:
         ``optim``, ``model.output``) keep their values. Top-level names that no rank asks for, such as
         ``optim`` when only ``model`` is loaded, are skipped; within the others names must agree.
-        ``verify`` checks SHA-256 sums, each rank's of a share of the files.
+        ``verify`` checks hashes, each rank's of a share of the files.
 
         Raises:
             CheckpointError: on every rank alike: no such checkpoint; files missing, truncated, altered
@@ -249,7 +249,7 @@ def commit_folder(
 
 @contextmanager
 def without_crc32() -> Iterator[None]:
-    """torch's own checksum costs a third of a save, and the SHA-256 covers more."""
+    """torch's own checksum costs a third of a save, and the hash covers more."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

@@ -13,10 +13,12 @@ import json
 import re
 import stat
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from toolkit.compat import file_digest
 from toolkit.config.local_paths import open_regular, read_bytes
@@ -26,7 +28,15 @@ from toolkit.io.json_fields import MAX_BYTES, is_size, parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = "llama-toolkit checkpoint"
-VERSION = 1
+VERSION = 2
+_READ = (1, 2)
+"""Versions that are read: before 2 files were hashed with SHA-256."""
+
+new_hash = blake3
+"""Hashes what is written: as strong as SHA-256, and on one core three times as fast."""
+HASH = "blake3"
+_HASHES: dict[str, Callable[[], Any]] = {HASH: new_hash, "sha256": hashlib.sha256}
+"""Hashes that a manifest may name."""
 
 # Everything that DCP writes has one of these names; no other may be read, so no path can escape.
 _FILE_NAME = re.compile(r"\.metadata|__\d+_\d+\.distcp")
@@ -69,7 +79,7 @@ def step_folder(folder: Path, step: int) -> Path:
 def build_manifest(
     *, step: int, files: dict[str, dict[str, Any]], tensor_count: int, tensor_bytes: int, run: dict[str, Any]
 ) -> dict[str, Any]:
-    """The manifest of a checkpoint: ``files`` maps names to ``{"bytes": int, "sha256": hex}``.
+    """The manifest of a checkpoint: ``files`` maps names to ``{"bytes": int, "blake3": hex}``.
 
     ``run`` is the caller's own: configuration, mesh, tokens, data position, versions; JSON types only.
     """
@@ -133,7 +143,7 @@ def unsound_steps(folder: Path) -> dict[int, str]:
 def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool) -> list[str]:
     """Problems of these files of the checkpoint in ``folder``, one line a file.
 
-    Existence and size; with ``verify`` the SHA-256 too, which reads them.
+    Existence and size; with ``verify`` the hash too, which reads them.
     """
     problems = []
     for name, expected in files.items():
@@ -144,8 +154,8 @@ def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool)
                 problems.append(f"{name} is no regular file")
             elif size != expected["bytes"]:
                 problems.append(f"{name} has {size:,} bytes instead of {expected['bytes']:,}")
-            elif verify and _sha256(folder / name) != expected["sha256"]:
-                problems.append(f"{name} was altered: its SHA-256 is not the one of the manifest")
+            elif verify and not _has_hash(folder / name, expected):
+                problems.append(f"{name} was altered: its hash is not the one of the manifest")
         except FileNotFoundError:
             problems.append(f"{name} is missing")
         except OSError as error:
@@ -184,8 +194,8 @@ def _absent(folder: Path) -> str:
 def _problem(folder: Path, manifest: Any) -> str | None:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         return f"is not a manifest of this toolkit (its format is not {FORMAT!r})"
-    if manifest.get("version") != VERSION:
-        return f"has version {shown(manifest.get('version'))}; this toolkit reads version {VERSION}"
+    if manifest.get("version") not in _READ:
+        return f"has version {shown(manifest.get('version'))}; this toolkit reads versions up to {VERSION}"
     for field, kind in _FIELDS.items():
         if not isinstance(manifest.get(field), kind):
             return f"is damaged: {field} is missing or not a {kind.__name__}; {ADVICE}"
@@ -195,7 +205,7 @@ def _problem(folder: Path, manifest: Any) -> str | None:
     if strange:
         return f"lists files that no checkpoint has: {', '.join(map(repr, strange[:3]))}"
     if not all(_describes_file(entry) for entry in manifest["files"].values()):
-        return f"is damaged: a file without its size or SHA-256; {ADVICE}"
+        return f"is damaged: a file without its size or a hash that is known; {ADVICE}"
     if not all(map(is_size, (manifest["step"], *map(manifest["tensors"].get, ("count", "bytes"))))):
         return f"is damaged: its step, or the number of its tensors or their bytes, is no number; {ADVICE}"
     run = manifest["run"]
@@ -238,16 +248,23 @@ def _names_base(base: Any) -> bool:
 
 
 def _describes_file(entry: Any) -> bool:
-    return isinstance(entry, dict) and is_size(entry.get("bytes")) and isinstance(entry.get("sha256"), str)
+    return isinstance(entry, dict) and is_size(entry.get("bytes")) and _hash_of(entry) is not None
 
 
 def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
+def _hash_of(entry: Mapping[str, Any]) -> str | None:
+    """The name of the hash that a file's entry gives."""
+    return next((name for name in _HASHES if isinstance(entry.get(name), str)), None)
+
+
+def _has_hash(path: Path, entry: Mapping[str, Any]) -> bool:
+    name = _hash_of(entry)
+    assert name is not None, "the manifest was read"
     with open_regular(path) as file:
-        return file_digest(file, "sha256").hexdigest()
+        return file_digest(file, _HASHES[name]).hexdigest() == entry[name]
 
 
 def dotted(toml: str) -> dict[str, Any]:

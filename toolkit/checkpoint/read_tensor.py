@@ -34,7 +34,7 @@ def open_checkpoint(
 ) -> tuple[dict[str, Any], Metadata]:
     """The manifest of the step-N ``folder`` and its index of tensors, after a look at the files.
 
-    ``verify`` compares every file with its SHA-256, as loading into a model does. Of ``ranks`` each does so
+    ``verify`` compares every file with its hash, as loading into a model does. Of ``ranks`` each does so
     with its share and the index, and must hear of the others' errors before it goes on.
 
     Raises:

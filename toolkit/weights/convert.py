@@ -111,7 +111,7 @@ def prepare(
 
     The tokenizer is that of ``tokenizer``, else the one beside the weights, else the one a run was trained
     with. As a checkpoint, ``out`` is a step-N folder or one to hold step-0. ``hashes`` has a checkpoint that
-    is read compared with its SHA-256 sums, before half of a damaged one is converted.
+    is read compared with its hashes, before half of a damaged one is converted.
 
     Raises:
         DataError, CheckpointError: the weights are not there, damaged, of another format or not of the model
