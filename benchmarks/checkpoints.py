@@ -158,8 +158,8 @@ def report(results: list[list[Samples]], sizes: tuple[float, float], command: st
             seconds, peaks = zip(*samples, strict=True)
             middle = statistics.median(seconds)
             lines.append(
-                f"| {name} | {middle:.2f} | {_times_plain(rows, name)} | {min(seconds):.2f} | {max(seconds):.2f} "
-                f"| {gib / middle:.2f} "
+                f"| {name} | {middle:.2f} | {_times_plain(rows, name)} | {min(seconds):.2f} "
+                f"| {max(seconds):.2f} | {gib / middle:.2f} "
                 f"| {statistics.median(peaks) / GIB:.2f} |"
             )
     return "\n".join(lines) + "\n"
@@ -170,7 +170,8 @@ def _times_plain(rows: Mapping[str, list[tuple[float, float]]], name: str) -> st
     plain = rows.get(f"{name.partition(',')[0]}, plain")
     if plain is None:
         return ""
-    return f"{statistics.median(ours / theirs for (ours, _), (theirs, _) in zip(rows[name], plain, strict=True)):.2f}"
+    beside = zip(rows[name], plain, strict=True)
+    return f"{statistics.median(ours / theirs for (ours, _), (theirs, _) in beside):.2f}"
 
 
 def _slowest(ranks: list[Samples]) -> Mapping[str, list[tuple[float, float]]]:
