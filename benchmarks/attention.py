@@ -1,6 +1,7 @@
 """Time and memory of each attention back end on this device, forward and backward, for Llama's shapes.
 
     python -m benchmarks.attention [--repeats 10] [--output benchmarks/results/attention_<device>.md]
+    python -m benchmarks.attention --small --output FILE: one small shape, to see that all of it runs
 
 A layer of Llama 3.2 1B and one of 3.1 8B, causal over whole rows and within documents of 1 to 1,023 tokens,
 on CUDA at 2,048 and 8,192 tokens in bfloat16; on CPU a quarter of the heads, shorter, in bfloat16 and fp32.
@@ -13,7 +14,7 @@ import argparse
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -62,6 +63,9 @@ SHAPES = {
         for length in (512, 2048)
     ],
 }
+
+
+SMALL = Shape("a sliver", 1, 256, 4, 2, 64)
 
 
 def documents_of(shape: Shape) -> Tensor:
@@ -120,10 +124,10 @@ def measure(
     return f"{mask_ms:.2f} | {ms:.2f} | {extra / 2**20:,.0f}"
 
 
-def table(device: str, repeats: int) -> list[str]:
+def table(device: str, shapes: Sequence[Shape], repeats: int) -> list[str]:
     """Rows of Markdown, printed as they come."""
     rows = []
-    for dtype, shape in product(DTYPES[device], SHAPES[device]):
+    for dtype, shape in product(DTYPES[device], shapes):
         for documents, name in product((None, documents_of(shape).to(device)), BACKENDS[device]):
             if name == "flash" and documents is not None:
                 continue  # its kernel takes no mask
@@ -143,8 +147,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--small", action="store_true", help="one small shape; with --output")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if options.small and not options.output:
+        parser.error("--small needs --output: it is no result to keep beside the others")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else f"{cores()} cores ({platform.machine()})"
     heading = [
@@ -157,7 +164,8 @@ def main() -> None:
         "| shape | dtype | attends to | back end | mask, ms | forward + backward, ms | MiB |",
         "|---|---|---|---|---|---|---|",
     ]
-    text = "\n".join([*heading, *table(device, options.repeats)]) + "\n"
+    shapes = [SMALL] if options.small else SHAPES[device]
+    text = "\n".join([*heading, *table(device, shapes, options.repeats)]) + "\n"
     file = "cpu" if device == "cpu" else name.lower().replace(" ", "_")
     output = options.output or RESULTS / f"attention_{file}.md"
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Effects of each technique on memory and step time, alone and in stacks, on a model of 125M parameters.
 
-    python -m benchmarks.techniques [--only TEXT ...] [--steps N]
+    python -m benchmarks.techniques [--only TEXT ...] [--steps N] [--small]
                                     [--output benchmarks/results/techniques_<device>.md]
 
 A case is a training run in fresh processes. The baseline shards over all ranks (FULL_SHARD) and switches
@@ -37,6 +37,7 @@ from toolkit.models.common.args import parameter_count
 from toolkit.models.registry import resolve
 
 SHAPE = {"dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 2048, "vocab_size": 32000}
+SMALL = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 4096}
 WARM_UP = 1
 STEPS = {"cpu": 3, "cuda": 10}
 # Blocks of a MiB and more are mapped one by one, in huge pages, since faults are what mapping costs.
@@ -44,7 +45,6 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "1048576", "GLIBC_TUNABLES": "glibc.mallo
 LIMIT_SECONDS = 900.0
 
 BASELINE: dict[str, Any] = {
-    **{f"model.{key}": value for key, value in SHAPE.items()},
     "parallelism.sharding_strategy": "FULL_SHARD",
     "training.mixed_precision_param": "float32",
     "training.loss_chunk_tokens": 0,
@@ -185,23 +185,24 @@ def ranks_of(case: Case, device: str) -> int:
     return case.ranks or 1
 
 
-def flags(case: Case, device: str, ranks: int, folder: Path) -> list[str]:
+def flags(case: Case, shape: Mapping[str, int], device: str, ranks: int, folder: Path) -> list[str]:
     """The command line of a case's training, without its length."""
-    values = BASELINE | BATCH[device] | dict(case.settings)
+    model = {f"model.{key}": value for key, value in shape.items()}
+    values = model | BASELINE | BATCH[device] | dict(case.settings)
     values["training.local_batch_size"] = values["training.global_batch_size"] // (ranks * case.micro_batches)
     values["data.cache_folder"] = folder.parent / "tokens"
     values["compile.cache_folder"] = folder / "compiled"
     return [f"--{key}={value}" for key, value in values.items()]
 
 
-def run(case: Case, device: str, steps: int, folder: Path) -> Measured:
+def run(case: Case, shape: Mapping[str, int], device: str, steps: int, folder: Path) -> Measured:
     """Train in fresh processes.
 
     Raises:
         CannotRun: this device lacks something, or the run failed.
     """
     ranks = ranks_of(case, device)
-    arguments = flags(case, device, ranks, folder)
+    arguments = flags(case, shape, device, ranks, folder)
     timed = train([*arguments, f"--training.steps={steps}"], ranks, folder / "timed", {})
     sized, key = timed, "memory_gib"
     if device == "cpu":
@@ -271,20 +272,22 @@ def imports_only(device: str) -> float:
                                 stdout=subprocess.PIPE).stdout)  # fmt: skip
 
 
-def measure(cases: Sequence[Case], device: str, steps: int) -> Iterator[tuple[Case, Measured | str]]:
+def measure(
+    cases: Sequence[Case], shape: Mapping[str, int], device: str, steps: int
+) -> Iterator[tuple[Case, Measured | str]]:
     """Each case with its figures, or with why there are none."""
     os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # the user's own would be warm
     with tempfile.TemporaryDirectory() as temporary:
         for number, case in enumerate(cases):
             try:
-                yield case, run(case, device, steps, Path(temporary, str(number)))
+                yield case, run(case, shape, device, steps, Path(temporary, str(number)))
             except CannotRun as reason:
                 yield case, str(reason)
 
 
-def header(device: str, imports: float, steps: int) -> list[str]:
+def header(shape: Mapping[str, int], device: str, imports: float, steps: int) -> list[str]:
     """All above the rows."""
-    parameters = parameter_count(resolve("llama3", "debugmodel", **SHAPE))
+    parameters = parameter_count(resolve("llama3", "debugmodel", **shape))
     batch = BATCH[device]
     samples, length = batch["training.global_batch_size"], batch["training.seq_len"]
     apart = f" Imports take {imports:.2f} GiB of each process, which are not counted." if imports else ""
@@ -321,6 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", help="only the cases whose names hold one of these, e.g. bf16")
     parser.add_argument("--steps", type=int, help=f"of each case; more than {WARM_UP}")
+    parser.add_argument("--small", action="store_true", help="a model of no size, to see that a case runs")
     parser.add_argument("--output", type=Path, help="Markdown file to write; default: print only")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -328,10 +332,10 @@ def main() -> None:
     if steps <= WARM_UP:
         parser.error(f"--steps must be more than {WARM_UP}, which is not timed")
     cases = [case for case in CASES if not options.only or any(text in case.name for text in options.only)]
-    imports = imports_only(device)
-    lines, measured = header(device, imports, steps), dict[str, Measured]()
+    imports, shape = imports_only(device), SMALL if options.small else SHAPE
+    lines, measured = header(shape, device, imports, steps), dict[str, Measured]()
     print("\n".join(lines), flush=True)
-    for case, got in measure(cases, device, steps):
+    for case, got in measure(cases, shape, device, steps):
         if isinstance(got, Measured):
             measured[case.name] = got
         lines.append(row(case, got, measured, device, imports))

@@ -1,4 +1,5 @@
-"""Tests that only a GPU can run: a run beside the same run on the CPU, and the kernels of attention."""
+"""Tests that only a GPU can run: a run beside the same run on the CPU, what a step waits for, and the kernels
+of attention."""
 
 from __future__ import annotations
 
@@ -16,12 +17,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.helpers import free_port
 from tests.models.attention_cases import LENGTH, PACKED, PACKINGS, ROWS, inputs, with_gradients
 from tests.models.small_llama import build, small, tokens_and_labels
+from tests.training import small_config
 from toolkit.config.parallelism import ActivationCheckpoint, Compile
+from toolkit.data.build import open_data
+from toolkit.distributed import process_group
+from toolkit.metrics.startup_timer import Phases
 from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
 from toolkit.parallel.compile import apply_compile
 from toolkit.parallel.context_parallel import SequenceShards, apply_context_parallel
+from toolkit.trainer import Trainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,6 +53,47 @@ def test_cuda_gives_the_curve_of_the_cpu(tmp_path: Path, precision: str, relativ
     cpu = _losses(tmp_path / "cpu", tmp_path / "cache", "float32", CUDA_VISIBLE_DEVICES="")
     gpu = _losses(tmp_path / "gpu", tmp_path / "cache", precision)
     assert gpu == pytest.approx(cpu, rel=relative)
+
+
+def steps(folder: str, attention: str, *, ahead: bool) -> list[tuple[float, float]]:
+    """Losses and norms of three steps, of which all but the first must not wait for the device. That a step
+    waits for an event, which the norm's way to the host is, torch does not count."""
+    config = small_config(
+        folder,
+        model={"attention": attention, "head_dim": 16},
+        training={"max_norm": 1e-3, "local_batch_size": 4, "mixed_precision_param": "bfloat16"},
+    )
+    device = torch.device("cuda", 0)
+    trainer = Trainer(config, open_data(config, progress=False), device, Phases(enabled=False))
+    assert trainer.train_step.ahead, "the default optimizer can be queued before its gradient is known"
+    trainer.train_step.ahead = ahead
+    batches, found = iter(trainer.loader), []
+    for number in range(3):
+        micro_batches = [next(batches) for _ in range(trainer.batch.accumulation)]
+        torch.cuda.set_sync_debug_mode("error" if ahead and number else "default")
+        result = trainer.train_step(micro_batches, learning_rate=1e-3)
+        found.append((result.loss, result.grad_norm))
+    torch.cuda.set_sync_debug_mode("default")
+    return found
+
+
+def steps_of_both(folder: str, attention: str) -> None:
+    """For a process of its own, since a run has the process group to itself."""
+    process_group.start(torch.device("cuda", 0), timeout_seconds=120)
+    early, late = (steps(f"{folder}/{ahead}", attention, ahead=ahead) for ahead in (True, False))
+    # Atomics may add bf16 in another order; the clipped gradient is one rounding off.
+    for one, other in zip(early, late, strict=True):
+        assert one == pytest.approx(other, rel=1e-2)
+    process_group.stop()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+def test_a_step_waits_for_an_event_alone(tmp_path: Path, attention: str) -> None:
+    code = f"from tests.test_gpu import steps_of_both; steps_of_both({str(tmp_path)!r}, {attention!r})"
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
+    environment = os.environ | {name: str(value) for name, value in alone.items()}
+    environment["MASTER_ADDR"] = "127.0.0.1"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, timeout=170)
 
 
 def _relative(found: Tensor, exact: Tensor) -> float:

@@ -1,4 +1,5 @@
-"""One training step: the optimizer's step in backward against the step after it, over meshes."""
+"""One training step: the optimizer's step in backward, and the one that is queued before the norm is known,
+against the step after it, over meshes."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer, weights_digest
 from toolkit.config import Config
+from toolkit.distributed.dtensor import local
 from toolkit.errors import TrainingError
 from toolkit.optim.optimizer_in_backward import StepInBackward
 from toolkit.optim.optimizer_state import optimizer_tensors
@@ -90,6 +92,14 @@ def _peak_bytes(folder: Path) -> dict[str, Any]:
 def _break(folder: Path) -> str:
     """Put an infinity where only the last rank's part of the gradient shows it."""
     trainer = small_trainer(_config(folder, early=True))
+    parameter = _poison(trainer)
+    parameter._post_accumulate_grad_hooks.move_to_end(next(iter(parameter._post_accumulate_grad_hooks)))
+    with pytest.raises(TrainingError) as error:
+        trainer.train()
+    return str(error.value)
+
+
+def _poison(trainer: Trainer) -> Any:
     parameter = trainer.model_parts.models[0].get_parameter("layers.1.feed_forward.w2.weight")
 
     def poison(parameter: nn.Parameter) -> None:
@@ -97,14 +107,45 @@ def _break(folder: Path) -> str:
             parameter.grad._local_tensor[0, 0] = torch.inf  # type: ignore[union-attr]
 
     parameter.register_post_accumulate_grad_hook(poison)
-    parameter._post_accumulate_grad_hooks.move_to_end(next(iter(parameter._post_accumulate_grad_hooks)))
+    return parameter
+
+
+def _stepped(folder: Path, *, ahead: bool, max_norm: float) -> tuple[Trainer, dict[str, Tensor]]:
+    """A trainer after two steps, and this rank's part of its weights and of its optimizer's state."""
+    config = small_config(folder, training={"max_norm": max_norm})
+    trainer = small_trainer(config)
+    trainer.train_step.ahead = ahead
+    batches = iter(trainer.loader)
+    for _ in range(2):
+        trainer.train_step([next(batches) for _ in range(trainer.batch.accumulation)], learning_rate=1e-2)
+    return trainer, _tensors(trainer)
+
+
+def _tensors(trainer: Trainer) -> dict[str, Tensor]:
+    named = dict(trainer.model_parts.named_parameters())
+    state = optimizer_tensors(named.items(), trainer.optimizer)
+    return {name: local(x).detach().clone() for name, x in {**named, **state}.items()}
+
+
+def _ahead(folder: Path) -> dict[str, Any]:
+    """How far an update that is queued early is from the one after the wait, clipped and not; and what is
+    left of a broken one."""
+    far = {}
+    for max_norm in (0.1, float("inf")):
+        trainer, early = _stepped(folder / f"{max_norm} early", ahead=True, max_norm=max_norm)
+        _, late = _stepped(folder / f"{max_norm} late", ahead=False, max_norm=max_norm)
+        assert early.keys() == late.keys()
+        far[max_norm] = max((x - late[name]).abs().max().item() for name, x in early.items() if x.numel())
+    _poison(trainer)
+    batches = iter(trainer.loader)
     with pytest.raises(TrainingError) as error:
-        trainer.train()
-    return str(error.value)
+        trainer.train_step([next(batches) for _ in range(trainer.batch.accumulation)], learning_rate=1e-2)
+    kept = all(torch.equal(x, early[name]) for name, x in _tensors(trainer).items())
+    return {"far": far, "error": str(error.value), "kept": kept}
 
 
 def _one(folder: str) -> dict[str, Any]:
-    return {"tied": _pair(Path(folder, "tied"), model=TIED)}
+    return {"tied": _pair(Path(folder, "tied"), model=TIED), "ahead": _ahead(Path(folder, "ahead"))}
 
 
 def _two(folder: str) -> dict[str, Any]:
@@ -115,6 +156,7 @@ def _two(folder: str) -> dict[str, Any]:
         "changed": _changed_over(Path(folder, "changed")),
         "peak": _peak_bytes(Path(folder, "peak")),
         "broken": _break(Path(folder, "broken")),
+        "ahead": _ahead(Path(folder, "ahead")),
     }
 
 
@@ -163,3 +205,25 @@ def test_a_broken_gradient_is_named_and_the_update_admitted(two: list[dict[str, 
         assert "rank 1: layers.1.feed_forward.w2.weight" in result["broken"]
         assert "the parameters were updated by this step already" in result["broken"]
         assert "were not updated" not in result["broken"]
+
+
+@pytest.mark.parametrize("world", ["one", "two"])
+def test_an_update_that_is_queued_early_is_the_one_after_the_wait(
+    world: str, request: pytest.FixtureRequest
+) -> None:
+    for result in request.getfixturevalue(world):
+        far = result["ahead"]["far"]
+        # Without clipping the same bits; with it gradients are divided by fp32, not multiplied by fp64, which
+        # is 1e-7 of each: of an update as large as the learning rate, 1e-2, 1e-9, then rounded in the weight.
+        assert far[float("inf")] == 0.0 <= far[0.1] < 5e-7
+
+
+@pytest.mark.parametrize("world", ["one", "two"])
+def test_an_update_of_a_broken_gradient_that_is_queued_already_does_nothing(
+    world: str, request: pytest.FixtureRequest
+) -> None:
+    results = request.getfixturevalue(world)
+    for result in results:
+        assert result["ahead"]["kept"]
+        assert f"rank {len(results) - 1}: layers.1.feed_forward.w2.weight" in result["ahead"]["error"]
+        assert "the parameters were not updated by this step" in result["ahead"]["error"]

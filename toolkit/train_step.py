@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from toolkit.optim.grad_clip import clip_, global_norm
 from toolkit.parallel.model_parts import ModelParts
@@ -78,6 +79,11 @@ class TrainStep:
         self.device = device
         self.early = cast("StepInBackward", optimizer) if in_backward else None
         assert self.early is None or math.isinf(max_norm), "the preflight refuses to clip after the update"
+        self.ahead = False
+        if device.type == "cuda" and self.early is None:
+            from toolkit.optim.update_ahead import can_update_ahead
+
+            self.ahead = can_update_ahead(optimizer, device)
 
     def __call__(
         self, batches: Sequence[MicroBatch], *, learning_rate: float, stop: bool = False
@@ -95,7 +101,8 @@ class TrainStep:
         batches = [model_parts.prepare(batch, self.device) for batch in batches]
         own_counts = [count_valid(batches), model_parts.objective.count(batches)]
         own_counts = [count * model_parts.is_loss_rank for count in own_counts]
-        counts = torch.stack([*own_counts, torch.tensor(int(stop), device=self.device)])
+        # Filled on the device: a copy of a number of the host would wait for it.
+        counts = torch.stack([*own_counts, torch.full((), int(stop), device=self.device)])
         dist.all_reduce(counts)
         tokens, items, stops = counts.unbind()
         # A batch without a single valid label has loss 0 and gradient 0, not 0/0.
@@ -111,16 +118,26 @@ class TrainStep:
             if self.early
             else global_norm(parameters, device=self.device)
         )
-        # The only wait for the device in a step: an update with a broken gradient must not happen.
-        grad_norm, count, stop_count, mean, *others = torch.cat(
-            [torch.stack([norm, tokens.double(), stops.double()]), total * scale]
-        ).tolist()
+        numbers = torch.cat([torch.stack([norm, tokens.double(), stops.double()]), total * scale])
+        grad_norm, count, stop_count, mean, *others = self._read(numbers)
         if not (math.isfinite(mean) and math.isfinite(grad_norm)):
             from toolkit.parallel.nonfinite import refuse  # a run that goes well does not need it
 
             refuse(model_parts, batches, own[0], loss=mean, grad_norm=grad_norm, early=self.early)
-        clip_([*parameters, *(copy for _, copy in model_parts.tied_copies())], self.max_norm, grad_norm)
-        self.optimizer.step()
+        if not self.ahead:
+            clip_([*parameters, *(copy for _, copy in model_parts.tied_copies())], self.max_norm, grad_norm)
+            self.optimizer.step()
         self.optimizer.zero_grad()
         reported = dict(zip(model_parts.objective.names, others, strict=True))
         return StepResult(mean, grad_norm, int(count), stop_count > 0, reported)
+
+    def _read(self, numbers: Tensor) -> list[float]:
+        """The norm, two counts, the loss and what else is reported: the only wait for the device in a step,
+        for an update with a broken gradient must not happen, and all ranks have to know who asks to stop."""
+        if not self.ahead:
+            return cast("list[float]", numbers.tolist())
+        from toolkit.optim.update_ahead import Reading, update_ahead
+
+        reading = Reading(numbers)
+        update_ahead(self.optimizer, loss=numbers[3], norm=numbers[0], max_norm=self.max_norm)
+        return reading.wait()

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from tests.finetune.adapters import adapted, adapter_of
 from tests.helpers import run_world
 from tests.models.small_llama import build, small, tokens_and_labels
 from tests.training import small_config, small_trainer, weights_digest
+from toolkit.config.finetune import Finetune
 from toolkit.config.parallelism import ActivationCheckpoint, Compile
 from toolkit.distributed.dtensor import clean_name
 from toolkit.models.common.decoder import Decoder
@@ -69,11 +72,59 @@ def test_blocks_share_their_graphs(mode: str) -> None:
     assert counters["stats"]["unique_graphs"] == 2 * kinds
 
 
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "lora": {"adapter": "lora", "lora": {"dropout": 0.1}},
+    "dora": {"adapter": "lora", "lora": {"use_dora": True}},
+    "nf4": {"adapter": "lora", "lora": {"quantize_base": "nf4"}},
+    "prefix": {"adapter": "prefix_tuning"},
+    "adaption prompt": {"adapter": "llama_adapter"},
+}
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "kept": {"mode": "none"},
+    "full": {"mode": "full"},
+    "op": {"mode": "selective", "selective_ac_option": "op"},
+}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_a_block_is_one_graph_with_any_adapter_and_checkpoint(adapter: str, tmp_path: Path) -> None:
+    args, options = small(n_layers=2, head_dim=8, ffn_dim=128), Finetune(**ADAPTERS[adapter])
+    for name, checkpointing in CHECKPOINTS.items():
+        torch._dynamo.reset()
+        counters.clear()
+        model = adapted(adapter_of(options, args, tmp_path)).train()
+        apply_activation_checkpoint(model.layers, ActivationCheckpoint(**checkpointing))
+        # fullgraph, the default, refuses a second one; by this back end Dynamo alone is asked.
+        apply_compile(model, Compile(enable=True, components=["model"], backend="eager"))
+        gradients(model)
+        # Of an adapter the first block needs no gradient of its input: another graph.
+        assert 1 <= counters["stats"]["unique_graphs"] <= 2, name
+        assert not counters["graph_break"], name
+
+
 def test_only_the_components_named_are_compiled() -> None:
     expected = gradients(build(ARGS, torch.float32))
     loss = compiled_model(Compile(enable=True, components=["loss"], backend="aot_eager"), chunk=33)
     torch.testing.assert_close(gradients(loss), expected, rtol=2e-5, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 2, "chunks of 33, 33 and 14 tokens"
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_torch_is_asked_for_the_mode(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def record(function: Any, **options: Any) -> Any:
+        asked.append(options)
+        return function
+
+    monkeypatch.setattr(torch, "compile", record)
+    compiled_model(Compile(enable=True, mode=mode))  # type: ignore[arg-type]
+    expected = {"backend": "inductor", "fullgraph": True, "dynamic": False}
+    if mode != "default":
+        expected |= {"mode": mode}
+        assert mode in torch._inductor.list_mode_options()
+    assert asked == [expected] * (ARGS.n_layers + 1), "each block, and the loss"
 
 
 def test_the_clock_counts_each_compilation_once() -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests.helpers import run_world
+from tests.models.small_llama import small
 from tests.parallel.sharded import (
     BATCH,
     EXACT,
@@ -31,6 +33,7 @@ from tests.parallel.sharded import (
     sharded,
     step,
 )
+from toolkit.config.parallelism import ActivationCheckpoint
 from toolkit.config.training import Optimizer
 from toolkit.optim.grad_clip import clip_, global_norm
 from toolkit.optim.optimizer import build_optimizer
@@ -142,8 +145,51 @@ def _reshard_sizes() -> tuple[list[int | None], Collectives]:
     return sizes, dict(sent.counts)
 
 
+DEEP = small("llama3.1", n_layers=4)
+UNITS = ["tok_embeddings", *(f"layers.{index}" for index in range(4)), "norm, output"]
+# name: (depth in forward, in backward, activation checkpointing)
+DEPTHS = {
+    "torch's own": (0, 1, KEEP_ALL),
+    "one": (1, 1, KEEP_ALL),
+    "two": (2, 2, KEEP_ALL),
+    "one, checkpointed": (1, 1, FULL),
+}
+
+
+def _asked_before(forward: int, backward: int, checkpointing: ActivationCheckpoint) -> list[dict[str, list]]:
+    """For each unit of a step's forward, and then of its backward, those that were asked for when it was
+    done."""
+    depths = {"fsdp_forward_prefetch": forward, "fsdp_backward_prefetch": backward}
+    how = changed(EXACT, fsdp_reshard_after_forward="always", **depths)
+    model = sharded(DEEP, how, checkpointing=checkpointing)
+    kind: Any = type(groups(model)[0])
+    asked: list[str] = []
+    done: list[dict[str, list]] = [{}, {}]
+
+    def unshard(group: Any, *args: Any, **options: Any) -> None:
+        before = group._all_gather_result
+        kind_unshard(group, *args, **options)
+        if group._all_gather_result is not before:
+            asked.append(group._module_fqn)
+
+    def post_forward(group: Any, *args: Any) -> Any:
+        if group._module_fqn not in done[0]:  # and not the one that is computed again
+            done[0][group._module_fqn] = list(asked)
+        return kind_post_forward(group, *args)
+
+    def post_backward(group: Any, *args: Any) -> None:
+        done[1].setdefault(group._module_fqn, list(asked))
+        kind_post_backward(group, *args)
+
+    kind_unshard, kind_post_forward, kind_post_backward = kind.unshard, kind.post_forward, kind.post_backward
+    with patch.multiple(kind, unshard=unshard, post_forward=post_forward, post_backward=post_backward):
+        step(model, how, after_forward=asked.clear)
+    return done
+
+
 def _world() -> dict[str, Any]:
     return {
+        "asked": {name: _asked_before(*depths) for name, depths in DEPTHS.items()},
         "gradients": _gradients_of_cases(),
         "precisions": _precisions(),
         "offload": _offloaded_update(),
@@ -203,3 +249,18 @@ def test_a_number_keeps_parameters_sharded_over_so_many_ranks(world: list[dict[s
         # Embedding and blocks; the last unit is kept whole.
         assert sizes == [2, 2, 2, None]
         assert counts == {"allgather": 6, "reduce_scatter": 4}
+
+
+@pytest.mark.parametrize("name", DEPTHS)
+def test_units_are_asked_for_while_those_before_compute(world: list[dict[str, Any]], name: str) -> None:
+    forward, backward, _ = DEPTHS[name]
+    for found in world:
+        ahead, back = found["asked"][name]
+        assert list(ahead) == UNITS
+        for place, unit in enumerate(UNITS):
+            assert ahead[unit] == UNITS[: place + forward + 1]
+        # Backward reads no table.
+        order = UNITS[:0:-1]
+        assert list(back)[: len(order)] == order
+        for place, unit in enumerate(order):
+            assert back[unit] == order[: place + backward + 1]

@@ -68,6 +68,13 @@ CASES: list[Bad] = [
         "the model has no norms",
     ),
     bad("compile_backend", "compile.backend=cudagraphs compile.enable", "need a CUDA device"),
+    bad("compile_mode", "compile.mode=reduce-overhead compile.enable", "need a CUDA device", "remove it"),
+    bad(
+        "compile_mode",
+        f"compile.mode=max-autotune-no-cudagraphs {COMPILE}",
+        "compile.backend is aot_eager",
+        'compile.backend = "inductor"',
+    ),
     bad(
         "inductor_attends_in_fp64",
         "compile.backend=inductor compile.enable training.mixed_precision_param=float64",

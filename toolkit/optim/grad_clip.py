@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.distributed.dtensor import local
 
 # torch.nn.utils.clip_grad_norm_ adds this to the norm: the same clipping as everywhere else.
-_EPSILON = 1e-6
+EPSILON = 1e-6
 _PIECE = 1 << 18
 """Elements that are in fp64 at once."""
 
@@ -81,7 +81,7 @@ def clip_(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> N
     """
     if max_norm <= 0 or math.isinf(max_norm):
         return
-    scale = max_norm / (norm + _EPSILON)
+    scale = max_norm / (norm + EPSILON)
     if scale >= 1.0:
         return
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)

@@ -50,8 +50,10 @@ def apply_compile(model: Decoder, options: Compile, async_tp: dist.ProcessGroup 
     # Graphs by kind of block, shape of a batch, gradients and whether the adapter is on: torch gives up after
     # 8, which preferences with a validation pass.
     torch._dynamo.config.recompile_limit = 32
+    # Other back ends than inductor take none, be it the default.
+    mode: dict[str, Any] = {} if options.mode == "default" else {"mode": options.mode}
     compiled: Callable[[Any], Any] = partial(
-        torch.compile, backend=options.backend, fullgraph=options.fullgraph, dynamic=False
+        torch.compile, backend=options.backend, fullgraph=options.fullgraph, dynamic=False, **mode
     )
     if "model" in options.components:
         for block in model.layers.values():

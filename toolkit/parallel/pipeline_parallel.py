@@ -145,7 +145,7 @@ class Pipeline(ModelParts):
         extra = {"positions": positions, "documents": documents, "labels": labels}
         self.schedule.step(
             *([tokens] if 0 in self.stages else []),
-            target=torch.arange(len(tokens)) if self.last in self.stages else None,
+            target=torch.arange(len(tokens), device=self.device) if self.last in self.stages else None,
             return_outputs=False,
             **{name: x for name, x in extra.items() if x is not None},
         )
@@ -286,4 +286,4 @@ def _joined(batches: Sequence[MicroBatch], name: str) -> Tensor | None:
 
 
 def _rows(x: Tensor | None, rows: Tensor) -> Tensor | None:
-    return None if x is None else x[rows.to(x.device)]
+    return None if x is None else x[rows]

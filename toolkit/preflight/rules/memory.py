@@ -104,6 +104,20 @@ def compile_backend(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
+def compile_mode(run: PlannedRun) -> list[Problem]:
+    """It is inductor that has modes, and CUDA that has graphs."""
+    compiling, key = run.config.compile, "compile.mode"
+    if compiling.mode == "default" or not compiling.enable:
+        return []
+    if compiling.backend != "inductor":
+        rule = f"inductor has modes, and compile.backend is {compiling.backend}"
+        return [run.problem(key, rule, 'set compile.backend = "inductor", or remove it')]
+    if compiling.mode == "reduce-overhead" and run.hardware.device != "cuda":
+        return [run.problem(key, "it is CUDA graphs that it takes, which need a CUDA device", "remove it")]
+    return []
+
+
+@rule()
 def inductor_attends_in_fp64(run: PlannedRun) -> list[Problem]:
     """Before 2.13 inductor takes what attention on a CPU keeps for its backward for fp32, whatever it is."""
     compiling, version = run.config.compile, torch_before((2, 13))
