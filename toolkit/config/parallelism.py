@@ -157,7 +157,7 @@ class Compile(Table):
     backend: str = "inductor"
     """Back end of torch.compile."""
     mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"] = "default"
-    """What inductor aims at. reduce-overhead: few launches, by CUDA graphs; max-autotune-no-cudagraphs: the
+    """The aim of inductor. reduce-overhead: few launches, by CUDA graphs; max-autotune-no-cudagraphs: the
     fastest of several kernels for each matmul, which it times in the first step."""
     fullgraph: bool = True
     """A block that cannot be compiled whole is an error; false falls back to eager at graph breaks."""

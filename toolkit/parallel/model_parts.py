@@ -60,10 +60,7 @@ class ModelParts(ABC):
     def prepare(self, batch: MicroBatch, device: torch.device) -> MicroBatch:
         """The micro-batch on ``device``, cut to what this rank computes of its sequences. Documents stay
         whole, since attention looks at all of them."""
-        batch = {
-            name: None if value is None else value.to(device, non_blocking=True)
-            for name, value in batch.items()
-        }
+        batch = {name: None if value is None else _moved(value, device) for name, value in batch.items()}
         batch = self.objective.prepare(batch)
         if self.shards is None:
             return batch
@@ -93,6 +90,12 @@ class ModelParts(ABC):
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    """``x`` on ``device``, without a wait: of memory that is not page-locked CUDA makes a copy of its own,
+    piece by piece, each when what the device has to do before is done."""
+    return (x.pin_memory() if device.type == "cuda" and x.is_cpu else x).to(device, non_blocking=True)
 
 
 class SingleModel(ModelParts):
