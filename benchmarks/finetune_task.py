@@ -31,7 +31,7 @@ from toolkit.finetune.parameters import count_trained
 from toolkit.generation.load import Loaded, load_model, needed_tokenizer
 
 BASE, CONFIG = "train_configs/debug_model.toml", "train_configs/chat_debug.toml"
-BASE_STEPS, STEPS = 300, 300
+BASE_STEPS, STEPS = 300, 600
 TRAINED_ON, HELD_OUT = 6000, 1000
 TOPICS = {
     "house": "door window roof wall floor room stair",
@@ -62,6 +62,7 @@ METHODS: dict[str, tuple[str, ...]] = {
         "--finetune.adapter=lora",
         "--finetune.lora.rank=5",
         "--finetune.lora.alpha=20",
+        "--finetune.lora.dropout=0.1",
         "--finetune.lora.target_modules=all-linear",
         "--optimizer.lr=3e-3",
     ),
@@ -103,10 +104,10 @@ class Row:
     seconds: float
 
 
-def questions(seed: int = 1) -> tuple[list[Item], list[Item]]:
+def questions(seed: int = 2) -> tuple[list[Item], list[Item]]:
     """All questions to learn and all that are held out, each list in an order of its own: what is asked about
-    one set of words is in one of them, whatever the order of the words and the wording. Learning rates, rank
-    and steps were chosen on those of seed 0."""
+    one set of words is in one of them, whatever the order of the words and the wording. Learning rates, rank,
+    dropout and steps were chosen on those of seeds 0 and 1."""
     rng = random.Random(seed)
     sets = [(topic, words) for topic in TOPICS for words in combinations(TOPICS[topic].split(), SHOWN)]
     rng.shuffle(sets)
