@@ -153,5 +153,44 @@ def test_packed(name: str) -> None:
         torch.testing.assert_close(model(tokens, labels=tokens), loss, rtol=1e-3, atol=0)
 
 
-def test_only_plain_bf16_is_packed() -> None:
-    assert not can_pack(build(ARGS, torch.float32))
+@pytest.mark.parametrize("attention", ["sdpa", "blockwise"])
+@pytest.mark.parametrize("name", ["llama2", "llama3.2", "qwen3"])
+def test_packed_texts(name: str, attention: str) -> None:
+    """In fp32 the texts of reordered and joined matrices are those of the plain ones, token by token, for
+    rows of unequal lengths; so are the logits, nearly."""
+    model = build(small(name, dim=96), torch.float32, attention=attention)
+    with torch.no_grad():  # blocks that add more than a new model's do, so that texts vary
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(("wo.weight", "w2.weight")):
+                parameter.mul_(8)
+    tokens = torch.arange(60).view(2, 30)
+    prompts = [*PROMPTS, [(7 * n) % VOCAB for n in range(150)]]
+    with torch.no_grad():
+        logits, texts = model(tokens), Generator(model).generate(prompts, max_new_tokens=40)
+        assert can_pack(model)
+        pack(model)
+        torch.testing.assert_close(model(tokens), logits, rtol=1e-3, atol=1e-4)
+    assert Generator(model).generate(prompts, max_new_tokens=40) == texts
+    assert len({token for text in texts for token in text}) > 15, "a text of few tokens shows no mistake"
+
+
+def test_what_is_not_packed() -> None:
+    """Numbers that oneDNN does not multiply, and matrices that are sharded or quantized."""
+    assert not can_pack(build(ARGS))
+    with torch.device("meta"):
+        assert not can_pack(Decoder(ARGS))
+
+
+def test_rows_of_a_batch_by_blocks() -> None:
+    """Prompts of unequal lengths, and one that comes in chunks, over several blocks of queries."""
+    model = build(ARGS, attention="blockwise")
+    rows = [torch.arange(300) * 7 % VOCAB, torch.arange(165) * 11 % VOCAB]
+    columns = torch.stack([rows[0], torch.cat([rows[1].new_zeros(135), rows[1]])])
+    cache = KVCache(len(model.layers), [0, 135], 8, torch.device("cpu"))
+    with torch.no_grad():
+        for chunk in columns.split([200, 99, 1], dim=1):
+            with cache.attached(model):
+                logits = model(chunk, positions=cache.positions(chunk.shape[1]))
+            cache.advance(chunk.shape[1])
+        for row, found in zip(rows, logits, strict=True):
+            torch.testing.assert_close(found[-1], model(row[None])[0, -1], rtol=0, atol=1e-12)

@@ -1,17 +1,22 @@
-"""Weights in the layout in which a CPU multiplies them, in place of rows.
+"""A model's matrices in the layout in which a CPU multiplies them, in place of rows, and fewer of them.
 
-oneDNN reorders a bf16 matrix in each call, which for a few rows of input costs as much as the product: with
-matrices reordered once, products take about half the time (benchmarks/generation.py). The operations are
-those that torch's compiler uses for frozen weights on a CPU.
+oneDNN reorders a matrix of bf16 in each call, which for a few rows of input costs as much as the product, and
+in fp32 torch takes another library's product, slower on some processors: with matrices reordered once a
+product takes about half the time in either (benchmarks/LOG.md). Products of the same input are one: queries,
+keys and values, and the two of the feed-forward. The operations are those that torch's compiler uses for
+frozen weights on a CPU.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.attention import AttentionMask
+from toolkit.models.common.decoder import Attention, Decoder, FeedForward
 from toolkit.models.common.lm_head import OutputHead
+from toolkit.models.common.rope import rotate
 
 _ops = torch.ops.mkldnn
 _ROWS = 8
@@ -19,16 +24,19 @@ _ROWS = 8
 
 
 def can_pack(model: Decoder) -> bool:
-    """Say if ``model`` has plain bf16 tensors, not packed yet, on a CPU whose instructions oneDNN uses."""
+    """Say if ``model`` has plain tensors in fp32 or bf16, not packed yet, on a CPU that oneDNN multiplies on:
+    bf16 where there are instructions for it."""
     plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
     plain &= all(module.weight is not None for module in model.modules() if isinstance(module, nn.Linear))
     first = next(model.parameters())
     return (
         plain
         and first.device.type == "cpu"
-        and first.dtype == torch.bfloat16
         and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and (
+            first.dtype == torch.float32
+            or (first.dtype == torch.bfloat16 and _ops._is_mkldnn_bf16_supported())
+        )
     )
 
 
@@ -38,8 +46,14 @@ def pack(model: Decoder) -> None:
     their matrices. The head keeps its own beside the reordered copy, for losses and a tied embedding."""
     for block in model.layers.values():
         for module in block.modules():
-            if isinstance(module, nn.Linear):
-                _pack_linear(module)
+            if isinstance(module, Attention):
+                module.packed = _joined(module.wq, module.wk, module.wv)
+                module.__class__ = _PackedAttention
+                _pack_linear(module.wo)
+            elif isinstance(module, FeedForward):
+                module.packed = _joined(module.w1, module.w3)
+                module.__class__ = _PackedFeedForward
+                _pack_linear(module.w2)
     if model.output is not None:
         _pack_head(model.output, model)
 
@@ -52,6 +66,14 @@ def _product(x: Tensor, packed: Tensor) -> Tensor:
     return _ops._linear_pointwise(x, packed, None, "none", [], "")
 
 
+def _joined(*linears: nn.Linear) -> Tensor:
+    """One reordered matrix of those of ``linears``, which lose theirs."""
+    packed = _reordered(torch.cat([linear.weight for linear in linears]))
+    for linear in linears:
+        linear.register_parameter("weight", None)
+    return packed
+
+
 class _PackedLinear(nn.Linear):
     """A linear layer that has its matrix in oneDNN's order alone."""
 
@@ -61,11 +83,36 @@ class _PackedLinear(nn.Linear):
         return _product(input, self.packed)
 
 
+class _PackedAttention(Attention):
+    """Attention of which queries, keys and values are one product, and rotated in one operation."""
+
+    packed: Tensor
+
+    def forward(self, x_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor:
+        heads_BSHE = _product(x_BSD, self.packed).unflatten(-1, (-1, self.head_dim))
+        keys = self.wk.out_features // self.head_dim
+        queries = heads_BSHE.shape[2] - 2 * keys
+        turned_BSHE, v_BSKE = heads_BSHE.split([queries + keys, keys], dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSHE, k_BSKE = turned_BSHE.split([queries, keys], dim=2)
+            turned_BSHE = torch.cat((self.q_norm(q_BSHE), self.k_norm(k_BSKE)), dim=2)
+        q_BSHE, k_BSKE = rotate(turned_BSHE, rotations).split([queries, keys], dim=2)
+        return self.attended(q_BSHE, k_BSKE, v_BSKE, mask)
+
+
+class _PackedFeedForward(FeedForward):
+    """A feed-forward whose input is multiplied once."""
+
+    packed: Tensor
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        gate_BSF, up_BSF = _product(x_BSD, self.packed).chunk(2, dim=-1)
+        return self.w2(F.silu(gate_BSF).mul_(up_BSF))
+
+
 def _pack_linear(module: nn.Linear) -> None:
-    packed = _reordered(module.weight)
-    module.register_parameter("weight", None)
+    module.packed = _joined(module)
     module.__class__ = _PackedLinear
-    module.packed = packed
 
 
 def _pack_head(head: OutputHead, model: Decoder) -> None:

@@ -16,24 +16,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.models.common.attention import Prefix, prefix_mask, sdpa
+from toolkit.models.common.attention import SDPA, AttentionBackend, AttentionMask, Prefix
 from toolkit.models.common.decoder import Decoder, TransformerBlock
 
 
 @dataclass(frozen=True)
 class Window:
-    """The columns ``start`` to ``end`` of the new tokens, and what these may see: ``mask`` (B or 1, 1, S, T),
-    or None for all that is not after them. In fixed buffers ``column`` (1,) is that of the one new token, and
-    the mask is of all columns."""
+    """The columns ``start`` to ``end`` of the new tokens, and what these may see. For several tokens ``mask``
+    is that of the back end ``within``. For one it is (B, 1, 1, T), or None for all columns; in fixed buffers
+    ``column`` (1,) is the token's, and the mask is of all that there are."""
 
     start: int
     end: int
-    mask: Tensor | None
+    mask: AttentionMask
+    within: Any = None
     column: Tensor | None = None
 
 
@@ -89,21 +91,24 @@ class KVCache:
                 attention.backend = plain
 
     def window(self, length: int, device: torch.device) -> Window:
-        """The next ``length`` columns; each row is a document of its own."""
+        """The next ``length`` columns, within :meth:`attached`; each row is a document of its own."""
         if self.fixed and self.begun and length == 1:
             seen_BT = (self.columns <= self.column) & (self.columns >= self.padding[:, None])
-            return Window(0, len(self.columns), seen_BT[:, None, None], self.column)
+            return Window(0, len(self.columns), seen_BT[:, None, None], column=self.column)
         start, end = self.length, self.length + length
-        if not self.padded and (start == 0 or length == 1):
-            return Window(start, end, None)
-        queries_S = torch.arange(start, end, device=device)[:, None]
-        columns_T = torch.arange(end, device=device)
-        seen = columns_T <= queries_S
-        if self.padded:
-            # Padding sees itself, so that no row of the softmax is empty.
-            real = columns_T >= self.padding[:, None, None]
-            seen = (seen & real) | (columns_T == queries_S)
-        return Window(start, end, seen[:, None] if seen.ndim == 3 else seen[None, None])
+        real_BT = torch.arange(end, device=device) >= self.padding[:, None] if self.padded else None
+        if length == 1:
+            return Window(start, end, None if real_BT is None else real_BT[:, None, None])
+        # Padding is a document of its own, so that no row of a softmax is empty. Not all back ends take any.
+        within = self.plain if real_BT is None or _takes_documents(self.plain) else SDPA()
+        documents = None if real_BT is None else real_BT.long()
+        mask = within.mask(documents, len(self.padding), end, device, first=start)
+        return Window(start, end, mask, within)
+
+
+def _takes_documents(backend: AttentionBackend) -> bool:
+    """Say if ``backend`` is the one of CPUs that needs no dense mask for documents."""
+    return type(backend).__module__.endswith("attention_blockwise")
 
 
 class _CachedAttention:
@@ -133,7 +138,7 @@ class _CachedAttention:
     ) -> Tensor:
         first = 0 if prefix is None else len(prefix[0])
         seen = mask.mask
-        if first and seen is not None:
+        if first and seen is not None and q_BSHE.shape[1] == 1:
             seen = F.pad(seen, (first, 0), value=True)
         if mask.column is not None:
             assert self.keys is not None and self.values is not None, "a prompt comes first"
@@ -145,18 +150,15 @@ class _CachedAttention:
         k_BKTE, v_BKTE = self._reserve(end, first, k_BSKE)
         k_BKTE[:, :, start:end] = k_BSKE.transpose(1, 2)
         v_BKTE[:, :, start:end] = v_BSKE.transpose(1, 2)
-        if mask.start == 0 and prefix is None:
-            whole_rows = self.cache.plain if seen is None else sdpa
-            return whole_rows(q_BSHE, k_BSKE, v_BSKE, seen)
         if mask.start == 0 and prefix is not None:
             for buffer, x_PKE in zip((k_BKTE, v_BKTE), prefix, strict=True):
                 buffer[:, :, :first] = x_PKE.transpose(0, 1)
-        k_BKTE, v_BKTE = k_BKTE[:, :, :end], v_BKTE[:, :, :end]
         if q_BSHE.shape[1] == 1:
-            return _attend_one(q_BSHE, k_BKTE, v_BKTE, seen)
-        if seen is None:
-            seen = prefix_mask(None, mask.end, mask.end, first, q_BSHE.device)
-        return sdpa(q_BSHE, k_BKTE.transpose(1, 2), v_BKTE.transpose(1, 2), seen)
+            return _attend_one(q_BSHE, k_BKTE[:, :, :end], v_BKTE[:, :, :end], seen)
+        if mask.start:
+            k_BSKE, v_BSKE = (x[:, :, first:end].transpose(1, 2) for x in (k_BKTE, v_BKTE))
+        learned = () if prefix is None else (prefix,)
+        return mask.within(q_BSHE, k_BSKE, v_BSKE, seen, *learned)
 
     def _reserve(self, end: int, first: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """The buffers, with at least ``end`` columns, ``first`` of them for the prefix."""
@@ -177,9 +179,21 @@ class _CachedAttention:
 
 def _attend_one(q_B1HE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of one new token a row to all of its row. Heads that share keys count as queries of one head,
-    so that shared keys are read once and any kernel takes them."""
+    so that shared keys are read once and any kernel takes them.
+
+    On a CPU as plain products, over which torch's own kernel takes up to five times as long in bf16. Keys are
+    the first factor, since a product with a transposed second one copies it."""
     q_BKGE = q_B1HE.squeeze(1).unflatten(1, (k_BKTE.shape[1], -1))
-    return F.scaled_dot_product_attention(q_BKGE, k_BKTE, v_BKTE, attn_mask=mask).flatten(1, 2)[:, None]
+    if q_BKGE.is_cuda or torch.compiler.is_compiling():
+        out_BKGE = F.scaled_dot_product_attention(q_BKGE, k_BKTE, v_BKTE, attn_mask=mask)
+    else:
+        products = q_BKGE.new_empty(()), k_BKTE.flatten(0, 1), q_BKGE.flatten(0, 1).mT
+        scores_NTG = torch.baddbmm(*products, beta=0, alpha=q_BKGE.shape[-1] ** -0.5)
+        scores_BKGT = scores_NTG.mT.unflatten(0, q_BKGE.shape[:2])
+        if mask is not None:
+            scores_BKGT = scores_BKGT.masked_fill(~mask, -torch.inf)
+        out_BKGE = scores_BKGT.softmax(-1) @ v_BKTE
+    return out_BKGE.flatten(1, 2)[:, None]
 
 
 def _block(module: torch.nn.Module) -> TransformerBlock:

@@ -107,8 +107,12 @@ class Attention(nn.Module):
         v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
-        attended = rotate(q_BSHE, rotations), rotate(k_BSKE, rotations), v_BSKE, mask
-        out_BSHE = self.backend(*attended) if self.adapter is None else self.adapter(self, *attended)
+        return self.attended(rotate(q_BSHE, rotations), rotate(k_BSKE, rotations), v_BSKE, mask)
+
+    def attended(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
+        """What the heads make of rotated queries and keys, by the adapter where there is one: (B, S, D)."""
+        heads = q_BSHE, k_BSKE, v_BSKE, mask
+        out_BSHE = self.backend(*heads) if self.adapter is None else self.adapter(self, *heads)
         return self.wo(out_BSHE.flatten(-2))
 
 
