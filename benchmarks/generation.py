@@ -1,17 +1,24 @@
-"""How fast text is generated beside transformers' generate: tokens a second, in one run by turns.
+"""How fast text is generated beside transformers' generate: prompts and tokens, in one run by turns.
 
     python -m benchmarks.generation [--shapes 125M 1B] [--batches 1 8] [--dtype bfloat16] [--threads 2]
-                                    [--prompt 64] [--new 128] [--repeats 5]
+                                    [--prompt 64] [--new 64] [--long 512] [--repeats 3]
                                     [--output benchmarks/results/generation.md]
 
 Both generate greedily from the same random weights and prompts, with their caches, on the CPU or the CUDA
-device where there is one. Each repeat times a generation of one token and of all, for each of the two by
-turns; what the rest of the tokens take is decoding. Rates count all rows of a batch.
+device where there is one. Each repeat times, for each of the two by turns, a generation of one token after a
+long prompt, then one token and all after a short one: what the rest of the tokens take is decoding. Rates
+count all rows of a batch. Beside them is the share of the speed at which this machine reads memory that
+decoding one row reaches, counting each matrix once a token.
+
+In fp32 the tokens of both are compared first: the command fails where one differs. In bfloat16 rounding may
+change which of two close candidates is taken, and then all that comes after: the table says how many of the
+tokens are the same. Lines of an output that are not measured again stay: shapes can be measured one by one.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -25,7 +32,9 @@ from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator
 from toolkit.hardware import cores
 from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.attention_choice import attention_choice
 from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.registry import resolve
 
 SHAPES = {
@@ -41,15 +50,18 @@ SHAPES = {
     ),
     "1B": resolve("llama3.2", "1B"),
 }
-Make = Callable[[int], None]
-"""Generates so many tokens."""
+Prompts = list[list[int]]
+Make = Callable[[Prompts, int], Prompts]
+"""The tokens, so many, after each of some prompts."""
+COMPARED = 16
+"""New tokens of the comparison in fp32."""
 
 
 def model_of(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Random weights; norms of one."""
+    """Random weights; norms of one. Attention is that of a model that is loaded."""
     generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):
-        model = Decoder(args)
+        model = Decoder(args, attention=attention_choice("auto", "", device=device.type, documents=False))
     model.to(dtype).to_empty(device="cpu").requires_grad_(False)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
@@ -59,7 +71,7 @@ def model_of(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> Decod
     return model.to(device)
 
 
-def makers(args: ModelArgs, dtype: torch.dtype, device: torch.device, rows: int, length: int) -> list[Make]:
+def makers(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> list[Make]:
     """Makers of text: ours, then transformers'."""
     model = model_of(args, dtype, device)
     reference = theirs(model.cpu()).to(dtype).to(device).eval()
@@ -70,51 +82,100 @@ def makers(args: ModelArgs, dtype: torch.dtype, device: torch.device, rows: int,
     if can_pack(model):
         pack(model)
     generator = Generator(model)
-    prompts = torch.randint(args.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
-    ids = prompts.to(device)
 
-    def ours(count: int) -> None:
-        generator.generate(prompts.tolist(), max_new_tokens=count)
+    def ours(prompts: Prompts, count: int) -> Prompts:
+        return generator.generate(prompts, max_new_tokens=count)
 
     @torch.inference_mode()
-    def transformers(count: int) -> None:
-        reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    def transformers(prompts: Prompts, count: int) -> Prompts:
+        ids = torch.tensor(prompts, device=device)
+        whole = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+        )
+        return whole[:, ids.shape[1] :].tolist()
 
     return [ours, transformers]
 
 
-def seconds(do: Make, count: int) -> float:
+def prompts_of(args: ModelArgs, rows: int, length: int) -> Prompts:
+    return torch.randint(args.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def compare(shape: str, device: torch.device, batches: list[int], length: int) -> None:
+    """Let both make tokens in fp32.
+
+    Raises:
+        AssertionError: a token differs.
+    """
+    ours, transformers = makers(SHAPES[shape], torch.float32, device)
+    for rows in batches:
+        prompts = prompts_of(SHAPES[shape], rows, length)
+        assert ours(prompts, COMPARED) == transformers(prompts, COMPARED), (
+            f"{shape}, {rows} rows: texts differ"
+        )
+
+
+def seconds(do: Make, prompts: Prompts, count: int) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()
-    do(count)
+    do(prompts, count)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def measure(both: list[Make], new: int, repeats: int) -> list[tuple[list[float], list[float]]]:
-    """Seconds to the first token, and a decoding step, of each repeat, of each of the two."""
+def measure(
+    both: list[Make], short: Prompts, long: Prompts, new: int, repeats: int
+) -> list[tuple[list[float], list[float]]]:
+    """Seconds of a long prompt, and of a decoding step, of each repeat, of each of the two."""
     found: list[tuple[list[float], list[float]]] = [([], []) for _ in both]
     for do in both:
-        do(2)
+        do(long[:1], 2)
     for _ in range(repeats):
         for do, (firsts, steps) in zip(both, found, strict=True):
-            first = seconds(do, 1)
-            firsts.append(first)
-            steps.append((seconds(do, new) - first) / (new - 1))
+            firsts.append(seconds(do, long, 1))
+            first = seconds(do, short, 1)
+            steps.append((seconds(do, short, new) - first) / (new - 1))
     return found
 
 
-def line(shape: str, rows: int, found: list[tuple[list[float], list[float]]]) -> str:
-    cells = [shape, str(rows)]
+def same_tokens(both: list[Make], prompts: Prompts, new: int) -> float:
+    """The share of the tokens that both make, of all."""
+    ours, theirs = (do(prompts, new) for do in both)
+    pairs = [pair for rows in zip(ours, theirs, strict=True) for pair in zip(*rows, strict=True)]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def read_speed(device: torch.device) -> float:
+    """Bytes a second of the fastest of some sums over a GiB."""
+    numbers = torch.ones(1 << 28, device=device)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        numbers.sum().item()
+        times.append(time.perf_counter() - start)
+    return numbers.nbytes / min(times)
+
+
+def read_bytes(args: ModelArgs, dtype: torch.dtype) -> int:
+    """Bytes of the matrices that a token is multiplied by: of embeddings one that is tied to the head."""
+    shapes = parameter_shapes(args)
+    if not args.tie_embeddings:
+        del shapes["tok_embeddings.weight"]
+    return dtype.itemsize * sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+def line(key: str, rows: int, found: list[tuple[list[float], list[float]]], share: str, same: float) -> str:
+    cells = [key]
     rates = []
     for _, steps in found:
         low, middle, high = (rows / t for t in (max(steps), statistics.median(steps), min(steps)))
         rates.append(middle)
         cells.append(f"{middle:,.1f} ({low:,.1f} to {high:,.1f})")
-    cells.append(f"{rates[0] / rates[1]:.2f}")
-    cells += [f"{1000 * statistics.median(firsts):,.0f}" for firsts, _ in found]
+    cells += [f"{rates[0] / rates[1]:.2f}", share]
+    waits = [statistics.median(firsts) for firsts, _ in found]
+    cells += [*(f"{1000 * wait:,.0f}" for wait in waits), f"{waits[1] / waits[0]:.2f}", f"{same:.0%}"]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -125,35 +186,67 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=cores())
-    parser.add_argument("--prompt", type=int, default=64, metavar="TOKENS")
-    parser.add_argument("--new", type=int, default=128, metavar="TOKENS")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=64, metavar="TOKENS", help="of decoding")
+    parser.add_argument("--new", type=int, default=64, metavar="TOKENS")
+    parser.add_argument("--long", type=int, default=512, metavar="TOKENS", help="of a prompt that is timed")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, options.dtype)
     import transformers
 
-    lines = [
+    head = [
         "# Generation beside transformers",
         "",
-        f"Measured on {describe(device.type)} {options.threads} threads, {options.dtype}, transformers "
-        f"{transformers.__version__} (sdpa, its dynamic cache). Prompts of {options.prompt} tokens, "
-        f"{options.new} new ones, greedy; medians of {options.repeats} repeats by turns, with the slowest "
-        "and the fastest.",
+        f"Prompts of {options.prompt} tokens and {options.new} new ones for rates, of {options.long} tokens "
+        "for what a prompt takes until its first token; greedy; medians of "
+        f"{options.repeats} repeats by turns, with the slowest and the fastest. transformers "
+        f"{transformers.__version__} (sdpa, its dynamic cache). In fp32 the first {COMPARED} tokens of both "
+        "were the same in every row of every case; how many of this table's were is in its last column. The "
+        "share is of the speed at which the machine reads memory, told below, that matrices are read with.",
         "",
-        "| shape | rows | ours, tokens/s | transformers, tokens/s | ratio | first token, ms | theirs, ms |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| shape, dtype, rows | ours, tokens/s | transformers, tokens/s | ratio | share | prompt, ms "
+        "| theirs, ms | ratio | same |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
+    command = f"`python -m benchmarks.generation --threads {options.threads}`"
+    told, speed = describe(device.type), read_speed(device)
+    lines: dict[str, str] = _before(options.output, head)
     for shape in options.shapes:
+        compare(shape, device, options.batches, options.prompt)
+        gc.collect()
+        both, args = makers(SHAPES[shape], dtype, device), SHAPES[shape]
         for rows in options.batches:
-            both = makers(SHAPES[shape], getattr(torch, options.dtype), device, rows, options.prompt)
-            lines.append(line(shape, rows, measure(both, options.new, options.repeats)))
-            print(lines[-1], flush=True)
-            del both
-    lines += ["", f"`python -m benchmarks.generation --threads {options.threads}` regenerates it.", ""]
+            short, long = (prompts_of(args, rows, length) for length in (options.prompt, options.long))
+            found = measure(both, short, long, options.new, options.repeats)
+            key = f"{shape}, {options.dtype}, {rows}"
+            step = statistics.median(found[0][1])
+            share = f"{read_bytes(args, dtype) / step / speed:.0%}" if rows == 1 else ""
+            lines[key] = line(key, rows, found, share, same_tokens(both, short, options.new))
+            print(lines[key], flush=True)
+        key = f"- {shape}, {options.dtype}:"
+        lines[key] = f"{key} {told} {options.threads} threads, which read {speed / 1e9:.1f} GB/s."
+        del both
+        gc.collect()
     if options.output:
-        options.output.write_text("\n".join(lines))
+        rows_of, machines = ([line for line in lines.values() if line[0] == mark] for mark in "|-")
+        text = [*head, *rows_of, "", *machines, "", f"{command} regenerates it.", ""]
+        options.output.write_text("\n".join(text))
+
+
+def _before(output: Path | None, head: list[str]) -> dict[str, str]:
+    """The lines of cases and machines that were measured before in this way, by what they begin with."""
+    if output is None or not output.exists() or not output.read_text().startswith("\n".join(head)):
+        return {}
+    found = {}
+    for line in output.read_text().removeprefix("\n".join(head)).splitlines():
+        if line.startswith("|"):
+            found[line.split("|")[1].strip()] = line
+        elif line.startswith("-"):
+            found[line.partition(":")[0] + ":"] = line
+    return found
 
 
 if __name__ == "__main__":
