@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from toolkit.distributed.process_group import native_dtype
 from toolkit.errors import ConfigError, Problem
 from toolkit.generation.load import Loaded, load_model
 from toolkit.generation.sampling import Sampling
-from toolkit.launcher.environment import rank_environment
+from toolkit.launcher.environment import is_reporting_rank, rank_environment
 from tools.arguments import flags_named, local_path_text
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -77,7 +78,7 @@ def load_as_asked(arguments: argparse.Namespace, *, add_bos: bool | None = None)
         process_group.start(device, timeout_seconds=_PATIENCE)
     dtype = native_dtype(device) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
     with flags_named({"tp": "--tp"}):
-        return load_model(
+        loaded = load_model(
             arguments.model,
             device=device,
             dtype=dtype,
@@ -86,6 +87,9 @@ def load_as_asked(arguments: argparse.Namespace, *, add_bos: bool | None = None)
             add_bos=add_bos,
             adapters=adapters_as_asked(arguments),
         )
+    if loaded.note and is_reporting_rank(os.environ):
+        print(loaded.note, file=sys.stderr)
+    return loaded
 
 
 def adapters_as_asked(arguments: argparse.Namespace) -> dict[str, Path]:

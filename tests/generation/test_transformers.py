@@ -12,6 +12,8 @@ import torch.distributed as dist
 from tests.helpers import run_world
 from tests.models.small_llama import build, small
 from tests.models.test_transformers import theirs
+from toolkit.distributed.dtensor import local
+from toolkit.generation import gathered
 from toolkit.generation.generator import Generator
 from toolkit.generation.load import load_model
 from toolkit.generation.sampling import Sampling
@@ -67,10 +69,11 @@ def test_greedy(name: str, kv_heads: int) -> None:
     assert len({token for text in expected for token in text}) > 40, "a text of few tokens shows no mistake"
 
 
-def _texts(folder: Path, layouts: list[int]) -> list[list[list[int]]]:
-    """Greedy and drawn texts with each ``tp``."""
+def _texts(folder: Path, layouts: list[tuple[int, bool]]) -> list[list[list[int]]]:
+    """Greedy and drawn texts with each ``tp``, and with room for gathered weights or not."""
     texts = []
-    for tp in layouts:
+    for tp, room in layouts:
+        gathered._SHARE = 0.5 if room else 0
         loaded = load_model(folder, device=torch.device("cpu"), dtype=torch.float32, tp=tp)
         generator = loaded.generator()
         assert loaded.mesh is not None and (loaded.mesh.tp is not None) == (tp > 1)
@@ -80,22 +83,29 @@ def _texts(folder: Path, layouts: list[int]) -> list[list[list[int]]]:
         assert held < 1.02 * whole / dist.get_world_size()
         texts.append(generator.generate(_prompts(), max_new_tokens=NEW))
         texts.append(generator.generate(_prompts(), max_new_tokens=FEW, sampling=DRAWN, batch_size=3))
+        by_fsdp = tp < dist.get_world_size()
+        blocks = sum(parameter.numel() for parameter in loaded.model.layers.parameters())
+        held = sum(_held(parameter) for parameter in loaded.model.layers.parameters())
+        assert (held > 0.98 * blocks / tp) == (room or not by_fsdp)
+        assert ("--tp N" in loaded.note) == (by_fsdp and not room)
     return texts
 
 
 def _held(parameter: Any) -> int:
-    return parameter.to_local().numel()
+    return local(parameter).numel()
 
 
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
     [
-        pytest.param(2, [1, 2], id="2 ranks"),
-        pytest.param(4, [2], id="4 ranks"),
-        pytest.param(4, [1, 4], id="4 ranks by one", marks=pytest.mark.exhaustive),
+        pytest.param(2, [(1, True), (1, False), (2, True)], id="2 ranks"),
+        pytest.param(4, [(2, True)], id="4 ranks"),
+        pytest.param(
+            4, [(1, True), (2, False), (4, True)], id="4 ranks by one", marks=pytest.mark.exhaustive
+        ),
     ],
 )
-def test_sharded(ranks: int, layouts: list[int], tmp_path: Path) -> None:
+def test_sharded(ranks: int, layouts: list[tuple[int, bool]], tmp_path: Path) -> None:
     """By FSDP, tp, and both; drawn ones as one process draws them, one prompt after the other."""
     model = _model("llama3.1", 4)
     reference = _reference(model)

@@ -46,14 +46,15 @@ def pack(model: Decoder) -> None:
     their matrices. The head keeps its own beside the reordered copy, for losses and a tied embedding."""
     for block in model.layers.values():
         for module in block.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, Attention) and module.adapter is None:  # which may use wk by itself
                 module.packed = _joined(module.wq, module.wk, module.wv)
                 module.__class__ = _PackedAttention
-                _pack_linear(module.wo)
             elif isinstance(module, FeedForward):
                 module.packed = _joined(module.w1, module.w3)
                 module.__class__ = _PackedFeedForward
-                _pack_linear(module.w2)
+        for module in block.modules():
+            if isinstance(module, nn.Linear) and module.weight is not None:
+                _pack_linear(module)
     if model.output is not None:
         _pack_head(model.output, model)
 

@@ -38,7 +38,8 @@ from toolkit.weights.source import WeightSource
 @dataclass(frozen=True)
 class Loaded:
     """``mesh`` is None for a model in one process, ``tokenizer`` where none was found. ``seq_len`` are the
-    tokens of a row of the training, where a checkpoint tells. ``adapters`` are those that can be selected."""
+    tokens of a row of the training, where a checkpoint tells. ``adapters`` are those that can be selected.
+    ``note`` is what a user should know of the speed."""
 
     model: Decoder
     args: ModelArgs
@@ -46,6 +47,7 @@ class Loaded:
     mesh: Mesh | None
     seq_len: int | None = None
     adapters: Adapters | None = None
+    note: str = ""
 
     def select(self, adapter: str | None) -> None:
         """Use another of ``adapters``, or the base alone; collective. Generators of before are done with.
@@ -54,6 +56,10 @@ class Loaded:
             DataError, CheckpointError: weights can no longer be read.
         """
         assert self.adapters is not None, "the model was loaded with adapters"
+        if self.mesh is not None and self.mesh.dp_size > 1:
+            from toolkit.generation.gathered import free_gathered
+
+            free_gathered(self.model)
         self.adapters.select(self.model, adapter, self.mesh.tp if self.mesh else None)
 
     def generator(self, *, compiled: bool = False) -> Generator:
@@ -96,8 +102,9 @@ def load_model(
     Its parameters are of ``dtype`` and have no gradients. Of ``adapters`` on it, by name, the first is used
     until another is selected.
 
-    Sharded over all ranks where there is a process group. With ``verify`` a checkpoint is compared with its
-    hashes, of which each rank takes its share. The tokenizer is that at ``tokenizer_path``, else the one
+    Sharded over all ranks where there is a process group. What FSDP gathers in the first forward stays where
+    all ranks have room for it. With ``verify`` a checkpoint is compared with its hashes, of which each rank
+    takes its share. The tokenizer is that at ``tokenizer_path``, else the one
     beside the weights, else the one that the checkpoint was trained with; ``add_bos`` says whether plain
     texts begin with BOS, else the checkpoint's run, else the tokenizer's files.
 
@@ -117,8 +124,7 @@ def load_model(
     with torch.device("meta"):
         model = Decoder(source.args, attention=attention)
     model.to(dtype)
-    if mesh is not None:
-        _shard(model, mesh, dtype)
+    note = _shard(model, mesh, device, dtype) if mesh is not None else ""
     model.to_empty(device=device).requires_grad_(False)
     of_base.load(model, next(iter(of_base.adapters), None), mesh.tp if mesh else None)
     trained = of_base.adapters.get(_OWN, source)
@@ -126,7 +132,7 @@ def load_model(
     seq_len = saved_settings(run).get("training.seq_len")
     beside = next((it for it in (trained, source) if tokenizer_of(it)), source)
     tokenizer = _tokenizer(beside, tokenizer_path, asked_bos(run) if add_bos is None else add_bos)
-    return Loaded(model.eval(), source.args, tokenizer, mesh, seq_len, of_base if adapters else None)
+    return Loaded(model.eval(), source.args, tokenizer, mesh, seq_len, of_base if adapters else None, note)
 
 
 _OWN = ""
@@ -166,19 +172,24 @@ def _mesh(device: torch.device, args: ModelArgs, tp: int) -> Mesh | None:
     return build_mesh(device, dp_shard=ranks // tp, tp=tp) if ranks > 1 else None
 
 
-def _shard(model: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
+def _shard(model: Decoder, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> str:
+    """Shard ``model``, which is of ``dtype``, and return what a user should know of its speed."""
     if mesh.tp:
         from toolkit.parallel.tensor_parallel import apply_tensor_parallel
 
         apply_tensor_parallel(model, tensor_plan(loss_parallel=True), mesh.tp, split_sequence=False)
-    if mesh.dp_size > 1:
-        from torch.distributed.fsdp import MixedPrecisionPolicy
+    if mesh.dp_size == 1:
+        return ""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        from toolkit.parallel.fsdp import apply_fsdp
+    from toolkit.generation.gathered import fits_gathered
+    from toolkit.parallel.fsdp import apply_fsdp
 
-        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False)
-        options = Parallelism(fsdp_reshard_after_forward="always")
-        apply_fsdp(model, fsdp_units(model), mesh.fsdp, options, precision=precision)
+    fits, note = fits_gathered(model, device)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False)
+    options = Parallelism(fsdp_reshard_after_forward="never" if fits else "always")
+    apply_fsdp(model, fsdp_units(model), mesh.fsdp, options, precision=precision)
+    return note
 
 
 def _tokenizer(source: WeightSource, given: Path | str | None, add_bos: bool | None) -> Tokenizer | None:
