@@ -126,10 +126,17 @@ CASES = [
     ),
     # Memory
     Case("checkpointing: full", FULL),
+    Case(
+        "checkpointing: full, inputs offloaded",
+        FULL | {"activation_checkpoint.enable_activation_offloading": "true"},
+        beside="checkpointing: full",
+        only="cuda",
+    ),
     Case("checkpointing: every 2nd block", _checkpointing("selective", selective_ac_option="2")),
     Case("checkpointing: by operator", BY_OPERATOR),
     Case("loss in chunks of 128 tokens", CHUNKS),
     Case("step in backward", EARLY),
+    Case("moments in 8 bits", {"optimizer.name": "AdamW8bit"}),
     # Precision
     Case("bf16 compute", BF16),
     Case("bf16 compute and reduce", BF16 | {"training.mixed_precision_reduce": "bfloat16"}),

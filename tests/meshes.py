@@ -133,6 +133,14 @@ WORDS: dict[str, Settings] = {
     "bare-head": {"parallelism.module_fqns_per_model_part": [_BLOCKS, _HEAD]},
     "by-hand": {"parallelism.module_fqns_per_model_part": [_BLOCKS[:2], [*_BLOCKS[2:], *_HEAD]]},
     "stage-a-layer": {"parallelism.pipeline_parallel_layers_per_stage": 1},
+    # Rows, or what tp2 leaves of them, are whole blocks of 256 numbers.
+    "adamw-8bit": {
+        "optimizer.name": "AdamW8bit",
+        "model.dim": 256,
+        "model.n_layers": 1,
+        "model.head_dim": 64,
+        "model.ffn_dim": 512,
+    },
     "lora": _adapter("lora", **_ALL_LINEAR),
     "dora": _adapter("lora", **_ALL_LINEAR, **{"lora.use_dora": True}),
     # The embedding is trained beside it.
@@ -186,7 +194,7 @@ FINETUNED = (
     "class-head",
     "class-lora",
 )
-CURVES = (*FINETUNED, "ipo", "qwen3", "tied", "unmasked", "layers8", "float32", "bfloat16")
+CURVES = (*FINETUNED, "ipo", "adamw-8bit", "qwen3", "tied", "unmasked", "layers8", "float32", "bfloat16")
 """Words that are part of what is trained: a layout is compared with one process of the same ones, in this
 order, in which the later change what the earlier set."""
 
@@ -287,6 +295,8 @@ FAST = [
     "pp2 1F1B qwen3 tied",
     "shard2 cp2 tp2 qwen3 AC-full",
     "pp2 shard2 tp2 Interleaved1F1B qwen3 tied",
+    # Another optimizer.
+    "shard2 tp2 adamw-8bit tied",
 ]
 """Layouts that CI runs."""
 

@@ -57,6 +57,11 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "model": {"name": "llama3.2", "n_layers": 3},
         "activation_checkpoint": {"mode": "full"},
     },
+    "moments in 8 bits": {
+        "parallelism": {"tensor_parallel_degree": 2},
+        "model": {"dim": 256, "head_dim": 64, "ffn_dim": 512},
+        "optimizer": {"name": "AdamW8bit"},
+    },
     "a base in 4 bits": {
         "parallelism": {**PIPELINE, "data_parallel_shard_degree": 2},
         "model": {"ffn_dim": 192},

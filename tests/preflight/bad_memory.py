@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from tests.preflight.bad_runs import Bad, bad, write
+from tests.preflight.bad_runs import V100, Bad, bad, write
 
 BUDGET = "activation_checkpoint.mode=memory_budget"
 COMPILE = "compile.enable compile.backend=aot_eager"
 
 
 CASES: list[Bad] = [
+    bad(
+        "activation_offload_has_a_device",
+        "activation_checkpoint.enable_activation_offloading activation_checkpoint.mode=full",
+        "in CPU memory already",
+        "remove it",
+    ),
+    bad(
+        "options_act",
+        "activation_checkpoint.enable_activation_offloading activation_checkpoint.mode=none",
+        "does nothing",
+        '"selective" or "full"',
+        hardware=V100,
+    ),
     bad("selective_checkpointing", "activation_checkpoint.selective_ac_option=0", "at least 1", '"op"'),
     bad(
         "selective_checkpointing",

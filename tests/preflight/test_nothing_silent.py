@@ -30,6 +30,7 @@ SWITCH = {
     "lr_scheduler.decay_ratio": "lr_scheduler.decay_type=constant",
     "lr_scheduler.min_lr_factor": "lr_scheduler.decay_type=constant",
     "metrics.save_tb_folder": "metrics.enable_tensorboard=false",
+    "optimizer.implementation": "optimizer.name=AdamW8bit",
     "parallelism.fsdp_backward_prefetch": "parallelism.sharding_strategy=NO_SHARD",
     "parallelism.fsdp_forward_prefetch": "parallelism.sharding_strategy=NO_SHARD",
 }
@@ -72,7 +73,6 @@ ACTS = {
     "optimizer.beta2",
     "optimizer.eps",
     "optimizer.weight_decay",
-    "optimizer.implementation",
     "lr_scheduler.warmup_steps",
     "lr_scheduler.warmup_ratio",
     "lr_scheduler.decay_type",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.preflight import (
+    bad_adamw_8bit,
     bad_attention,
     bad_chat,
     bad_classification,
@@ -336,6 +337,7 @@ PARTS = (
     bad_fsdp,
     bad_memory,
     bad_optim,
+    bad_adamw_8bit,
     bad_chat,
     bad_classification,
     bad_data,

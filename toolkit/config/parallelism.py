@@ -140,6 +140,8 @@ class ActivationCheckpoint(Table):
     """default compares shapes and types of what was computed again with the forward; none does not."""
     debug: Annotated[bool, _AGAIN] = False
     """Say which operation differed when they do not match; slow."""
+    enable_activation_offloading: Annotated[bool, _AGAIN] = False
+    """Keep the inputs of blocks that are computed again in CPU memory until then."""
 
     @property
     def by_operator(self) -> bool:

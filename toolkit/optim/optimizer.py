@@ -47,16 +47,28 @@ def build_optimizer(parameters: NamedParameters, options: OptimizerOptions) -> O
     """Build the optimizer of ``options`` over the trainable ones of ``parameters`` (plain or DTensor).
 
     ``implementation``: "for-loop" updates one tensor at a time, "foreach" a list of them in few
-    kernels, "fused" all of it in one; they differ in speed and rounding only. ``no_decay`` are patterns
-    of names to leave without weight decay. With ``early_step_in_backward`` the update happens there, see
+    kernels, "fused" all of it in one; they differ in speed and rounding only. AdamW8bit has one of its own
+    (:mod:`toolkit.optim.adamw_8bit`). ``no_decay`` are patterns of names to leave without weight decay. With
+    ``early_step_in_backward`` the update happens there, see
     :class:`toolkit.optim.optimizer_in_backward.StepInBackward`.
 
     Raises:
         ValueError: a number is out of its range (torch's own checks).
     """
     groups = parameter_groups(parameters, weight_decay=options.weight_decay, no_decay=options.no_decay)
-    kernels, betas = IMPLEMENTATIONS[options.implementation], (options.beta1, options.beta2)
-    optimizer = OPTIMIZERS[options.name](groups, lr=options.lr, betas=betas, eps=options.eps, **kernels)
+    numbers: dict[str, Any] = {
+        "lr": options.lr,
+        "betas": (options.beta1, options.beta2),
+        "eps": options.eps,
+    }
+    optimizer: Optimizer
+    if options.name == "AdamW8bit":
+        from toolkit.optim.adamw_8bit import AdamW8bit
+
+        optimizer = AdamW8bit(groups, **numbers)
+    else:
+        kernels = IMPLEMENTATIONS[options.implementation]
+        optimizer = OPTIMIZERS[options.name](groups, **numbers, **kernels)
     if not options.early_step_in_backward:
         return optimizer
     from toolkit.optim.optimizer_in_backward import StepInBackward

@@ -63,6 +63,10 @@ def parallelize(
         from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
 
         apply_activation_checkpoint(model.layers, checkpointing, pareto_folder=pareto_folder)
+    if checkpointing.enable_activation_offloading:
+        from toolkit.parallel.activation_offload import apply_activation_offload
+
+        apply_activation_offload(model.layers)
     if parallelism.fsdp_wrap_policy == "block":
         units = fsdp_units(model)
     else:
