@@ -114,12 +114,14 @@ class Model(Table):
         return self.model_dump(exclude=not_shape)
 
 
+_TORCHS = ActsWith("optimizer.name", ("AdamW", "Adam"), refused=True)
+
+
 class Optimizer(Table):
     """The optimizer."""
 
     name: Literal["AdamW", "Adam", "AdamW8bit"] = "AdamW"
-    """AdamW decays weights apart from the gradient; Adam adds the decay to the gradient; AdamW8bit is AdamW
-    with moments of matrices in 8 bits."""
+    """AdamW decays weights apart from the gradient, Adam through it; AdamW8bit has moments in 8 bits."""
     lr: NonNegativeFloat = 8e-4
     """Peak learning rate."""
     beta1: Momentum = 0.9
@@ -132,10 +134,7 @@ class Optimizer(Table):
     """Weight decay."""
     no_decay: Patterns = []
     """Parameters without weight decay, by patterns of their names such as *norm.weight."""
-    implementation: Annotated[
-        Literal["for-loop", "foreach", "fused"],
-        ActsWith("optimizer.name", ("AdamW", "Adam"), refused=True),
-    ] = "fused"
+    implementation: Annotated[Literal["for-loop", "foreach", "fused"], _TORCHS] = "fused"
     """How the update is computed; fused is the fastest."""
     early_step_in_backward: bool = False
     """Step each parameter in backward, as soon as its gradient is ready, and free the gradient. Neither
