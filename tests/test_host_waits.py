@@ -55,7 +55,8 @@ def _config(folder: Path, tables: dict[str, Any]) -> Config:
         folder,
         model={"attention": "sdpa", "n_layers": 4} | tables.get("model", {}),
         training=CLIPPED | tables.get("training", {}),
-        **{name: table for name, table in tables.items() if name not in ("model", "training")},
+        parallelism={"fsdp_shared_memory": False} | tables.get("parallelism", {}),  # which a GPU has not
+        **{name: table for name, table in tables.items() if name not in ("model", "training", "parallelism")},
     )
 
 

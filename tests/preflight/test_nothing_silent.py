@@ -33,6 +33,7 @@ SWITCH = {
     "optimizer.implementation": "optimizer.name=AdamW8bit",
     "parallelism.fsdp_backward_prefetch": "parallelism.sharding_strategy=NO_SHARD",
     "parallelism.fsdp_forward_prefetch": "parallelism.sharding_strategy=NO_SHARD",
+    "parallelism.fsdp_shared_memory": "parallelism.sharding_strategy=NO_SHARD",
 }
 """Keys that act at the defaults of the others, and what turns them off."""
 

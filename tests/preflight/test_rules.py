@@ -483,6 +483,13 @@ def test_what_cannot_be_used_ends_in_3(flag: str, error: type[Exception], folder
         (["--training.steps=400", "--lr_scheduler.decay_ratio=0.8"], 1, CPU, "cut to the 200 after"),
         (["--parallelism.fsdp_wrap_policy=size"], 2, CPU, "a block has 852,480"),
         (["--parallelism.fsdp_sync_each_batch=false"], 2, CPU, "a step is one micro-batch"),
+        (["--parallelism.fsdp_shared_memory=false"], 1, CPU, "fsdp_shared_memory: changes nothing"),
+        (
+            ["--parallelism.fsdp_shared_memory=false", "--parallelism.fsdp_reshard_after_forward=2"],
+            4,
+            CPU,
+            "gathers among fewer ranks in backward",
+        ),
         (
             ["--parallelism.fsdp_backward_prefetch=2"],
             1,

@@ -57,13 +57,13 @@ class Parallelism(Table):
     ] = 100_000_000
     """For size: parameters of the smallest unit."""
     fsdp_forward_prefetch: NonNegative = 0
-    """Units whose parameters are asked for while another computes its forward; 0 leaves it to the order of
-    the launches, which overlaps on CUDA."""
+    """Units to ask for while another computes its forward; 0: by order of launches, which overlap on CUDA."""
     fsdp_backward_prefetch: Positive = 1
-    """Units whose parameters are asked for while another computes its backward."""
+    """Units to ask for while another computes its backward."""
     fsdp_sync_each_batch: bool = True
-    """Reduce gradients after each micro-batch. false communicates once a step and keeps whole gradients
-    until then, as no_sync does and a pipeline in any case."""
+    """Reduce gradients after each micro-batch. false: once a step, whole until then; so does a pipeline."""
+    fsdp_shared_memory: bool = True
+    """Gather and reduce on CPUs through memory that ranks of one machine share; false: by gloo's sockets."""
     tensor_parallel_degree: Degree = 1
     """Ranks over which each matrix is split, and the sequence between blocks. Divides heads, key and value
     heads, feed-forward, vocabulary and sequence."""

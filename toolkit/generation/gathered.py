@@ -14,7 +14,7 @@ from toolkit.distributed.dtensor import local_part
 from toolkit.launcher.environment import whole_number
 
 _SHARE = 0.5
-"""Of the free memory, for gathered weights: the rest is for shards, keys and values."""
+"""The part of the free memory for gathered weights; the rest is for shards, keys and values."""
 
 
 def fits_gathered(model: nn.Module, device: torch.device) -> tuple[bool, str]:

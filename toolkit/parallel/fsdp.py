@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -23,7 +24,7 @@ from torch.distributed.fsdp import (
 
 from toolkit.config.parallelism import Parallelism
 from toolkit.config.training import Training
-from toolkit.distributed.process_group import DTYPES
+from toolkit.distributed.process_group import DTYPES, GLOO
 from toolkit.parallel.dims import reshard_after_forward
 
 
@@ -80,6 +81,8 @@ def apply_fsdp(
         offload_policy=offload,
         reshard_after_forward=_reshard(when, last=True),
     )
+    if parallelism.fsdp_shared_memory and mesh.device_type == "cpu" and not isinstance(when, int):
+        _share_memory(model, mesh)
     if mesh.size() > 1:  # what is alone torch would still divide, by 1 into a copy of each unit's gradients
         _sum_gradients(model)
     _spare_embeddings(units)
@@ -119,6 +122,15 @@ def _sum_gradients(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _share_memory(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Communicate through shared memory within a group of gloo's that is on one machine; else leave it."""
+    group = mesh.get_group(mesh.ndim - 1)
+    if group.size() > 1 and dist.get_backend(group) == GLOO:
+        from toolkit.parallel.shared_memory import share_memory
+
+        share_memory(model, group)
 
 
 def _spare_embeddings(units: Sequence[Sequence[nn.Module]]) -> None:

@@ -110,7 +110,7 @@ class Attention(nn.Module):
         return self.attended(rotate(q_BSHE, rotations), rotate(k_BSKE, rotations), v_BSKE, mask)
 
     def attended(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
-        """What the heads make of rotated queries and keys, by the adapter where there is one: (B, S, D)."""
+        """Apply the heads to rotated queries and keys, by the adapter where there is one: (B, S, D)."""
         heads = q_BSHE, k_BSKE, v_BSKE, mask
         out_BSHE = self.backend(*heads) if self.adapter is None else self.adapter(self, *heads)
         return self.wo(out_BSHE.flatten(-2))

@@ -188,9 +188,22 @@ def sharding_notes(run: PlannedRun) -> list[str]:
         and reshard_after_forward(options) == "never"
     ):
         said.append(f"{deeper}: changes nothing, since of several stages a rank gathers one at once")
+    if is_set(run.config, "parallelism.fsdp_shared_memory") and (why := _no_shared_memory(run)):
+        said.append(f"parallelism.fsdp_shared_memory: changes nothing, since {why}")
     if run.pp == 1 and not options.fsdp_sync_each_batch and run.batch and run.batch.accumulation == 1:
         said.append("parallelism.fsdp_sync_each_batch changes nothing: a step is one micro-batch")
     return said
+
+
+def _no_shared_memory(run: PlannedRun) -> str:
+    """Say why FSDP would not use it whatever the option says."""
+    if run.hardware.device != "cpu":
+        return "GPUs communicate by NCCL"
+    if run.mesh and run.mesh.dp_shard * run.mesh.cp == 1:
+        return "each rank has all parameters"
+    if isinstance(reshard_after_forward(run.config.parallelism), int):
+        return "a numeric fsdp_reshard_after_forward gathers among fewer ranks in backward"
+    return ""
 
 
 def units_in_blocks(run: PlannedRun) -> bool:
