@@ -1,7 +1,7 @@
 """How fast text is generated beside transformers' generate: prompts and tokens, in one run by turns.
 
     python -m benchmarks.generation [--shapes 125M 1B] [--batches 1 8] [--dtype bfloat16] [--threads 2]
-                                    [--prompt 64] [--new 64] [--long 512] [--repeats 3]
+                                    [--prompt 64] [--new 32] [--long 512] [--repeats 3]
                                     [--output benchmarks/results/generation.md]
 
 Both generate greedily from the same random weights and prompts, with their caches, on the CPU or the CUDA
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--prompt", type=int, default=64, metavar="TOKENS", help="of decoding")
-    parser.add_argument("--new", type=int, default=64, metavar="TOKENS")
+    parser.add_argument("--new", type=int, default=32, metavar="TOKENS")
     parser.add_argument("--long", type=int, default=512, metavar="TOKENS", help="of a prompt that is timed")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
