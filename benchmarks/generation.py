@@ -222,7 +222,7 @@ def main() -> None:
             short, long = (prompts_of(args, rows, length) for length in (options.prompt, options.long))
             found = measure(both, short, long, options.new, options.repeats)
             key = f"{shape}, {options.dtype}, {rows}"
-            step = statistics.median(found[0][1])
+            step, speed = statistics.median(found[0][1]), max(speed, read_speed(device))
             share = f"{read_bytes(args, dtype) / step / speed:.0%}" if rows == 1 else ""
             lines[key] = line(key, rows, found, share, same_tokens(both, short, options.new))
             print(lines[key], flush=True)
