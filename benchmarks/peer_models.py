@@ -4,6 +4,7 @@ of PEFT's where there is one, each layer under torch's ``fully_shard``.
 Both begin from the same weights, which are drawn by the names that they have here, and take the same tokens.
 Both compute in the dtype of the case: bfloat16 is FSDP's mixed precision over trained parameters in fp32, and
 frozen ones stored in it. Both clip by the global norm and update by torch's fused AdamW.
+Where a case is compiled, it is the blocks of both, and the loss here.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Case:
     rows: int
     length: int
     lora: bool = False
+    compiled: bool = False
 
     @property
     def args(self) -> ModelArgs:
@@ -107,6 +109,7 @@ def configuration(case: Case) -> Config:
         },
         "optimizer": {"lr": LEARNING_RATE, "weight_decay": DECAY},
         "activation_checkpoint": {"mode": "none"},
+        "compile": {"enable": case.compiled},
     }
     if case.lora:
         lora = {"rank": RANK, "alpha": ALPHA, "target_modules": ["all-linear"]}
@@ -152,6 +155,8 @@ def theirs(case: Case) -> Step:
         model = _with_lora(llama.to(dtype)) if case.lora else llama
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in llama.model.layers:
+        if case.compiled:
+            layer.compile()
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     model.to_empty(device="cpu")

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import peer_models, peer_packing
+from benchmarks import peer_models, peer_packing, peer_split
 from benchmarks.machine import describe
 from benchmarks.peer_models import SHAPES, Case
 from tests.helpers import run_world
@@ -74,7 +74,8 @@ def cases(part: str, shapes: Sequence[str], dtypes: Sequence[str]) -> list[Case]
             rows, length = (2, 256) if shape == "125M" else (4, 512) if shape == "33.6M" else (4, 256)
             for ranks, threads in layouts:
                 local = rows * 2 // ranks
-                found.append(Case(shape, ranks, threads, dtype, local, length, lora=part == "lora"))
+                for compiled in (False, True) if part == "pretrain" and ranks == 2 else (False,):
+                    found.append(Case(shape, ranks, threads, dtype, local, length, part == "lora", compiled))
     return found
 
 
@@ -85,7 +86,9 @@ def time_both(case: Case, steps: int) -> Result:
     """Seconds of each step, losses of each, and the GFLOP/s of matmuls, of the world of this rank."""
     torch.set_num_threads(case.threads)
     made = {name: make(case) for name, make in SIDES.items()}
-    return time_in_turns(made, list(peer_models.batches(case, WARM_UP + steps)), case.dtype)
+    *given, last = peer_models.batches(case, WARM_UP + steps + 1)
+    result = time_in_turns(made, given, case.dtype)
+    return result | {"split": {name: peer_split.split(partial(step, *last)) for name, step in made.items()}}
 
 
 def time_in_turns(
@@ -135,7 +138,7 @@ def size_one(case: Case, side: str) -> int:
     """Bytes that the steps of one side take at most on this rank."""
     torch.set_num_threads(case.threads)
     give_back()
-    SIDES[side](Case("5.2M", case.ranks, case.threads, case.dtype, 1, 8, case.lora))  # imports what it needs
+    SIDES[side](replace(case, shape="5.2M", rows=1, length=8))  # imports what it needs
     before = resident()[0]
     step = SIDES[side](case)
     given = list(peer_models.batches(case, 4))
@@ -228,19 +231,30 @@ def spread(values: Sequence[float], digits: int = 0) -> str:
     return f"{middle:,.{digits}f} ({low:,.{digits}f}–{high:,.{digits}f})"
 
 
+def name(case: Case) -> str:
+    """A comparison in the words of the table."""
+    ranks = "2 ranks" if case.ranks == 2 else "2 threads"
+    return f"{case.shape}, {ranks}, {case.dtype}{', compiled' if case.compiled else ''}"
+
+
+def relative(result: Result) -> list[float]:
+    """How many times as fast as the peer each step was."""
+    seconds = result["seconds"]
+    return [other / mine for mine, other in zip(seconds["ours"], seconds["theirs"], strict=True)]
+
+
 def line(result: Result) -> str:
     """A row of the table."""
     case = Case(**result["case"])
     seconds, memory = result["seconds"], result["memory"]
     finetune = peer_models.configuration(case).finetune
     rates = {side: [case.tokens / second for second in seconds[side]] for side in SIDES}
-    ratios = [other / mine for mine, other in zip(seconds["ours"], seconds["theirs"], strict=True)]
+    ratios = relative(result)
     work = fine_tuning_flops(case.args, finetune, seq_len=case.length) / 1e9
     shares = [statistics.median(rates[side]) * work / result["ceiling"] for side in SIDES]
     mebibytes = [memory[side] / 2**20 for side in SIDES]
-    ranks = "2 ranks" if case.ranks == 2 else "2 threads"
     cells = [
-        f"{case.shape}, {ranks}, {case.dtype}",
+        name(case),
         f"{case.ranks * case.rows} × {case.length}",
         *(spread(rates[side]) for side in SIDES),
         spread(ratios, 2),
@@ -271,7 +285,11 @@ def report(part: str, results: Sequence[Result], command: str, machine: str) -> 
     """The results in Markdown."""
     tell = packing_text if part == "packing" else peers_text
     text = f"`{command}`: {tell(part, results)} {machine}"
-    return "\n".join([f"# {PARTS[part]}", "", text, "", *table(part, results), ""])
+    lines = [f"# {PARTS[part]}", "", text, "", *table(part, results), ""]
+    if part != "packing":
+        splits = {name(Case(**result["case"])): result["split"] for result in results}
+        lines += [peer_split.TEXT, "", *peer_split.table(splits), ""]
+    return "\n".join(lines)
 
 
 def packing_text(part: str, results: Sequence[Result]) -> str:
@@ -304,10 +322,10 @@ def peers_text(part: str, results: Sequence[Result]) -> str:
     steps = len(results[0]["seconds"]["ours"])
     return (
         f"this toolkit and transformers {transformers.__version__}{lora if part == 'lora' else ''} under "
-        f"`fully_shard`, each eager and without activation checkpointing, {steps} steps each in turns; "
-        "medians, and in brackets the middle half. The losses of both are the same at every step, within "
-        f"{apart:.0e} of them. Memory is the peak of the rank that has most, imports left out. The ceiling "
-        "is what matmuls reach in the same processes, and a model's share of it counts the FLOPs of "
+        "`fully_shard`, each without activation checkpointing and eager unless it says compiled, "
+        f"{steps} steps each in turns; medians, and in brackets the middle half. The losses of both are the "
+        f"same at every step, within {apart:.0e} of them. Memory is the peak of the rank that has most, "
+        "imports left out. The ceiling is what matmuls reach in the same processes, and a model's share of it counts the FLOPs of "
         "toolkit/metrics/flops_finetune.py; there is no MFU, which is of a data sheet's peak, and none is"
         f" known of this processor. The script says how each is measured. {shapes}."
     )
@@ -346,6 +364,7 @@ def main() -> None:
     if options.write_docs and options.part not in LEADS:
         parser.error("--write-docs is for lora and packing")
     machine = describe()
+    options.results.mkdir(parents=True, exist_ok=True)
     if options.part != "packing" and (lacks := peer_models.missing(options.part == "lora")):
         sys.exit(f"{lacks} is missing: pip install -e '.[test]'")
     shapes = options.shapes or (["125M"] if options.part == "lora" else list(SHAPES))
@@ -365,6 +384,9 @@ def main() -> None:
     stem = options.results / f"peers_{options.part}"
     stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     stem.with_suffix(".md").write_text(report(options.part, results, command, machine))
+    if options.part != "packing":
+        rates = {name(Case(**result["case"])): relative(result) for result in results}
+        peer_split.draw(rates, stem.with_suffix(".png"), PARTS[options.part])
     if options.write_docs:
         write_docs(options.part, table(options.part, results))
 

@@ -1,9 +1,13 @@
-"""The comparison with peers refuses two sides that do not compute the same."""
+"""The comparison with peers refuses two sides that do not compute the same, and splits all of a step."""
 
 from __future__ import annotations
 
-import pytest
+import time
 
+import pytest
+import torch
+
+from benchmarks import peer_split
 from benchmarks.peer_models import Case
 from benchmarks.peers import SAME_LOSS, NotComparable, refuse_other_losses
 
@@ -16,3 +20,16 @@ def test_other_losses_are_refused_with_the_step_and_both(dtype: str) -> None:
     for other in (7.0 * (1 + 1.1 * SAME_LOSS[dtype]), float("nan")):
         with pytest.raises(NotComparable, match=f"at step 2 the loss is 7.0 here and {other} there"):
             refuse_other_losses(case, {"ours": mine, "theirs": [8.0, other]})
+
+
+def test_the_split_of_a_step_is_of_all_its_time() -> None:
+    x = torch.randn(512, 512, requires_grad=True)
+
+    def step() -> None:
+        (x @ x).sum().backward()
+        time.sleep(0.2)
+
+    shares = peer_split.split(step)
+    assert tuple(shares) == peer_split.PARTS and sum(shares.values()) == pytest.approx(1)
+    assert shares["matmuls"] > 0 == shares["attention"] == shares["communication"] == shares["optimizer"]
+    assert shares["the rest"] > 0.3
