@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 PARTS = ("matmuls", "attention", "communication", "optimizer", "the rest")
 TEXT = (
     "Where the time of one more step goes, by torch's profiler on rank 0: products of linear layers and the "
-    "head; attention's own operators; FSDP's gathers and reductions, with casts and waits for the other rank; "
+    "head; attention's own operators; FSDP's gathers and reductions, with casts and waits for others; "
     "the update; the rest is norms, rotations, SwiGLU, loss, clipping and Python."
 )
 _MATMULS = ("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise", "aten::mkldnn_linear")
@@ -36,9 +36,7 @@ def split(step: Callable[[], Any]) -> dict[str, float]:
     shares = {
         "matmuls": sum(event.self_cpu_time_total for event in events if event.key in _MATMULS),
         "attention": sum(event.cpu_time_total for event in events if event.key in _ATTENTION),
-        "communication": sum(
-            event.cpu_time_total for event in events if event.key.startswith(_COMMUNICATION)
-        ),
+        "communication": sum(event.cpu_time_total for event in events if event.key.startswith(_FSDP)),
         "optimizer": sum(event.cpu_time_total for event in events if event.key.startswith("Optimizer.step#")),
     }
     known = {name: time / total for name, time in shares.items()}
