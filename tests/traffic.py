@@ -63,11 +63,11 @@ class Traffic(TorchDispatchMode):
         """A function whose own collectives are not counted."""
 
         def hidden(*args: Any, **kwargs: Any) -> Any:
-            self.hide = True
+            before, self.hide = self.hide, True
             try:
                 return function(*args, **kwargs)
             finally:
-                self.hide = False
+                self.hide = before
 
         return hidden
 
