@@ -74,13 +74,12 @@ def configure(folder: str | Path, layout: str) -> Config:
     degrees = meshes.degrees(layout)
     dp = degrees.get("replicate", 1) * degrees.get("shard", 1)
     local = meshes.SAMPLES // (dp * meshes.accumulation(layout))
-    values["training.local_batch_size"] = local
+    local = values.setdefault("training.local_batch_size", local)
     config = _nested(folder, layout, values)
     stages = len(pipeline_stages(config.parallelism, values["model.n_layers"]).modules)
     if stages > 1:
-        values["parallelism.pipeline_parallel_microbatch_size"] = max(
-            [size for size in range(1, local + 1) if local % size == 0 and local // size >= stages] or [1]
-        )
+        sizes = [size for size in range(1, local + 1) if local % size == 0 and local // size >= stages]
+        values.setdefault("parallelism.pipeline_parallel_microbatch_size", max(sizes or [1]))
     return _nested(folder, layout, values)
 
 

@@ -62,6 +62,16 @@ _FOREACH = {"optimizer.implementation": "foreach"}
 # A row, or what tp2 leaves of one, is whole blocks of 64 numbers in 4 bits.
 _IN_BLOCKS = {"model.dim": 128, "model.ffn_dim": 256}
 
+# Scales are those of a micro-batch: all layouts have micro-batches of one size.
+_FLOAT8 = {
+    "model.converters": ["float8"],
+    "quantize.linear.float8.emulate": True,
+    "model.ffn_dim": 64,
+    "training.local_batch_size": 6,
+    "parallelism.pipeline_parallel_microbatch_size": 6,
+    "validation.local_batch_size": 1,
+}
+
 PAIR_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}"
     "{% generation %}{{ message.content }}.{% endgeneration %}"
@@ -173,6 +183,14 @@ WORDS: dict[str, Settings] = {
     # On a backbone that is not trained, and beside an adapter.
     "class-head": _classification(num_labels=5, hidden_sizes=[20, 12], trainable=["output.*"]),
     "class-lora": {**_adapter("lora", **_ALL_LINEAR), **_classification(num_labels=2)},
+    "float8": _FLOAT8,
+    "micro3": {"training.local_batch_size": 3},
+    "gathered": {"quantize.linear.float8.enable_fsdp_float8_all_gather": True},
+    "precomputed": {"quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True},
+    **{
+        f"float8-{name}": {**_FLOAT8, "quantize.linear.float8.recipe_name": name}
+        for name in ("rowwise", "rowwise_with_gw_hp")
+    },
     "float32": _precision("float32", "float32", "float32"),
     "bfloat16": _precision("float32", "bfloat16", "float32"),
 }
@@ -194,7 +212,19 @@ FINETUNED = (
     "class-head",
     "class-lora",
 )
-CURVES = (*FINETUNED, "ipo", "adamw-8bit", "qwen3", "tied", "unmasked", "layers8", "float32", "bfloat16")
+FLOAT8 = ("float8", "float8-rowwise", "float8-rowwise_with_gw_hp")
+CURVES = (
+    *FINETUNED,
+    *FLOAT8,
+    "ipo",
+    "adamw-8bit",
+    "qwen3",
+    "tied",
+    "unmasked",
+    "layers8",
+    "float32",
+    "bfloat16",
+)
 """Words that are part of what is trained: a layout is compared with one process of the same ones, in this
 order, in which the later change what the earlier set."""
 
@@ -588,6 +618,42 @@ FINETUNED_MORE = [
     "pp2 tp2 ZBVZeroBubble AC-full lora",
     "pp2 tp2 InterleavedZeroBubble bare-ends AC-full dora",
     *(f"tp2 {how} dora" for how in ("AC-op", "AC-full early")),
+]
+
+FLOAT8_FAST = [
+    "shard2 float8",
+    "shard2 float8 gathered",
+    "shard2 float8 gathered precomputed AC-full",
+    "shard2 float8-rowwise AC-op",
+    "tp2 float8 gathered precomputed",
+    "tp2 float8-rowwise_with_gw_hp tied",
+    "cp2 float8",
+    "pp2 1F1B float8",
+    "pp2 ZBVZeroBubble float8-rowwise",
+    "replicate2 shard2 float8 gathered",
+    "shard2 compiled float8",
+    "shard2 float8-rowwise_with_gw_hp micro3",
+]
+"""Layouts in float8 that CI runs."""
+
+FLOAT8_MORE = [
+    f"{mesh} {word}"
+    for word in (*FLOAT8, "float8 gathered", "float8 gathered precomputed")
+    for mesh in (
+        "shard2 SHARD_GRAD_OP",
+        "shard4 AC-op by-size",
+        "replicate2 shard2",
+        "replicate2 NO_SHARD",
+        "tp2 tied AC-full",
+        "cp2 ring head-first",
+        "shard2 cp2 tp2",
+        "pp2 Interleaved1F1B",
+        "pp2 ZBVZeroBubble",
+        "pp2 shard2 tp2 1F1B",
+        "shard2 compiled",
+        "shard2 compiled AC-op",
+        "cp2 tp2 compiled AC-full",
+    )
 ]
 
 SINCE_2_13 = torch.__version__ >= (2, 13)

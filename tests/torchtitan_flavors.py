@@ -132,7 +132,6 @@ FLAVORS = [
         4,
         "--model.converters quantize.linear.float8 --quantize.linear.float8.enable_fsdp_float8_all_gather "
         "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp --quantize.linear.float8.emulate",
-        refused="model.converters",
     ),
     _flavor("gradient_accumulation", 2, "--training.local_batch_size 8 --training.global_batch_size 32"),
     _flavor(

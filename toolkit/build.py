@@ -93,6 +93,10 @@ def build_model(
             from toolkit.finetune.converters import apply_finetune
 
             apply_finetune(model, config.finetune, frozen_dtype=param_dtype)
+        if config.model.converters:
+            from toolkit.parallel.float8 import apply_float8
+
+            apply_float8(model, config.quantize.linear.float8, tell=config.model.print_after_conversion)
         parallelize(
             model,
             mesh,
@@ -106,6 +110,10 @@ def build_model(
             pareto_folder=expand_user(config.job.dump_folder) / "memory_budget",
         )
         models.append(model.to_empty(device="cpu" if offload else device) if storage else model)
+    if config.model.converters:
+        from toolkit.parallel.float8 import connect
+
+        connect(models, mesh, config.quantize.linear.float8)
     model_parts = _model_parts(config, models, stages, mesh, shards, param_dtype, device)
     if storage:
         _initialize(config, args, model_parts, seed, pretrained)

@@ -67,11 +67,5 @@ def detect(wish: str = "auto") -> Hardware:
     gpus = [] if wish == "cpu" else _visible_gpus()
     if gpus:
         capability = min(capability for _, capability in gpus)
-        return Hardware(
-            "cuda",
-            gpus[0][0],
-            len(gpus),
-            native_bf16=capability >= 8.0,
-            capability=capability,
-        )
+        return Hardware("cuda", gpus[0][0], len(gpus), native_bf16=capability >= 8.0, capability=capability)
     return Hardware("cpu", "CPU", 2, native_bf16=cpu_multiplies_bf16())

@@ -20,13 +20,7 @@ from toolkit.data.run_data import RunData
 from toolkit.distributed import process_group
 from toolkit.distributed.garbage_collection import GarbageCollection
 from toolkit.distributed.seeds import seed_step, set_deterministic
-from toolkit.errors import (
-    EXIT_ERROR,
-    EXIT_FINISHED,
-    EXIT_REQUEUE,
-    OutOfMemory,
-    TrainingError,
-)
+from toolkit.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, OutOfMemory, TrainingError
 from toolkit.io.run_folder import claim_folders
 from toolkit.launcher.signals import StopRequest
 from toolkit.launcher.time_limit import Deadline
@@ -119,6 +113,10 @@ class Trainer:
         )
         parameters = [*self.model_parts.named_parameters(), *self.model_parts.tied_copies()]
         self.optimizer = build_optimizer(parameters, config.optimizer)
+        if config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp:
+            from toolkit.parallel.float8 import precompute_scales
+
+            self.optimizer.register_step_post_hook(lambda *_: precompute_scales(self.model_parts.models))
         self.train_step = TrainStep(
             self.model_parts,
             self.optimizer,

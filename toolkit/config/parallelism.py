@@ -176,18 +176,19 @@ class Compile(Table):
 
 
 class Float8Linear(Table):
-    """float8 matmuls; used when model.converters names float8."""
+    """Linear layers of the blocks that multiply in float8."""
 
     enable_fsdp_float8_all_gather: bool = False
-    """Gather FSDP's parameters in float8."""
+    """Gather the weights of these layers in float8."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute all scales of the parameters at once after each step."""
+    """Find the scales of what is gathered so at once, after each step."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """Granularity of the scales."""
+    """tensorwise, the default: a scale a matrix; rowwise: one a row of it; rowwise_with_gw_hp: that, and
+    gradients of weights in higher precision."""
     filter_fqns: Patterns = []
-    """Modules to leave alone, by parts of their names."""
+    """Layers to leave alone, by parts of their names; embedding and output are in any case."""
     emulate: bool = False
-    """Compute in higher precision what float8 would give, on devices without it."""
+    """Compute the same in higher precision, on any device; slow."""
 
 
 class QuantizeLinear(Table):

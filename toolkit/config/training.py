@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Interval
 from pydantic import Field as Constraint
 
-from toolkit.config.refused import NO_MOE, NO_MX, NOT_BUILT
+from toolkit.config.refused import NO_MOE, NO_MX
 from toolkit.config.types import (
     FLOAT8,
     ActsWith,
@@ -64,7 +64,6 @@ class Model(Table):
                 "quantize.grouped_mm.mx",
             ]
         ],
-        RefusedValues(FLOAT8, NOT_BUILT),
         RefusedValues(("mx", "quantize.linear.mx"), NO_MX),
         RefusedValues(("quantize.grouped_mm.float8", "quantize.grouped_mm.mx"), NO_MOE),
     ] = []

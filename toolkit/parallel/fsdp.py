@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -39,11 +39,6 @@ def mixed_precision(training: Training, param_dtype: torch.dtype) -> MixedPrecis
         output_dtype=DTYPES.get(training.mixed_precision_output),
         cast_forward_inputs=False,
     )
-
-
-def computed_dtype(parameter: Tensor, param_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a parameter is gathered in: bytes, which stand for other numbers, as they are stored."""
-    return param_dtype if parameter.is_floating_point() else parameter.dtype
 
 
 def apply_fsdp(

@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape
-from toolkit.distributed.dtensor import clean_name
+from toolkit.distributed.dtensor import clean_name, local
 from toolkit.distributed.process_group import DTYPES
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.gradient_flow import ATTENDED, Flow, given, gradient_flow
 from toolkit.parallel.dims import reshard_after_forward
-from toolkit.parallel.fsdp import by_end, computed_dtype
+from toolkit.parallel.fsdp import by_end
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.pipeline_parallel import TIED, Pipeline
@@ -197,13 +197,20 @@ def _record(module: Any) -> Any:
     return module._get_fsdp_state()._fsdp_param_group
 
 
+def gathered_dtype(parameter: Tensor, param_dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a parameter is gathered in: bytes where they stand for other numbers."""
+    if hasattr(local(parameter), "fsdp_pre_all_gather"):  # makes float8 of it
+        return torch.uint8
+    return param_dtype if parameter.is_floating_point() else parameter.dtype
+
+
 def _of_unit(record: Any, passes: Sequence[str], work: StepWork, *, backward: bool) -> Iterator[Exchange]:
     info, fewer = record.mesh_info, record.post_forward_mesh_info
     shard = _ranks(info.shard_process_group)
     # Each rank's part of a parameter is padded to the largest.
     whole = len(shard) * sum(
         parameter.padded_sharded_param_size.numel()
-        * computed_dtype(parameter.sharded_param, work.param_dtype).itemsize
+        * gathered_dtype(parameter.sharded_param, work.param_dtype).itemsize
         for parameter in record.fsdp_params
     )
     wholly, partly = _gathers(record, passes, work, backward=backward)

@@ -25,10 +25,9 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel.dims import ParallelDims, takes_ring
-from toolkit.parallel.fsdp import computed_dtype
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import ModelParts
-from toolkit.planner.communication import Exchange, exchanges
+from toolkit.planner.communication import Exchange, exchanges, gathered_dtype
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def _units(model_parts: ModelParts, dtype: torch.dtype) -> Iterator[Unit]:
             names = [clean_name(name) or "the rest" for name in states if states[name] is state]
             yield Unit(
                 ", ".join(names),
-                bytes=sum(_gathered(it) * computed_dtype(it, dtype).itemsize for it in parameters),
+                bytes=sum(_gathered(it) * gathered_dtype(it, dtype).itemsize for it in parameters),
                 gradients=sum(_gathered(it) for it in parameters if it.requires_grad),
                 stored_gradients=sum(local(it).numel() for it in parameters if it.requires_grad),
             )

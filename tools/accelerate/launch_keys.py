@@ -25,7 +25,10 @@ def _mixed_precision(value: Any, values: Values) -> Meaning:
         rule = "fp16 would need loss scaling, which there is not"
         raise Refused(rule, "write bf16, or no, which is fp32")
     if str(value).strip().lower() == "fp8":
-        raise Refused("float8 is not built yet", "write bf16, or no, which is fp32")
+        raise Refused(
+            "float8 is an option of its own here, and bf16 is computed beside it",
+            'write bf16, and set model.converters = ["float8"] in the TOML file (docs/float8.md)',
+        )
     key = "training.mixed_precision_param"
     if word("no" if value is False else value, ("no", "bf16")) == "no":
         return Meaning("computed in the precision of the weights", {key: "float32"})
@@ -169,7 +172,7 @@ LAUNCH_KEYS: dict[str, Rule] = {
     "deepspeed_config": off("DeepSpeed is not used", _OTHER_LIBRARY),
     "megatron_lm_config": off("Megatron-LM is not used", _OTHER_LIBRARY),
     "mpirun_config": off("ranks are not started by mpirun", "leave it out, and use run_train.sh"),
-    "fp8_config": off("float8 is not built yet", "leave it out"),
+    "fp8_config": off("float8 is model.converters here (docs/float8.md)", "leave it out"),
     "downcast_bf16": tpu(),
     "tpu_name": tpu(),
     "tpu_zone": tpu(),

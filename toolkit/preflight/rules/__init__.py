@@ -38,6 +38,7 @@ FILES: dict[str, tuple[str, ...]] = {
     ),
     "finetune": ("finetune",),
     "nf4": ("finetune.lora.quantize_base",),
+    "float8": ("model.converters",),
     "classification": ("finetune.classification",),
     "data": (),
     "corpora": (

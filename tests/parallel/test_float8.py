@@ -1,0 +1,130 @@
+"""Linear layers in float8: a layer is that of torchao, and a run on any mesh that of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import meshes
+from tests.helpers import run_world
+from tests.mesh_runs import Result, added_up, planned, problems
+from tests.test_meshes import run_all
+from tests.training import small_config, small_trainer
+
+pytest.importorskip("torchao")
+
+from torchao.float8.config import Float8LinearConfig  # noqa: E402
+from torchao.float8.float8_linear import Float8Linear as Theirs  # noqa: E402
+
+from toolkit.parallel.float8 import Float8Linear  # noqa: E402
+
+pytestmark = pytest.mark.timeout(600)  # the first test waits for all runs
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+def _products(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    layer.weight.grad = None
+    out = layer(x)
+    out.backward(grad)
+    assert x.grad is not None and isinstance(layer.weight.grad, torch.Tensor)
+    return [out.detach(), x.grad, layer.weight.grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("emulate", [True, False])
+def test_layer_is_that_of_torchao(recipe: str, dtype: torch.dtype, emulate: bool) -> None:
+    """Bit for bit: output and both gradients. Not emulated, by torch's own product of float8 on the CPU."""
+    torch.manual_seed(0)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    plain = nn.Linear(48, 80, bias=False, dtype=dtype)
+    x, grad = torch.randn(2, 16, 48, dtype=dtype), torch.randn(2, 16, 80, dtype=dtype)
+    found = _products(Float8Linear(plain, config), x, grad)
+    expected = _products(Theirs.from_float(plain, config), x, grad)
+    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
+    exact = _products(plain, x, grad)
+    for mine, whole in zip(found, exact, strict=True):
+        error = ((mine - whole).float().norm() / whole.float().norm()).item()
+        assert error < 0.1  # three bits after the point, 6% at most in each factor
+    assert not torch.equal(found[0], exact[0])
+
+
+# On any mesh
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("float8"))
+
+
+@pytest.fixture(scope="module")
+def results(folder: str) -> dict[str, Result]:
+    return run_all(folder, meshes.FLOAT8_FAST)
+
+
+@pytest.fixture(scope="module")
+def more_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    return run_all(str(tmp_path_factory.mktemp("more_float8")), meshes.FLOAT8_MORE)
+
+
+@pytest.mark.parametrize("layout", meshes.FLOAT8_FAST)
+def test_layout_gives_the_gradients_of_one_process(results: dict[str, Result], layout: str) -> None:
+    """To 1e-9, in fp64: a part with a scale of its own would differ by 1e-2."""
+    assert problems(layout, results[layout]) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("layout", meshes.FLOAT8_MORE)
+def test_every_layout_does(more_results: dict[str, Result], layout: str) -> None:
+    assert problems(layout, more_results[layout]) == []
+
+
+@pytest.mark.parametrize("layout", ["shard2 float8", "shard2 float8 gathered"])
+def test_the_planner_knows_what_is_gathered(folder: str, results: dict[str, Result], layout: str) -> None:
+    """In float8 a byte of each number; it leaves out the scales, of which each is a number."""
+    for sent, rank in zip(results[layout]["sent"], planned(folder, layout), strict=True):
+        expected = added_up(rank)
+        assert sent["all_gather 0 1"] == expected["all_gather 0 1"]
+        assert sent["reduce_scatter 0 1"] == expected["reduce_scatter 0 1"]
+
+
+def test_a_byte_of_a_number_is_gathered(results: dict[str, Result]) -> None:
+    whole, less = (results[f"shard2 float8{how}"]["sent"][0]["all_gather 0 1"] for how in ("", " gathered"))
+    assert 0.2 * whole < less < 0.6 * whole  # of 8 in fp64; embedding and head stay as they are
+
+
+def _losses(folder: str) -> dict[str, list[float]]:
+    """Of runs in bf16, in float8 where a recipe is named."""
+    found = {}
+    for recipe in ("", *RECIPES):
+        how = {"recipe_name": recipe or None, "emulate": bool(recipe)}
+        tables: dict[str, Any] = {
+            "training": {"mixed_precision_param": "bfloat16", "steps": 20},
+            "model": {"converters": ["float8"] if recipe else []},
+            "quantize": {"linear": {"float8": how}},
+        }
+        trainer = small_trainer(small_config(f"{folder}/{recipe or 'bf16'}", **tables))
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer.train()
+        found[recipe] = [record["loss"] for record in trainer.history if "loss" in record]
+    return found
+
+
+def test_the_loss_stays_near_that_of_bf16(tmp_path: Path) -> None:
+    """To 0.02 after 20 steps; benchmarks/float8.py does 200 of the debug run."""
+    found = run_world(_losses, 1, str(tmp_path))[0]
+    exact = found.pop("")
+    assert exact[-1] < exact[0] - 0.5  # it learns
+    for losses in found.values():
+        assert losses != exact
+        assert abs(losses[-1] - exact[-1]) < 2e-2
