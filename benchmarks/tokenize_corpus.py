@@ -7,29 +7,49 @@ letter changed, as JSON lines with a document of about 4 kB each, and once as on
 fresh process on a cold token cache; memory is the largest sum, over the process and its helpers, of
 resident sizes, read every 20 ms. CPU seconds are of all of them. "Again" is a second start, which finds
 the cache.
+
+The second table has the text of ``--beside`` MB, as JSON lines, tokenised by this toolkit and by ``datasets``
+with ``tokenizers`` (benchmarks/tokenize_datasets.py), each TURNS times in turns, in fresh processes on cold
+caches; imports and the loading of the tokenizer are not counted. Where a tokenizer is a file of tiktoken's,
+the toolkit also takes it as the tokenizer.json that the others read. The numbers of documents and tokens must
+be the same, and the ids of the first COMPARED documents; else there is no table.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
 import random
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from toolkit.data.sources import open_corpus
 from toolkit.data.token_cache import tokenized
+from toolkit.data.tokenizers.files import find
+from toolkit.data.tokenizers.to_json import tokenizer_json
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+TURNS = 3
+COMPARED = 100
+
+
+class NotComparable(Exception):
+    """Two sides that do not make the same tokens."""
 
 
 def _paragraphs() -> Iterator[str]:
@@ -70,15 +90,26 @@ def measure(corpus: Path, tokenizer: str, cache: str) -> None:
     start = time.perf_counter()
     tokenized(source, loaded, cache_folder=cache, progress=False)
     again = time.perf_counter() - start
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     figures = {
         "seconds": seconds,
         "again": again,
-        "cpu": sum(usage.ru_utime + usage.ru_stime for usage in usages),
+        "cpu": cpu_seconds(),
         "tokens": built.n_tokens,
         "documents": built.n_documents,
+        "first": fingerprints(np.split(built.tokens, built.offsets[1:-1])[:COMPARED]),
     }
     print(json.dumps(figures))
+
+
+def cpu_seconds() -> float:
+    """Processor seconds of this process and of those that it started and that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def fingerprints(documents: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+    """A hash of the ids of each document."""
+    return [hashlib.sha256(np.asarray(ids, np.int64).tobytes()).hexdigest() for ids in documents]
 
 
 def _family(pid: int) -> list[int]:
@@ -96,10 +127,14 @@ def _resident(pid: int) -> int:
         return 0
 
 
-def run(corpus: Path, tokenizer: Path) -> dict[str, float]:
-    """The figures of :func:`measure`, and the peak memory in bytes."""
+OURS: Sequence[str] = (__file__, "--measure")
+DATASETS: Sequence[str] = (str(Path(__file__).with_name("tokenize_datasets.py")),)
+
+
+def run(corpus: Path, tokenizer: Path, program: Sequence[str] = OURS) -> dict[str, Any]:
+    """The figures that ``program`` prints, and the peak memory in bytes."""
     with tempfile.TemporaryDirectory() as cache:
-        command = [sys.executable, __file__, "--measure", str(corpus), str(tokenizer), cache]
+        command = [sys.executable, *program, str(corpus), str(tokenizer), cache]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         peak = 0
@@ -119,6 +154,55 @@ def _tokenizers() -> dict[str, Path]:
     return found
 
 
+def beside(corpus: Path, tokenizer: Path, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The figures of each side, of TURNS runs in turns; a tokenizer.json is made in ``folder`` where needed.
+
+    Raises:
+        NotComparable: the sides make other tokens.
+    """
+    loaded, as_json = load_tokenizer(tokenizer), tokenizer
+    sides = {"this toolkit": (tokenizer, OURS)}
+    if loaded.kind == "tiktoken":
+        as_json = folder
+        for file, content in tokenizer_json(loaded, find(tokenizer).content).items():
+            (folder / file).write_bytes(content)
+        sides["this toolkit, tokenizer.json"] = (as_json, OURS)
+    sides["datasets"] = (as_json, DATASETS)
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for turn in range(TURNS):
+        for side in list(sides)[:: 1 if turn % 2 else -1]:
+            runs[side].append(run(corpus, *sides[side]))
+    for side, figures in runs.items():
+        refuse_other_tokens(side, figures[0], runs["this toolkit"][0])
+    return runs
+
+
+def refuse_other_tokens(side: str, found: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise NotComparable where ``found`` tells of other tokens than ``ours``."""
+    for name in ("documents", "tokens"):
+        if found[name] != ours[name]:
+            raise NotComparable(f"{side}: {found[name]:,} {name}, this toolkit {ours[name]:,}")
+    pairs = zip(found["first"], ours["first"], strict=True)
+    if differ := [number for number, (theirs, mine) in enumerate(pairs) if theirs != mine]:
+        raise NotComparable(f"{side}: document {differ[0]} (from 0) has other ids than this toolkit's")
+
+
+def beside_lines(name: str, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
+    """Rows of the second table: medians, and of seconds the range."""
+
+    def median(side: str, figure: str) -> float:
+        return statistics.median(run[figure] for run in runs[side])
+
+    for side, figures in runs.items():
+        seconds = [run["seconds"] for run in figures]
+        yield (
+            f"| {name} | {side} | {median(side, 'seconds'):.1f} ({min(seconds):.1f}–{max(seconds):.1f}) | "
+            f"{figures[0]['tokens'] / median(side, 'seconds'):,.0f} | "
+            f"{median(side, 'seconds') / median('this toolkit', 'seconds'):.1f} | "
+            f"{median(side, 'cpu'):.1f} | {median(side, 'peak') / 1e6:,.0f} |"
+        )
+
+
 def _processor() -> str:
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return names[0].partition(":")[2].strip() if names else platform.machine()
@@ -128,6 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, help="Markdown file to write; default: print only")
     parser.add_argument("--megabytes", type=int, nargs="*", default=[25, 50, 100])
+    parser.add_argument("--beside", type=int, default=25, help="megabytes tokenised by datasets, too")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
@@ -161,6 +246,27 @@ def main() -> None:
                     f"{f['peak'] / 1e6:,.0f} | {f['again'] * 1000:.1f} |"
                 )
                 print(lines[-1], flush=True)
+        second = [
+            "",
+            f"{arguments.beside} MB of .jsonl beside `datasets` {version('datasets')} with `tokenizers` "
+            f"{version('tokenizers')}, medians of {TURNS} in turns, in brackets the range. The tokens "
+            "are the same. CPU seconds are of the whole processes, with imports.",
+            "",
+            "| tokenizer | by | seconds | tokens/s | times the seconds of this toolkit | CPU s | peak MB |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        print("\n".join(second), flush=True)
+        lines += second
+        corpus = Path(folder) / f"{arguments.beside}.jsonl"
+        if corpus not in corpora:
+            write_corpus(corpus, arguments.beside * 1_000_000)
+        for name, tokenizer in _tokenizers().items():
+            try:
+                rows = list(beside_lines(name, beside(corpus, tokenizer, Path(folder))))
+            except NotComparable as error:
+                sys.exit(str(error))
+            print("\n".join(rows), flush=True)
+            lines += rows
     if arguments.output:
         arguments.output.parent.mkdir(exist_ok=True)
         arguments.output.write_text("\n".join(lines) + "\n")
