@@ -25,6 +25,7 @@ from toolkit.distributed.process_group import DTYPES
 from toolkit.finetune.parameters import added_shapes, is_added
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.init import Init, init_rule
+from toolkit.models.common.onednn_matmul import mkl_is_slow, multiply_by_onednn
 from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.llama.state_dict_adapter import ADAPTER
 from toolkit.models.registry import resolve
@@ -129,7 +130,11 @@ def ours(case: Case) -> Step:
 
     def step(tokens: Tensor, labels: Tensor) -> tuple[float, float]:
         batch = {"tokens": tokens, "labels": labels, "positions": None, "documents": None}
+        # As the trainer has it, but for this step alone: the peer is in the same process.
+        library = multiply_by_onednn() if case.dtype == "float32" and mkl_is_slow() else None
         result = train_step([batch], learning_rate=LEARNING_RATE)
+        if library:
+            library._destroy()
         return result.loss, result.grad_norm
 
     return step

@@ -101,6 +101,11 @@ class Trainer:
         config = self.config
         self.args = model_args(config, tokenizer_vocab=self.data.n_words)
         self.param_dtype = compute_dtype(config, self.device)
+        if self.device.type == "cpu" and self.param_dtype == torch.float32 and config.model.matmul != "torch":
+            from toolkit.models.common.onednn_matmul import mkl_is_slow, multiply_by_onednn
+
+            if config.model.matmul == "onednn" or mkl_is_slow():
+                self.matmul = multiply_by_onednn()
         self.model_parts = build_model(
             config,
             self.args,

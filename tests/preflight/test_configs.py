@@ -114,6 +114,7 @@ def test_every_option_of_torchtitan_at_its_default(tmp_path: Path) -> None:
         "optimizer",
         "lr_scheduler",
         "training",
+        "activation_checkpoint",
         "data",
         "finetune",
         "parallelism",

@@ -66,6 +66,7 @@ ACTS = {
     "model.rope_scaling_factor",
     "model.tie_embeddings",
     "model.attention",
+    "model.matmul",
     "model.add_bos_token",
     "model.additional_special_tokens",
     "optimizer.name",

@@ -18,6 +18,7 @@ from tests.preflight import (
     bad_finetune,
     bad_float8,
     bad_fsdp,
+    bad_matmul,
     bad_memory,
     bad_metrics,
     bad_mixture,
@@ -346,6 +347,7 @@ PARTS = (
     bad_nf4,
     bad_metrics,
     bad_attention,
+    bad_matmul,
     bad_weights,
 )
 BAD = [*OPTIONS, *MODEL, *MESH, *FILES, *CHECKPOINT, *(case for part in PARTS for case in part.CASES)]
@@ -483,6 +485,8 @@ def test_what_cannot_be_used_ends_in_3(flag: str, error: type[Exception], folder
         (["--training.steps=400", "--lr_scheduler.decay_ratio=0.8"], 1, CPU, "cut to the 200 after"),
         (["--parallelism.fsdp_wrap_policy=size"], 2, CPU, "a block has 852,480"),
         (["--parallelism.fsdp_sync_each_batch=false"], 2, CPU, "a step is one micro-batch"),
+        (["--model.matmul=torch"], 1, V100, "matmul changes nothing: GPUs"),
+        (["--model.matmul=onednn", "--training.mixed_precision_param=bfloat16"], 1, CPU, "of bfloat16"),
         (["--parallelism.fsdp_shared_memory=false"], 1, CPU, "fsdp_shared_memory: changes nothing"),
         (
             ["--parallelism.fsdp_shared_memory=false", "--parallelism.fsdp_reshard_after_forward=2"],

@@ -96,6 +96,8 @@ class Model(Table):
     """One matrix for the embedding and the output head."""
     attention: Literal["auto", "sdpa", "flex", "varlen", "flash", "blockwise"] = "auto"
     """Attention back end. auto takes what the flavor names (8B_flex), else what is best for the device."""
+    matmul: Literal["auto", "torch", "onednn"] = "auto"
+    """Library of fp32 products on CPUs. auto: oneDNN where MKL has no AVX-512 (AMD), else torch's choice."""
 
     def overrides(self) -> dict[str, Any]:
         """Return the keys that change a preset's shape, None where the preset's value stays."""
@@ -109,6 +111,7 @@ class Model(Table):
             "converters",
             "print_after_conversion",
             "attention",
+            "matmul",
         }
         return self.model_dump(exclude=not_shape)
 

@@ -21,6 +21,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "metrics": ("metrics", "profiling"),
     "model": (),
     "attention": ("model.attention", "model.flavor"),
+    "matmul": ("model.matmul",),
     "mesh": ("parallelism.",),
     "batch": ("training.global_batch_size",),
     "tensor_context_parallel": (

@@ -1,0 +1,84 @@
+"""oneDNN multiplies fp32 matrices as torch does, and nothing else than them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from toolkit.models.common import onednn_matmul
+from toolkit.models.common.onednn_matmul import mkl_is_slow, multiply_by_onednn
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN"
+)
+
+
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("shape", [(64, 256, 96), (200, 128, 700), (1, 2000, 600), (700, 300, 16)])
+def test_products_and_gradients_are_torchs(
+    shape: tuple[int, int, int], transposed: tuple[bool, bool]
+) -> None:
+    m, k, n = shape
+    a = torch.randn(k, m).t() if transposed[0] else torch.randn(m, k)
+    b = torch.randn(n, k).t() if transposed[1] else torch.randn(k, n)
+    a.requires_grad_(), b.requires_grad_()
+    weight = torch.randn(m, n)
+    library = multiply_by_onednn()
+    product = a @ b
+    found = [product, *torch.autograd.grad((product * weight).sum(), (a, b))]
+    out = torch.mm(a.detach(), b.detach(), out=torch.empty(m, n))
+    library._destroy()
+    assert torch.equal(out, product)
+    expected = [a.double() @ b.double(), weight.double() @ b.double().t(), a.double().t() @ weight.double()]
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= 2e-6 * other.abs().max()  # some ulp of fp32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float32, torch.int64])
+def test_other_products_are_the_same_bits(dtype: torch.dtype) -> None:
+    side = 20 if dtype == torch.float32 else 128
+    a, b = (torch.randn(side, side).mul(9).to(dtype) for _ in range(2))
+    expected = a @ b
+    library = multiply_by_onednn()
+    found, out = a @ b, torch.mm(a, b, out=torch.empty_like(a))
+    library._destroy()
+    assert torch.equal(found, expected) and torch.equal(out, expected)
+
+
+def test_products_that_cannot_be_are_refused_as_ever() -> None:
+    library = multiply_by_onednn()
+    with pytest.raises(RuntimeError, match="cannot be multiplied|same dtype|expected"):
+        torch.randn(200, 200) @ torch.randn(300, 200)
+    with pytest.raises(RuntimeError, match="same dtype|expected"):
+        torch.randn(200, 200) @ torch.randn(200, 200, dtype=torch.float64)
+    library._destroy()
+
+
+def test_it_ends_with_what_is_kept() -> None:
+    a = torch.randn(300, 300)
+    before = a @ a
+    library = multiply_by_onednn()
+    assert onednn_matmul._takes(a, a)
+    del library
+    assert torch.equal(a @ a, before)
+
+
+@pytest.mark.skipif(not mkl_is_slow(), reason="MKL has AVX-512 here, or none is there")
+def test_it_is_faster_where_mkl_is_slow() -> None:
+    a = torch.randn(512, 512)
+
+    def best() -> float:
+        seconds = []
+        for _ in range(20):
+            started = time.perf_counter()
+            a @ a
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    torchs = best()
+    library = multiply_by_onednn()
+    onednns = best()
+    library._destroy()
+    assert onednns < torchs
