@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--batch-size", type=count, default=8, metavar="N", help="prompts at a time (default: 8)")
     add("--compile", action="store_true", help="the step of a token: for long texts on CUDA; one process")
+    add("--no-prepack", action="store_true", help="leave matrices in rows, which is slower on a CPU")
     add("--json", action="store_true", help="a line for each prompt: prompt, text, tokens")
     add("--debug", action="store_true", help="show tracebacks")
     return parser
@@ -185,7 +186,7 @@ def _run(arguments: argparse.Namespace) -> None:
         if number:
             loaded.select(name)
         printer.adapter = name if len(adapters) > 1 else ""
-        generator = loaded.generator(compiled=arguments.compile)
+        generator = loaded.generator(compiled=arguments.compile, prepack=not arguments.no_prepack)
         made += _generate(arguments, generator, printer, encoded, sampling, stop_ids)
     seconds = time.monotonic() - start
     if printer.shown:

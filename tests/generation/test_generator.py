@@ -15,6 +15,7 @@ from toolkit.generation import generator as module
 from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator
 from toolkit.generation.kv_cache import KVCache
+from toolkit.generation.load import Loaded
 from toolkit.generation.sampling import Sampling
 from toolkit.models.common.decoder import Decoder
 
@@ -179,6 +180,14 @@ def test_what_is_not_packed() -> None:
     assert not can_pack(build(ARGS))
     with torch.device("meta"):
         assert not can_pack(Decoder(ARGS))
+
+
+def test_matrices_stay_as_they_are_where_that_is_asked_for() -> None:
+    loaded = Loaded(build(ARGS, torch.float32), ARGS, None, None)
+    plain = loaded.generator(prepack=False).generate(PROMPTS, max_new_tokens=10)
+    assert can_pack(loaded.model)
+    assert loaded.generator().generate(PROMPTS, max_new_tokens=10) == plain
+    assert not can_pack(loaded.model)
 
 
 def test_rows_of_a_batch_by_blocks() -> None:

@@ -62,11 +62,11 @@ class Loaded:
             free_gathered(self.model)
         self.adapters.select(self.model, adapter, self.mesh.tp if self.mesh else None)
 
-    def generator(self, *, compiled: bool = False) -> Generator:
+    def generator(self, *, compiled: bool = False, prepack: bool = True) -> Generator:
         """Generates ids of the tokenizer, on all ranks alike; ``compiled`` is worth its half minute on CUDA.
 
-        On a CPU in bf16 matrices are reordered for it, and the model's blocks hand them out no more; not
-        where another adapter may be merged into them.
+        On a CPU matrices are reordered for it unless ``prepack`` is false, and the model's blocks hand them
+        out no more; not where another adapter may be merged into them.
 
         Raises:
             ConfigError: a sharded model is not compiled.
@@ -74,7 +74,8 @@ class Loaded:
         if compiled and self.mesh is not None:
             rule = "a model is compiled in one process"
             raise ConfigError(Problem(rule, "leave --compile out, or start one process", "--compile", True))
-        if self.mesh is None and not compiled and self.adapters is None and can_pack(self.model):
+        plain = self.mesh is None and not compiled and self.adapters is None
+        if prepack and plain and can_pack(self.model):
             pack(self.model)
         group = dist.group.WORLD if self.mesh else None
         return Generator(
