@@ -104,7 +104,7 @@ def test_a_byte_of_a_number_is_gathered(results: dict[str, Result]) -> None:
 
 
 def _losses(folder: str) -> dict[str, list[float]]:
-    """Of runs in bf16, in float8 where a recipe is named."""
+    """Find the losses of runs in bf16, in float8 where a recipe is named."""
     found = {}
     for recipe in ("", *RECIPES):
         how = {"recipe_name": recipe or None, "emulate": bool(recipe)}
