@@ -14,6 +14,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,30 +105,26 @@ class SharedMemory:
         An open file of a process is found by their numbers; random bytes in it say that it is the one that
         is meant, for other machines and containers have the same numbers.
         """
-        mark = os.urandom(16)
-        descriptor = -1
-        said: list[Any] = [None]
+        mark, descriptor, memory = os.urandom(16), -1, None
         if self.rank == 0:
-            descriptor = os.memfd_create("toolkit-fsdp")
-            os.ftruncate(descriptor, size)
-            os.pwrite(descriptor, mark, 0)
-            said = [(os.getpid(), descriptor, mark)]
+            with suppress(OSError, AttributeError):  # forbidden in some containers, and Linux's alone
+                descriptor = os.memfd_create("toolkit-fsdp")
+                os.ftruncate(descriptor, size)
+                os.pwrite(descriptor, mark, 0)
+        said: list[Any] = [(os.getpid(), descriptor, mark)]
         dist.broadcast_object_list(said, group=self.group, group_src=0)
         process, number, mark = said[0]
-        memory = None
-        try:
+        with suppress(OSError):
             if self.rank:
                 descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
             if os.pread(descriptor, len(mark), 0) == mark:
                 memory = mmap.mmap(descriptor, size)
-        except OSError:
-            pass
         everywhere = torch.tensor(memory is not None)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self.group)
         if descriptor >= 0:
             os.close(descriptor)
         if not everywhere or memory is None:
-            raise NotShared
+            raise NotShared(f"ranks of this group cannot share {size} bytes of memory")
         region = Region(memory)
         self.regions.append(region)
         return region
