@@ -99,10 +99,12 @@ def _not_shared() -> dict[str, Any]:
     """How far gradients are from one process where a rank cannot make or open the memory, or opens other."""
     found = {}
     expected = plain_gradients(UNTIED)
-    for name, function in (("open", _cannot_open), ("pread", _other_memory)):
-        with patch.object(
-            os, name, function if dist.get_rank() == dist.get_world_size() - 1 else getattr(os, name)
-        ):
+    for name, function, rank in (
+        ("open", _refused, 1),
+        ("pread", _other_memory, 1),
+        ("memfd_create", _refused, 0),
+    ):
+        with patch.object(os, name, function if dist.get_rank() == rank else getattr(os, name)):
             with pytest.raises(NotShared):
                 SharedMemory(dist.group.WORLD)  # type: ignore[arg-type]
             model = sharded(UNTIED, EXACT, checkpointing=KEEP_ALL)
