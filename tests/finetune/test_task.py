@@ -71,7 +71,7 @@ class Told(torch.nn.Module):
 def test_answers_are_what_the_model_writes_up_to_the_end_of_its_turn() -> None:
     tokenizer = load_tokenizer(TOKENIZER)
     args = resolve("llama3", "debugmodel", tokenizer_vocab=tokenizer.n_words, n_layers=1)
-    model = build(args, torch.float32).requires_grad_(False)
+    model = build(args, torch.float64).requires_grad_(False)
     rows = task.split()[1][:3]
     ids = [*tokenizer.encode(rows[0].answer), tokenizer.special_tokens["<|eot_id|>"]]
     model.output = Told(ids, args.vocab_size)
