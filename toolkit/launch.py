@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import signal
 
-from toolkit.config.local_paths import expand_user
-
 if __name__ == "__main__":
     # Until something listens, Ctrl-C simply ends the process: a traceback out of an import would say nothing.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -30,6 +28,7 @@ from collections.abc import Mapping, Sequence
 
 from toolkit import preflight
 from toolkit.config import Config, load_config
+from toolkit.config.local_paths import expand_user
 from toolkit.config.types import MAX_RANKS
 from toolkit.data.build import open_data
 from toolkit.data.run_data import TOKENS

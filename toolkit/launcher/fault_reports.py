@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.config.local_paths import expand_user
 from toolkit.errors import first_few
 
 if TYPE_CHECKING:
@@ -30,6 +29,8 @@ POLL_SECONDS = 0.2
 
 def traces_prefix(job: Job, comm: Comm) -> Path:
     """The beginning of the names of the files in which ranks tell of failed collectives."""
+    from toolkit.config.local_paths import expand_user  # tables are read by then; reports need no package
+
     return expand_user(job.dump_folder) / comm.save_traces_folder / comm.save_traces_file_prefix
 
 
