@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
 from toolkit.models.common import onednn_matmul
-from toolkit.models.common.onednn_matmul import mkl_is_slow, multiply_by_onednn
+from toolkit.models.common.onednn_matmul import multiply_by_onednn
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN"
@@ -63,22 +61,3 @@ def test_it_ends_with_what_is_kept() -> None:
     assert onednn_matmul._takes(a, a)
     del library
     assert torch.equal(a @ a, before)
-
-
-@pytest.mark.skipif(not mkl_is_slow(), reason="MKL has AVX-512 here, or none is there")
-def test_it_is_faster_where_mkl_is_slow() -> None:
-    a = torch.randn(512, 512)
-
-    def best() -> float:
-        seconds = []
-        for _ in range(20):
-            started = time.perf_counter()
-            a @ a
-            seconds.append(time.perf_counter() - started)
-        return min(seconds)
-
-    torchs = best()
-    library = multiply_by_onednn()
-    onednns = best()
-    library._destroy()
-    assert onednns < torchs
