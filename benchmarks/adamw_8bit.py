@@ -23,6 +23,7 @@ from torch import nn
 from benchmarks.curves import CONFIG, train
 from benchmarks.machine import describe
 from tests.curves import differences
+from toolkit.config import Config
 from toolkit.config.training import Optimizer
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
@@ -35,7 +36,7 @@ def update(name: str) -> tuple[float, float]:
     """Seconds of an update, and bytes of state a parameter."""
     parameter = nn.Parameter(torch.randn(SIDE, SIDE))
     parameter.grad = torch.randn(SIDE, SIDE)
-    optimizer = build_optimizer([("w", parameter)], Optimizer(name=name))  # type: ignore[arg-type]
+    optimizer = build_optimizer([("w", parameter)], Config(optimizer=Optimizer(name=name)))  # type: ignore[arg-type]
     optimizer.step()
     seconds = []
     for _ in range(TIMES):

@@ -125,7 +125,7 @@ def ours(case: Case) -> Step:
     param_dtype = DTYPES[case.dtype]
     parts = build_model(config, case.args, mesh, device, param_dtype=param_dtype, seed=SEED, pretrained=True)
     initialize(parts.named_parameters(), SEED, lambda name: _rule(name, case.args))
-    optimizer = build_optimizer(parts.named_parameters(), config.optimizer)
+    optimizer = build_optimizer(parts.named_parameters(), config)
     train_step = TrainStep(parts, optimizer, max_norm=MAX_NORM, device=device)
 
     def step(tokens: Tensor, labels: Tensor) -> tuple[float, float]:

@@ -117,7 +117,7 @@ class Trainer:
             pretrained=pretrained_folder(config) is not None,
         )
         parameters = [*self.model_parts.named_parameters(), *self.model_parts.tied_copies()]
-        self.optimizer = build_optimizer(parameters, config.optimizer)
+        self.optimizer = build_optimizer(parameters, config)
         if config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp:
             from toolkit.parallel.float8 import precompute_scales
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer
 from toolkit.checkpoint.manifest import step_folder
+from toolkit.config import Config
 from toolkit.config.training import Optimizer
 from toolkit.errors import CheckpointError
 from toolkit.optim import adamw_8bit
@@ -26,7 +27,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-8, "weight_decay": 0.1}
 
 def _optimizer(*parameters: nn.Parameter, name: str = "AdamW8bit", **options: Any) -> torch.optim.Optimizer:
     named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
-    return build_optimizer(named, Optimizer(**OPTIONS | options, name=name))
+    return build_optimizer(named, Config(optimizer=Optimizer(**OPTIONS | options, name=name)))
 
 
 def _gradient(like: Tensor, step: int) -> Tensor:
@@ -123,7 +124,7 @@ def test_a_step_in_backward_is_the_step_after_it() -> None:
         torch.manual_seed(0)
         model = nn.Linear(512, 40)
         options = Optimizer(**OPTIONS, name="AdamW8bit", early_step_in_backward=early)
-        optimizer = build_optimizer(model.named_parameters(), options)
+        optimizer = build_optimizer(model.named_parameters(), Config(optimizer=options))
         for step in range(3):
             torch.manual_seed(step)
             model(torch.randn(4, 512)).square().mean().backward()

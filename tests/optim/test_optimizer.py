@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from toolkit.config import Config
 from toolkit.config.training import Optimizer
 from toolkit.optim.grad_clip import global_norm
 from toolkit.optim.optimizer import IMPLEMENTATIONS, OPTIMIZERS, build_optimizer
@@ -24,7 +25,7 @@ def _step(model, optimizer, step):
 
 def _make(model, implementation, **options):
     table = Optimizer(**OPTIONS | options, implementation=implementation)
-    return build_optimizer(model.named_parameters(), table)
+    return build_optimizer(model.named_parameters(), Config(optimizer=table))
 
 
 def test_implementations_ask_torch_for_their_kernels():
@@ -57,7 +58,7 @@ def test_adam_adds_the_decay_to_the_gradient_and_adamw_does_not():
         parameter = nn.Parameter(torch.tensor([2.0]))
         options = OPTIONS | {"weight_decay": 0.9}
         optimizer = build_optimizer(
-            [("w", parameter)], Optimizer(**options, name=name, implementation="for-loop")
+            [("w", parameter)], Config(optimizer=Optimizer(**options, name=name, implementation="for-loop"))
         )
         parameter.grad = torch.tensor([-1.0])
         optimizer.step()
@@ -68,13 +69,15 @@ def test_patterns_of_clean_names_are_not_decayed():
     model = _model()
     named = [(f"_orig_mod.{name}", parameter) for name, parameter in model.named_parameters()]
     options = OPTIONS | {"no_decay": ["*.bias", "0.weigh?"]}
-    optimizer = build_optimizer(named, Optimizer(**options, implementation="foreach"))
+    optimizer = build_optimizer(named, Config(optimizer=Optimizer(**options, implementation="foreach")))
     decays = {
         name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]
     }
     assert decays == {"0.weight": 0.0, "0.bias": 0.0, "2.weight": 0.1, "2.bias": 0.0}
     # Nothing that is decayed is left: no empty group, which torch's kernels would choke on.
-    every = build_optimizer(named, Optimizer(**OPTIONS, no_decay=["*"], implementation="foreach"))
+    every = build_optimizer(
+        named, Config(optimizer=Optimizer(**OPTIONS, no_decay=["*"], implementation="foreach"))
+    )
     assert [group["weight_decay"] for group in every.param_groups] == [0.0]
 
 
@@ -134,7 +137,7 @@ def test_names_are_clean_and_what_is_frozen_has_no_state():
         (f"layers._orig_mod.{name.replace('.', '._checkpoint_wrapped_module.', 1)}", parameter)
         for name, parameter in model.named_parameters()
     ]
-    optimizer = build_optimizer(named, Optimizer(**OPTIONS, implementation="for-loop"))
+    optimizer = build_optimizer(named, Config(optimizer=Optimizer(**OPTIONS, implementation="for-loop")))
     frozen = model[0].weight.clone()
     _step(model, optimizer, 0)
     assert torch.equal(model[0].weight, frozen)
@@ -145,7 +148,7 @@ def test_names_are_clean_and_what_is_frozen_has_no_state():
 
 def test_a_stage_that_is_all_frozen_has_an_optimizer_that_does_nothing():
     frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
-    optimizer = build_optimizer([("frozen", frozen)], Optimizer())
+    optimizer = build_optimizer([("frozen", frozen)], Config())
     optimizer.step()
     assert optimizer_tensors([("frozen", frozen)], optimizer) == {}
     assert torch.equal(frozen, torch.ones(2))

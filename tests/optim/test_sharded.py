@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.helpers import run_world
+from toolkit.config import Config
 from toolkit.config.training import Optimizer
 from toolkit.optim.grad_clip import clip_, global_norm, nonfinite_parameters
 from toolkit.optim.optimizer import IMPLEMENTATIONS, build_optimizer
@@ -74,7 +75,7 @@ def _resume_is_bitwise(implementation):
         for unit in (model.a, model.b, model):
             fully_shard(unit)
         options = Optimizer(lr=1e-2, implementation=implementation)
-        return model, build_optimizer(model.named_parameters(), options)
+        return model, build_optimizer(model.named_parameters(), Config(optimizer=options))
 
     def steps(model, optimizer, first, last):
         for step in range(first, last):

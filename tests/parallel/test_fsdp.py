@@ -33,6 +33,7 @@ from tests.parallel.sharded import (
     sharded,
     step,
 )
+from toolkit.config import Config
 from toolkit.config.parallelism import ActivationCheckpoint
 from toolkit.config.training import Optimizer
 from toolkit.optim.grad_clip import clip_, global_norm
@@ -106,7 +107,9 @@ def _offloaded_update() -> tuple[bool, bool, float]:
     for offload in (False, True):
         how = replace(EXACT, cpu_offload=offload)
         model = sharded(UNTIED, how)
-        optimizer = build_optimizer(model.named_parameters(), Optimizer(lr=1e-2, weight_decay=0.1))
+        optimizer = build_optimizer(
+            model.named_parameters(), Config(optimizer=Optimizer(lr=1e-2, weight_decay=0.1))
+        )
         for _ in range(2):
             step(model, how)
             parameters = list(model.parameters())

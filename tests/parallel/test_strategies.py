@@ -28,6 +28,7 @@ from tests.parallel.sharded import (
     sharded,
     step,
 )
+from toolkit.config import Config
 from toolkit.config.training import Optimizer
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.sharding import fsdp_units
@@ -71,7 +72,9 @@ def _measure(name: str) -> dict[str, int]:
     replicate, reshard = STRATEGIES[name]
     how = changed(MIXED, fsdp_reshard_after_forward=reshard, fsdp_sync_each_batch=False)
     model = sharded(UNTIED, how, replicate=replicate, dtype=torch.float32)
-    optimizer = build_optimizer(model.named_parameters(), Optimizer(lr=1e-3, weight_decay=0))
+    optimizer = build_optimizer(
+        model.named_parameters(), Config(optimizer=Optimizer(lr=1e-3, weight_decay=0))
+    )
     found: dict[str, int] = {"stored before": gathered_bytes(model)}
     forwards: list[int] = []
     between: list[int] = []

@@ -138,19 +138,39 @@ class Field:
         return self.key.rpartition(".")[2]
 
 
+_ROOT, _ADDED = [Config], dict[str, dict[str, Any]]()
+
+
+def root() -> type[Config]:
+    """The class of configurations: :class:`Config`, or it with what job.custom_import has added."""
+    return _ROOT[0]
+
+
+def added(key: str) -> dict[str, Any]:
+    """What job.custom_import has registered, by the values of ``key`` that name it."""
+    return _ADDED.setdefault(key, {})
+
+
+def set_root(extended: type[Config]) -> None:
+    """Have all configurations that are read from now on be of the class ``extended``."""
+    _ROOT[0] = extended
+    for listing in (fields, tables, named_tables, fields_by_key):
+        listing.cache_clear()
+
+
 @functools.cache
 def fields() -> tuple[Field, ...]:
     """All keys, table by table; a table's own keys come before those of the tables inside it.
 
     The keys of a table of tables are there once, under ``NAME``.
     """
-    return tuple(_walk(Config, ""))
+    return tuple(_walk(root(), ""))
 
 
 @functools.cache
 def tables() -> dict[str, type[Table]]:
     """Every table by its dotted name, "training.dataloader" too; "data.mixture.NAME" stands for any name."""
-    return dict(_walk_tables(Config, ""))
+    return dict(_walk_tables(root(), ""))
 
 
 @functools.cache

@@ -24,8 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
+from toolkit.config import Config
 from toolkit.distributed.dtensor import local
 from toolkit.optim.in_8bit import BLOCK, in_8bit
+from toolkit.optim.optimizer import NamedParameters, parameter_groups
 
 _PIECE = {"cuda": 1 << 24}
 """Numbers that are in fp32 at once; elsewhere 1 << 16, which fit into the caches of a CPU."""
@@ -42,7 +44,7 @@ class AdamW8bit(Optimizer):
         self, params: Any, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.01
     ):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "block_size": BLOCK})
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -53,22 +55,32 @@ class AdamW8bit(Optimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    state.update(fresh_state(parameter))
+                    state.update(self.fresh_state(parameter, group))
                 state["step"] += 1
                 parts = {name: local(tensor) for name, tensor in state.items()}
                 _update(local(parameter), local(parameter.grad), parts, group)
 
+    def fresh_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The state before the first step. Codes have its shape, magnitudes one number a block."""
+        state = {"step": torch.zeros(())}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if in_8bit(parameter.shape):
+                state[f"{moment}_codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
+                state[f"{moment}_scales"] = _scales(parameter)
+            else:
+                state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
 
-def fresh_state(parameter: nn.Parameter) -> dict[str, Tensor]:
-    """The state before the first step. Codes have the parameter's shape, magnitudes one number a block."""
-    state = {"step": torch.zeros(())}
-    for moment in ("exp_avg", "exp_avg_sq"):
-        if in_8bit(parameter.shape):
-            state[f"{moment}_codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
-            state[f"{moment}_scales"] = _scales(parameter)
-        else:
-            state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    return state
+
+def build(parameters: NamedParameters, config: Config) -> AdamW8bit:
+    """Build the optimizer of a run."""
+    options = config.optimizer
+    return AdamW8bit(
+        parameter_groups(parameters, weight_decay=options.weight_decay, no_decay=options.no_decay),
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+    )
 
 
 def _scales(parameter: nn.Parameter) -> Tensor:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from typing import Any
 
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from toolkit.config import Config
 from toolkit.config.name_patterns import fits
-from toolkit.config.training import Optimizer as OptimizerOptions
+from toolkit.config.schema import added
 from toolkit.distributed.dtensor import clean_name
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -22,6 +24,11 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
 }
 # Adam adds the decay to the gradient, where the moments see it (L2); AdamW shrinks the weight itself.
 OPTIMIZERS: dict[str, type[Adam]] = {"AdamW": AdamW, "Adam": Adam}
+Build = Callable[[NamedParameters, Config], Optimizer]
+"""The optimizer of a configuration over named parameters, of which it updates the trainable ones. One that is
+not torch's Adam says by ``fresh_state(parameter, group)`` which tensors it keeps before the first step."""
+BUILDERS = {"AdamW8bit": "toolkit.optim.adamw_8bit"}
+"""Modules whose ``build`` is a :data:`Build`."""
 
 
 def parameter_groups(
@@ -43,32 +50,30 @@ def parameter_groups(
     return [{"params": named, "weight_decay": decay} for decay, named in groups.items() if named]
 
 
-def build_optimizer(parameters: NamedParameters, options: OptimizerOptions) -> Optimizer:
-    """Build the optimizer of ``options`` over the trainable ones of ``parameters`` (plain or DTensor).
+def build_optimizer(parameters: NamedParameters, config: Config) -> Optimizer:
+    """Build the optimizer of ``config`` over the trainable ones of ``parameters`` (plain or DTensor).
 
     ``implementation``: "for-loop" updates one tensor at a time, "foreach" a list of them in few
-    kernels, "fused" all of it in one; they differ in speed and rounding only. AdamW8bit has one of its own
-    (:mod:`toolkit.optim.adamw_8bit`). ``no_decay`` are patterns of names to leave without weight decay. With
-    ``early_step_in_backward`` the update happens there, see
+    kernels, "fused" all of it in one; they differ in speed and rounding only. ``no_decay`` are patterns of
+    names to leave without weight decay. With ``early_step_in_backward`` the update happens there, see
     :class:`toolkit.optim.optimizer_in_backward.StepInBackward`.
 
     Raises:
         ValueError: a number is out of its range (torch's own checks).
     """
-    groups = parameter_groups(parameters, weight_decay=options.weight_decay, no_decay=options.no_decay)
-    numbers: dict[str, Any] = {
-        "lr": options.lr,
-        "betas": (options.beta1, options.beta2),
-        "eps": options.eps,
-    }
-    optimizer: Optimizer
-    if options.name == "AdamW8bit":
-        from toolkit.optim.adamw_8bit import AdamW8bit
-
-        optimizer = AdamW8bit(groups, **numbers)
+    options = config.optimizer
+    if options.name in OPTIMIZERS:
+        optimizer: Optimizer = OPTIMIZERS[options.name](
+            parameter_groups(parameters, weight_decay=options.weight_decay, no_decay=options.no_decay),
+            lr=options.lr,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            **IMPLEMENTATIONS[options.implementation],
+        )
     else:
-        kernels = IMPLEMENTATIONS[options.implementation]
-        optimizer = OPTIMIZERS[options.name](groups, **numbers, **kernels)
+        own = BUILDERS.get(options.name)
+        build: Build = import_module(own).build if own else added("optimizer.name")[options.name]
+        optimizer = build(parameters, config)
     if not options.early_step_in_backward:
         return optimizer
     from toolkit.optim.optimizer_in_backward import StepInBackward

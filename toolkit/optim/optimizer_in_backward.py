@@ -30,6 +30,8 @@ class StepInBackward(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.state = optimizer.state
         self._one = optimizer  # updates the one parameter that it is given
+        if hasattr(optimizer, "fresh_state"):
+            self.fresh_state = optimizer.fresh_state
         self._group = {parameter: group for group in self.param_groups for parameter in group["params"]}
         self._place = {parameter: place for place, parameter in enumerate(self._group)}
         device = next(iter(self._place)).device

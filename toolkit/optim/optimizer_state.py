@@ -13,13 +13,14 @@ from toolkit.optim.optimizer import NamedParameters
 def optimizer_tensors(parameters: NamedParameters, optimizer: Optimizer) -> dict[str, Tensor]:
     """The live state of ``optimizer`` as ``optim.<name>.exp_avg``, ``.exp_avg_sq`` and ``.step``.
 
-    Moments have the shape and layout of their parameter; ``step`` is a float32 scalar. In 8 bits a moment is
-    two tensors (:func:`toolkit.optim.adamw_8bit.fresh_state`). Writing into
-    these tensors changes the optimizer. State that does not exist yet, before the first step, is made
-    here exactly as torch would make it, so that a checkpoint can be loaded in place and the run that
-    goes on from it equals the one that never stopped bit for bit.
+    Moments have the shape and layout of their parameter; ``step`` is a float32 scalar. Other optimizers than
+    torch's Adam have tensors of other names. Writing into these tensors changes the optimizer. State that
+    does not exist yet, before the first step, is made here exactly as the optimizer would make it, so that a
+    checkpoint can be loaded in place and the run that goes on from it equals the one that never stopped bit
+    for bit.
     """
     owner = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    fresh_state = getattr(optimizer, "fresh_state", _fresh_state)
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters:
         if id(parameter) not in owner:
@@ -27,17 +28,13 @@ def optimizer_tensors(parameters: NamedParameters, optimizer: Optimizer) -> dict
             continue
         state = optimizer.state[parameter]
         if not state:
-            state.update(_fresh_state(parameter, owner[id(parameter)]))
+            state.update(fresh_state(parameter, owner[id(parameter)]))
         for key, value in state.items():
             tensors[f"optim.{clean_name(name)}.{key}"] = value
     return tensors
 
 
 def _fresh_state(parameter: nn.Parameter, group: dict) -> dict[str, Tensor]:
-    if "block_size" in group:
-        from toolkit.optim.adamw_8bit import fresh_state
-
-        return fresh_state(parameter)
     # The fused kernels count steps on the device; the others keep the count on the CPU, because a
     # kernel launch for a scalar costs more than the scalar.
     device = parameter.device if group["fused"] else torch.device("cpu")

@@ -131,7 +131,7 @@ def _optimizer_bytes(config: Config, named: Sequence[tuple[str, nn.Parameter]]) 
     # The kernels differ in speed alone, and the fused ones are for devices that compute.
     changes = {"implementation": "for-loop", "early_step_in_backward": False}  # which change no state
     options = config.optimizer.model_copy(update=changes)
-    optimizer = build_optimizer(named, options)
+    optimizer = build_optimizer(named, config.model_copy(update={"optimizer": options}))
     return sum(local(tensor).nbytes for tensor in optimizer_tensors(named, optimizer).values())
 
 
