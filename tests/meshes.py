@@ -112,6 +112,8 @@ WORDS: dict[str, Settings] = {
         "model.head_dim": 6,
         "model.tie_embeddings": False,
     },
+    # Biases of queries, keys and values.
+    "qwen2": {"model.name": "qwen2.5", "model.flavor": "debugmodel", "model.tie_embeddings": False},
     "AC-full": {"activation_checkpoint.mode": "full"},
     "AC-2": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"},
     "AC-op": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
@@ -179,6 +181,7 @@ WORDS: dict[str, Settings] = {
     "freeze-first": {"finetune.freeze_first_layers": 2},
     "freeze-last": {"finetune.freeze_last_layers": 1, "finetune.frozen": ["output.weight"]},
     "norms-only": {"finetune.trainable": ["*norm.weight"]},
+    "biases-only": {"finetune.trainable": ["*.bias"]},
     "classification": _classification(num_labels=3),
     # On a backbone that is not trained, and beside an adapter.
     "class-head": _classification(num_labels=5, hidden_sizes=[20, 12], trainable=["output.*"]),
@@ -217,8 +220,10 @@ CURVES = (
     *FINETUNED,
     *FLOAT8,
     "ipo",
+    "biases-only",
     "adamw-8bit",
     "qwen3",
+    "qwen2",
     "tied",
     "unmasked",
     "layers8",
@@ -317,7 +322,7 @@ FAST = [
     "pp2 shard2 tp2 Interleaved1F1B accumulate3",
     "pp2 shard2 cp2 1F1B",
     "pp2 replicate2 shard2 Interleaved1F1B HYBRID_SHARD accumulate3",
-    # Another family.
+    # Other families.
     "shard4 qwen3 AC-op",
     "replicate2 shard2 qwen3",
     "tp2 qwen3 accumulate3",
@@ -325,6 +330,13 @@ FAST = [
     "pp2 1F1B qwen3 tied",
     "shard2 cp2 tp2 qwen3 AC-full",
     "pp2 shard2 tp2 Interleaved1F1B qwen3 tied",
+    "shard4 qwen2 AC-op",
+    "replicate2 shard2 qwen2",
+    "tp2 qwen2 accumulate3",
+    "cp2 qwen2 tied",
+    "pp2 1F1B qwen2 tied",
+    "shard2 cp2 tp2 qwen2 AC-full",
+    "pp2 shard2 tp2 Interleaved1F1B qwen2 tied",
     # Another optimizer.
     "shard2 tp2 adamw-8bit tied",
 ]
@@ -536,8 +548,12 @@ MORE = [
     "pp2 1F1B bfloat16",
     "pp2 shard2 tp2 Interleaved1F1B bfloat16 accumulate3",
     "pp2 cp2 tp2 ZBVZeroBubble never bfloat16 tied",
-    # Another family.
+    # Other families.
     "shard2 cp2 tp2 qwen3 compiled AC-full",
+    "shard2 cp2 tp2 qwen2 compiled AC-full",
+    "shard2 tp2 qwen2 by-class",
+    "pp2 tp2 InterleavedZeroBubble never AC-full qwen2",
+    "pp2 ZBVZeroBubble never qwen2",
 ]
 """Layouts that only the full list runs."""
 
@@ -546,6 +562,7 @@ LAYOUTS = FAST + MORE
 FINETUNED_FAST = [
     "shard2 lora AC-full accumulate3",
     "tp2 lora tied",
+    "tp2 lora qwen2",
     "cp2 dora AC-op",
     "pp2 1F1B lora",
     "tp2 dora",
@@ -599,6 +616,8 @@ FINETUNED_MORE = [
     )
 ] + [
     *(f"{mesh} lora qwen3" for mesh in ("shard2", "tp2", "pp2 1F1B")),
+    *(f"{mesh} qwen2" for mesh in ("shard2 lora", "pp2 1F1B dora", "tp2 qdora", "tp2 llama-adapter")),
+    *(f"{mesh} biases-only qwen2" for mesh in ("tp2", "shard2 cp2 AC-full", "pp2 1F1B")),
     *(f"{mesh} dpo ipo" for mesh in ("cp2 tp2", "pp2 cp2 Interleaved1F1B", "shard2 cp2", "tp2 whole-logits")),
     "cp2 dpo prefix",
     "shard2 dpo llama-adapter prefetch",

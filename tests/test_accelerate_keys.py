@@ -67,7 +67,7 @@ MEANINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {f"{_P}fsdp_wrap_policy": "class", f"{_P}fsdp_wrap_classes": ["TransformerBlock", "FeedForward"]},
     ),
     (
-        {"fsdp_transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]},
+        {"fsdp_transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]},
         {f"{_P}fsdp_wrap_policy": "class", f"{_P}fsdp_wrap_classes": ["TransformerBlock"]},
     ),
     (

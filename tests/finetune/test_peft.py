@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.finetune.adapters import ARGS, KINDS, TOKENS, OfModel, adapted, adapter_of, check_close, logits
-from tests.models.small_llama import build
-from tests.models.test_qwen3 import read, save_transformers
+from tests.models.families import FAMILIES, read, save_transformers
+from tests.models.small_llama import build, small
 from tests.models.test_transformers import theirs
 from toolkit.config.finetune import Finetune
 from toolkit.distributed.agreement import Ranks
@@ -24,6 +24,7 @@ from toolkit.finetune.merge import Merged
 from toolkit.finetune.peft_folder import write_peft
 from toolkit.models.common.args import Classifier
 from toolkit.models.common.decoder import Decoder
+from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import WeightSource
 
 transformers = pytest.importorskip("transformers")
@@ -44,15 +45,33 @@ def test_peft_reads_what_is_written(kind: str, tmp_path: Path) -> None:
     assert (logits(build(ARGS, torch.float32)) - expected).abs().max() > 0.05 * expected.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["dora", "prefix"])
-def test_heads_of_another_size_than_dim_gives(kind: str, tmp_path: Path) -> None:
-    """Such heads are Qwen3's, which normalises them as well."""
-    reference = save_transformers(tmp_path / "base", tied=True)
+@pytest.mark.parametrize("kind", ["lora", "dora", "prefix"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_peft_reads_what_is_written_for_other_families(name: str, kind: str, tmp_path: Path) -> None:
+    """Heads of another size than dim gives, norms of heads, biases beside the weights that are updated."""
+    reference = save_transformers(tmp_path / "base", name, tied=True)
     args = read(tmp_path / "base").args
     adapter = adapter_of(Finetune.model_validate(KINDS[kind]), args, tmp_path / "step")
     write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
     found = peft.PeftModel.from_pretrained(reference, str(tmp_path / "peft"))
-    check_close(logits(found), logits(adapted(adapter, lambda model: read(tmp_path / "base"))))
+    expected = logits(adapted(adapter, lambda model: read(tmp_path / "base")))
+    check_close(logits(found), expected)
+    assert (logits(read(tmp_path / "base")) - expected).abs().max() > 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_peft_writes_for_other_families_is_read_and_merged(name: str, kind: str, tmp_path: Path) -> None:
+    found = peft.get_peft_model(save_transformers(tmp_path / "base", name), their_config(kind)).eval()
+    _train_and_save(found, tmp_path / "peft")
+    base = SafetensorsFolder(tmp_path / "base")
+    adapter = open_adapter_on(tmp_path / "peft", base)
+    check_close(logits(adapted(adapter, lambda model: read(tmp_path / "base"))), logits(found))
+    merged, model = Merged(base, adapter), read(tmp_path / "base")
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            parameter.copy_(merged.read(parameter_name))
+    check_close(logits(model), logits(found))
 
 
 def their_config(kind: str) -> Any:
@@ -218,3 +237,14 @@ def test_a_gate_for_each_head_has_no_form_there(tmp_path: Path) -> None:
     adapter = adapter_of(options, ARGS, tmp_path / "step")
     with pytest.raises(DataError, match="finetune.llama_adapter.gate"):
         write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
+
+
+def test_biases_alone_and_prompts_beside_biases_have_no_form_there(tmp_path: Path) -> None:
+    args = small("qwen2.5", head_dim=8)
+    for kind, change, said in (
+        ("lora", {"trainable": ["*.wq.bias"]}, "of layers.0.attention.wq the bias alone is trained"),
+        ("adaption prompt", {}, "without norms and biases"),
+    ):
+        adapter = adapter_of(Finetune.model_validate(KINDS[kind] | change), args, tmp_path / kind)
+        with pytest.raises(DataError, match=said):
+            write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))

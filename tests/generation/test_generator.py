@@ -155,7 +155,7 @@ def test_packed(name: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "blockwise"])
-@pytest.mark.parametrize("name", ["llama2", "llama3.2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama2", "llama3.2", "qwen2.5", "qwen3"])
 def test_packed_texts(name: str, attention: str) -> None:
     """In fp32 the texts of reordered and joined matrices are those of the plain ones, token by token, for
     rows of unequal lengths; so are the logits, nearly."""

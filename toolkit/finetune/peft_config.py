@@ -130,7 +130,7 @@ def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
         if fields.values.get(key):
             fields.refuse(key, "changes the computation in a way that there is none of here")
     if fields.values.get("bias", "none") != "none":
-        fields.refuse("bias", 'must be "none": the linear layers have none')
+        fields.refuse("bias", 'must be "none": biases that were trained beside it are not read')
     dropout = fields.values.get("lora_dropout", 0.0)
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         fields.refuse("lora_dropout", "must be a number from 0 to below 1")
@@ -253,7 +253,7 @@ def peft_config(
     }
     if options.adapter == "lora":
         lora = options.lora
-        modules = [_hf_name(name, args).removesuffix(".weight") for name in replaced]
+        modules = list(dict.fromkeys(_hf_name(name, args).rpartition(".")[0] for name in replaced))
         said |= {
             "r": lora.rank,
             "lora_alpha": lora.alpha,
@@ -289,12 +289,20 @@ def without_peft_form(args: ModelArgs, options: Finetune, replaced: Iterable[str
     """Why PEFT cannot hold an adapter; "" where it can."""
     if options.adapter == "llama_adapter" and options.llama_adapter.gate == "head":
         return 'its gate is one for each head, as in the paper (finetune.llama_adapter.gate = "head")'
-    if options.adapter == "llama_adapter" and (args.qk_norm or args.n_heads * args.head_dim != args.dim):
-        return "its adaption prompts are for heads without norms that share dim among them"
+    if options.adapter == "llama_adapter" and (
+        args.qk_norm or args.qkv_bias or args.n_heads * args.head_dim != args.dim
+    ):
+        return "its adaption prompts are for heads without norms and biases that share dim among them"
     if options.adapter != "lora" and args.classifier is not None:
         return "a classifier's head is trained beside it"
     if options.adapter != "lora" and (options.trainable or list(replaced)):
         return "parameters of the model are trained beside it (finetune.trainable)"
+    kinds: dict[str, set[str]] = {}
+    for name in replaced:
+        module, _, kind = name.rpartition(".")
+        kinds.setdefault(module, set()).add(kind)
+    if alone := [module for module, found in kinds.items() if found == {"bias"}]:
+        return f"it keeps whole modules, and of {min(alone)} the bias alone is trained (finetune.trainable)"
     return ""
 
 

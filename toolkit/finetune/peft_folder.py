@@ -132,7 +132,7 @@ def _ours(name: str, tensor: Tensor, args: ModelArgs) -> Tensor:
 
 def _reordered(name: str, args: ModelArgs) -> bool:
     module, _, part = name.rpartition(".")
-    rows = part in ("lora_b", "magnitude", "weight")
+    rows = part in ("lora_b", "magnitude", "weight", "bias")
     return rows and spec(args.family).adapter().reorders_rows(f"{module}.weight")
 
 

@@ -21,6 +21,8 @@ from toolkit.models.common.rope import rotate
 _ops = torch.ops.mkldnn
 _ROWS = 8
 """Rows of inputs for which the layout is chosen; others are multiplied too."""
+Packed = tuple[Tensor, Tensor | None]
+"""A reordered matrix, and the bias of its products if there is one."""
 
 
 def can_pack(model: Decoder) -> bool:
@@ -63,22 +65,24 @@ def _reordered(weight: Tensor) -> Tensor:
     return _ops._reorder_linear_weight(weight.detach(), _ROWS)
 
 
-def _product(x: Tensor, packed: Tensor) -> Tensor:
-    return _ops._linear_pointwise(x, packed, None, "none", [], "")
+def _product(x: Tensor, packed: Packed) -> Tensor:
+    return _ops._linear_pointwise(x, *packed, "none", [], "")
 
 
-def _joined(*linears: nn.Linear) -> Tensor:
-    """One reordered matrix of those of ``linears``, which lose theirs."""
+def _joined(*linears: nn.Linear) -> Packed:
+    """One reordered matrix and bias of those of ``linears``, which lose theirs."""
     packed = _reordered(torch.cat([linear.weight for linear in linears]))
+    biases = [linear.bias for linear in linears if linear.bias is not None]
     for linear in linears:
         linear.register_parameter("weight", None)
-    return packed
+        linear.register_parameter("bias", None)
+    return packed, torch.cat(biases).detach() if biases else None
 
 
 class _PackedLinear(nn.Linear):
     """A linear layer that has its matrix in oneDNN's order alone."""
 
-    packed: Tensor
+    packed: Packed
 
     def forward(self, input: Tensor) -> Tensor:
         return _product(input, self.packed)
@@ -87,7 +91,7 @@ class _PackedLinear(nn.Linear):
 class _PackedAttention(Attention):
     """Attention of which queries, keys and values are one product, and rotated in one operation."""
 
-    packed: Tensor
+    packed: Packed
 
     def forward(self, x_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor:
         heads_BSHE = _product(x_BSD, self.packed).unflatten(-1, (-1, self.head_dim))
@@ -104,7 +108,7 @@ class _PackedAttention(Attention):
 class _PackedFeedForward(FeedForward):
     """A feed-forward whose input is multiplied once."""
 
-    packed: Tensor
+    packed: Packed
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         gate_BSF, up_BSF = _product(x_BSD, self.packed).chunk(2, dim=-1)
@@ -119,5 +123,5 @@ def _pack_linear(module: nn.Linear) -> None:
 def _pack_head(head: OutputHead, model: Decoder) -> None:
     tied = model.tok_embeddings.weight if model.args.tie_embeddings and model.tok_embeddings else head.weight
     assert tied is not None
-    packed = _reordered(tied)
+    packed = _reordered(tied), None
     head.logits = lambda h, weight: _product(h, packed)

@@ -22,9 +22,7 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int) -> fl
     shapes, trained = parameter_shapes(args), trained_names(all_shapes(args, options), args, options)
     first = "layers.0."
     block = {
-        name.removeprefix(first).removesuffix(".weight"): math.prod(shape)
-        for name, shape in shapes.items()
-        if name.startswith(first)
+        name.removeprefix(first): math.prod(shape) for name, shape in shapes.items() if name.startswith(first)
     }
     head = head_parameters(args)
     square = 4 * args.n_heads * args.head_dim * seq_len
@@ -37,9 +35,8 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int) -> fl
         flow = gradient_flow(inside, before=has)
         # A prefix is among the keys; of a prompt's first block, whose attention is apart, this is too much.
         backward += 2 * square * flow["attention.adapter"]
-        for module, size in block.items():
-            own = f"{prefix}{module}.weight" in trained
-            backward += 2 * size * (given(flow, module) + own)
+        for part, size in block.items():
+            backward += 2 * size * (given(flow, part.rpartition(".")[0]) + (f"{prefix}{part}" in trained))
         has = flow[""]
     normed = has or "norm.weight" in trained
     own = any(name.startswith("output.") or (args.tie_embeddings and name == _EMBEDDING) for name in trained)

@@ -93,6 +93,7 @@ def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
         max_seq_len=given.count("max_seq_len", ModelArgs.max_seq_len),
         tie_embeddings=given.flag("tie_embeddings"),
         qk_norm=given.flag("qk_norm"),
+        qkv_bias=given.flag("qkv_bias"),
         family=family if isinstance(family, str) else "",
         classifier=_classifier(given),
     )

@@ -33,8 +33,9 @@ class ModelArgs:
     """Everything that fixes the architecture.
 
     ``head_dim`` usually is ``dim / n_heads``. With ``qk_norm`` each head of queries and keys is normalised
-    before it is rotated. ``family`` names the :class:`~toolkit.models.common.spec.ModelSpec`. A
-    ``classifier`` has no vocabulary's head, and nothing that is tied.
+    before it is rotated, with ``qkv_bias`` queries, keys and values have biases. ``family`` names the
+    :class:`~toolkit.models.common.spec.ModelSpec`. A ``classifier`` has no vocabulary's head, and nothing
+    that is tied.
     """
 
     dim: int
@@ -50,6 +51,7 @@ class ModelArgs:
     max_seq_len: int = 4096
     tie_embeddings: bool = False
     qk_norm: bool = False
+    qkv_bias: bool = False
     family: str = "llama"
     classifier: Classifier | None = None
 
@@ -63,7 +65,7 @@ INNER_CLASSES = ("Attention", "FeedForward", "Linear", "RMSNorm")
 """Classes of the modules inside a block."""
 WRAP_CLASSES = ("TransformerBlock", "Embedding", "OutputHead", *INNER_CLASSES)
 """Classes of the modules of a decoder: what FSDP may take as its units."""
-_FIXED = {"rope_scaling", "qk_norm", "family", "classifier"}
+_FIXED = {"rope_scaling", "qk_norm", "qkv_bias", "family", "classifier"}
 _OVERRIDES = {field.name for field in fields(ModelArgs)} - _FIXED | {"rope_scaling_factor"}
 
 
@@ -113,6 +115,7 @@ def head_parameters(args: ModelArgs) -> int:
 def block_parameters(args: ModelArgs) -> tuple[int, int, int]:
     """Parameters of one block's attention, feed-forward and norms."""
     attention = 2 * args.dim * args.head_dim * (args.n_heads + args.n_kv_heads)
+    attention += args.qkv_bias * args.head_dim * (args.n_heads + 2 * args.n_kv_heads)
     norms = 2 * args.dim + (2 * args.head_dim if args.qk_norm else 0)
     return attention, 3 * args.dim * args.ffn_dim, norms
 

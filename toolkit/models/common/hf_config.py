@@ -21,10 +21,10 @@ GENERATION_CONFIG = "generation_config.json"
 _ONE_LABEL = "single_label_classification"
 
 _MUST_BE_FALSE = {
-    "attention_bias": "our projections have no bias",
-    "mlp_bias": "our projections have no bias",
-    "bias": "our projections have no bias",
-    "qkv_bias": "our projections have no bias",
+    "attention_bias": "the output projection of {it} has no bias",
+    "mlp_bias": "the feed-forward of {it} has no bias",
+    "bias": "the output projection of {it} has no bias",
+    "qkv_bias": "queries, keys and values of {it} have no bias",
     "use_qk_norm": "{it} does not normalise queries and keys",
     "qk_layernorm": "{it} does not normalise queries and keys",
     "use_sliding_window": "{it} attends to all earlier tokens",
@@ -68,6 +68,7 @@ class HFConfig:
     head_dim: int | None = None
     n_kv_heads: int | None = None
     qk_norm: bool = False
+    qkv_bias: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, values: dict[str, Any], path: Path) -> ModelArgs:
@@ -99,6 +100,7 @@ class HFConfig:
             max_seq_len=max_seq_len,
             tie_embeddings=fields.flag("tie_word_embeddings"),
             qk_norm=self.qk_norm,
+            qkv_bias=self.qkv_bias,
             family=self.model_type,
             classifier=self._classifier(fields),
         )
@@ -123,7 +125,6 @@ class HFConfig:
         scaling, classifier = args.rope_scaling, args.classifier
         fields: dict[str, Any] = {
             "architectures": [self.classifier if classifier else self.architecture],
-            "attention_bias": False,
             "attention_dropout": 0.0,
             "bos_token_id": bos,
             "eos_token_id": eos,
@@ -195,13 +196,14 @@ class HFConfig:
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             fields.refuse("layer_types", 'every layer must be "full_attention"')
         for key, why in _MUST_BE_FALSE.items():
-            if self.qk_norm and key in ("use_qk_norm", "qk_layernorm"):
+            if self.qk_norm and key in ("use_qk_norm", "qk_layernorm") or self.qkv_bias and key == "qkv_bias":
                 continue
             if values.get(key, False) is not False:
                 fields.refuse(key, f"must be false: {why.format(it=self.called)}")
         for key, why in _MUST_BE_ABSENT.items():
-            # Written beside use_sliding_window = false it says nothing.
-            idle = key == "sliding_window" and values.get("use_sliding_window") is False
+            # Beside use_sliding_window = false, which may be the default, it says nothing.
+            used = values.get("use_sliding_window", self.extra.get("use_sliding_window"))
+            idle = key == "sliding_window" and used is False
             if key in values and not idle:
                 fields.refuse(key, f"must be absent or null: {why.format(it=self.called)}")
         for key, why in _MUST_BE_ONE.items():

@@ -26,6 +26,8 @@ def init_rule(name: str, args: ModelArgs) -> Init:
     """
     if name.endswith("norm.weight"):
         return Init(mean=1.0)
+    if name.endswith(".bias"):
+        return Init()
     if name == "tok_embeddings.weight":
         return Init(std=0.02 if args.tie_embeddings else 1.0)
     parts = name.split(".")

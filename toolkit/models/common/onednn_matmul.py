@@ -2,8 +2,8 @@
 
 MKL takes AVX2 on processors that are not Intel's, and half the rate of AVX-512 with it. torch has oneDNN for
 other dtypes alone, but for its operator of inference, which is what multiplies here: its kernel takes the
-place of that of ``aten::mm`` for CPUs, below autograd, DTensor and whatever else looks at operators, so that
-gradients and every layout have it too.
+place of those of ``aten::mm``, and of ``aten::addmm`` with a bias, for CPUs, below autograd, DTensor and
+whatever else looks at operators, so that gradients and every layout have it too.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def multiply_by_onednn() -> torch.library.Library:
         warnings.filterwarnings("ignore", "(?s).*[Oo]verrid")
         library.impl("mm", _mm, "CPU", allow_override=True)
         library.impl("mm.out", _mm_out, "CPU", allow_override=True)
+        library.impl("addmm", _addmm, "CPU", allow_override=True)
     return library
 
 
@@ -51,6 +52,14 @@ def _mm_out(a_MK: Tensor, b_KN: Tensor, *, out: Tensor) -> Tensor:
         return out.copy_(_mm(a_MK, b_KN))
     # As torch multiplies: beta = 0 does not read what is added.
     return torch.addmm(out, a_MK, b_KN, beta=0, out=out)
+
+
+def _addmm(added: Tensor, a_MK: Tensor, b_KN: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    bias = added.shape == b_KN.shape[1:] and added.dtype == a_MK.dtype
+    if bias and beta == alpha == 1 and _takes(a_MK, b_KN):
+        return torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.t(), added, "none", [], "")
+    out = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
+    return torch.addmm(added, a_MK, b_KN, beta=beta, alpha=alpha, out=out)
 
 
 def _takes(a_MK: Tensor, b_KN: Tensor) -> bool:

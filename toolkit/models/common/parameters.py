@@ -13,26 +13,24 @@ def parameter_names(args: ModelArgs) -> list[str]:
 def parameter_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
     """Shapes of the distinct parameters by name, in the model's order."""
     dim, queries, keys = args.dim, args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    block: dict[str, tuple[int, ...]] = {
-        "attention_norm": (dim,),
-        "attention.wq": (queries, dim),
-        "attention.wk": (keys, dim),
-        "attention.wv": (keys, dim),
-        "attention.wo": (dim, queries),
-        **(
-            {"attention.q_norm": (args.head_dim,), "attention.k_norm": (args.head_dim,)}
-            if args.qk_norm
-            else {}
-        ),
-        "ffn_norm": (dim,),
-        "feed_forward.w1": (args.ffn_dim, dim),
-        "feed_forward.w2": (dim, args.ffn_dim),
-        "feed_forward.w3": (args.ffn_dim, dim),
+    block: dict[str, tuple[int, ...]] = {"attention_norm.weight": (dim,)}
+    for part, rows in {"wq": queries, "wk": keys, "wv": keys}.items():
+        block[f"attention.{part}.weight"] = (rows, dim)
+        if args.qkv_bias:
+            block[f"attention.{part}.bias"] = (rows,)
+    block["attention.wo.weight"] = (dim, queries)
+    if args.qk_norm:
+        block |= {f"attention.{part}.weight": (args.head_dim,) for part in ("q_norm", "k_norm")}
+    block |= {
+        "ffn_norm.weight": (dim,),
+        "feed_forward.w1.weight": (args.ffn_dim, dim),
+        "feed_forward.w2.weight": (dim, args.ffn_dim),
+        "feed_forward.w3.weight": (args.ffn_dim, dim),
     }
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings": (args.vocab_size, dim)}
+    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (args.vocab_size, dim)}
     for layer in range(args.n_layers):
         shapes |= {f"layers.{layer}.{part}": shape for part, shape in block.items()}
-    shapes["norm"] = (dim,)
+    shapes["norm.weight"] = (dim,)
     if not args.tie_embeddings:
-        shapes |= head_shapes(args)
-    return {f"{module}.weight": shape for module, shape in shapes.items()}
+        shapes |= {f"{module}.weight": shape for module, shape in head_shapes(args).items()}
+    return shapes

@@ -16,13 +16,16 @@ _OF_CLASSIFIER = _OUTSIDE | {"output": "score"}
 class StateDictAdapter:
     """The names of a family.
 
-    ``in_block`` has Hugging Face's by ours, ``reordered`` ours of which it keeps the rows in another order.
+    ``in_block`` has Hugging Face's by ours, ``reordered`` ours of which it keeps the rows in another order,
+    ``biased`` ours that have a bias beside their weight.
     """
 
-    def __init__(self, in_block: Mapping[str, str], reordered: Collection[str]):
+    def __init__(self, in_block: Mapping[str, str], reordered: Collection[str], biased: Collection[str] = ()):
         self.in_block = in_block
-        self._from_block = {theirs: ours for ours, theirs in in_block.items()}
-        self._reordered = tuple(f"{part}.weight" for part in reordered)
+        self._to_block = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in in_block.items()}
+        self._to_block |= {f"{ours}.bias": f"{in_block[ours]}.bias" for ours in biased}
+        self._from_block = {theirs: ours for ours, theirs in self._to_block.items()}
+        self._reordered = tuple(f"{part}.{kind}" for part in reordered for kind in ("weight", "bias"))
 
     def to_hf(self, name: str, *, classifier: bool = False) -> str:
         """Hugging Face's name of our parameter ``name``, of a language model or of a ``classifier``.
@@ -30,11 +33,10 @@ class StateDictAdapter:
         Raises:
             KeyError: no parameter of the family is called so.
         """
-        module = name.removesuffix(".weight")
-        if not module.startswith("layers."):
-            return f"{_outside(classifier)[module]}.weight"
-        _, layer, part = module.split(".", 2)
-        return f"model.layers.{layer}.{self.in_block[part]}.weight"
+        if not name.startswith("layers."):
+            return f"{_outside(classifier)[name.removesuffix('.weight')]}.weight"
+        _, layer, part = name.split(".", 2)
+        return f"model.layers.{layer}.{self._to_block[part]}"
 
     def from_hf(self, name: str, *, classifier: bool = False) -> str | None:
         """Our name of Hugging Face's tensor ``name``; None for what is no weight (rotary frequencies).
@@ -47,9 +49,9 @@ class StateDictAdapter:
         outside = {theirs: ours for ours, theirs in _outside(classifier).items()}
         if kind == "weight" and module in outside:
             return f"{outside[module]}.weight"
-        parts = module.split(".", 3)
-        if kind == "weight" and parts[:2] == ["model", "layers"] and parts[-1] in self._from_block:
-            return f"layers.{parts[2]}.{self._from_block[parts[3]]}.weight"
+        parts = name.split(".", 3)
+        if parts[:2] == ["model", "layers"] and parts[-1] in self._from_block:
+            return f"layers.{parts[2]}.{self._from_block[parts[3]]}"
         # Marked, since it might be one of our names: norm.weight, of a model saved without its head.
         return f"{name} (not of this model)"
 

@@ -20,7 +20,7 @@ class _Llama(ModelSpec):
     def hf_config(self) -> HFConfig:
         from toolkit.models.common.hf_config import HFConfig
 
-        extra = {"mlp_bias": False, "pretraining_tp": 1}
+        extra = {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
         return HFConfig("llama", "LlamaForCausalLM", "a Llama", 2048, extra=extra)
 
     def adapter(self) -> StateDictAdapter:

@@ -21,7 +21,7 @@ class _Qwen3(ModelSpec):
 
         return HFConfig(
             "qwen3", "Qwen3ForCausalLM", "a Qwen3", 32768, head_dim=128, n_kv_heads=32, qk_norm=True,
-            extra={"use_sliding_window": False},
+            extra={"attention_bias": False, "use_sliding_window": False},
         )  # fmt: skip
 
     def adapter(self) -> StateDictAdapter:

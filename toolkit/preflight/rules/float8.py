@@ -88,7 +88,7 @@ def float8_filter(run: PlannedRun) -> list[Problem]:
     if _AUTO in options.filter_fqns:
         rule = f"{_AUTO} takes its choice from what torchao measured on one kind of GPU"
         return [run.problem(_FILTER, rule, 'name what is small, as "attention.wk" and "attention.wv"')]
-    modules = [name.removesuffix(".weight") for name in parameter_names(run.model)] + ["output"]
+    modules = [name.rpartition(".")[0] for name in parameter_names(run.model)] + ["output"]
     for part in options.filter_fqns:
         if not any(part in name for name in modules):
             known = dict.fromkeys(name for module in modules for name in (module, module.rpartition(".")[2]))

@@ -1,0 +1,90 @@
+"""Families of models whose shape is near that of Llama, and small ones of them as transformers makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.models.common.decoder import Decoder
+from toolkit.weights.safetensors import SafetensorsFolder
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family as transformers and trl have it.
+
+    Attributes:
+        theirs: how the names of transformers' classes begin.
+        parameters: the counts that the model cards tell by ``model.flavor``, a tied head once.
+        template: trl's copy of its chat template.
+        options: of its small model, beside those of all.
+    """
+
+    theirs: str
+    parameters: Mapping[str, int]
+    template: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+FAMILIES = {
+    "qwen2.5": Family(
+        "Qwen2",
+        {
+            "0.5B": 494_032_768,
+            "1.5B": 1_543_714_304,
+            "3B": 3_085_938_688,
+            "7B": 7_615_616_512,
+            "14B": 14_770_033_664,
+            "32B": 32_763_876_352,
+            "72B": 72_706_203_648,
+        },
+        "qwen2_5",
+    ),
+    "qwen3": Family(
+        "Qwen3",
+        {
+            "0.6B": 596_049_920,
+            "1.7B": 1_720_574_976,
+            "4B": 4_022_468_096,
+            "8B": 8_190_735_360,
+            "14B": 14_768_307_200,
+            "32B": 32_762_123_264,
+        },
+        "qwen3",
+        {"head_dim": 32},
+    ),
+}
+"""By ``model.name``."""
+
+
+def save_transformers(folder: Path, name: str, *, tied: bool = False, kind: str = "CausalLM") -> Any:
+    """A small model of the family ``name`` with random weights, as transformers leaves it on disk."""
+    import transformers
+
+    family = FAMILIES[name]
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family.theirs}Config")(
+        vocab_size=307, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=tied, num_labels=3,
+        attn_implementation="eager", rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        pad_token_id=0, **family.options,
+    )  # fmt: skip
+    model = getattr(transformers, f"{family.theirs}For{kind}")(config)
+    for parameter_name, parameter in model.named_parameters():  # transformers' own are too small to tell much
+        torch.nn.init.normal_(parameter, mean=float("norm" in parameter_name), std=0.15)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def read(folder: Path) -> Decoder:
+    """The model in ``folder``, in this process alone."""
+    source = SafetensorsFolder(folder)
+    model = Decoder(source.args)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(source.read(name))
+    return model

@@ -1,0 +1,238 @@
+"""Other families than Llama: the numbers of transformers' models, which are not ours, and published sizes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.models.families import FAMILIES, read, save_transformers
+from tests.models.small_llama import tokens_and_labels
+from toolkit.data.chat.formats import chat_format
+from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.errors import DataError
+from toolkit.generation.generator import Generator
+from toolkit.models.common.args import parameter_count
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.init import Init, init_rule
+from toolkit.models.common.parameters import parameter_shapes
+from toolkit.models.on_disk import read_hf_config
+from toolkit.models.registry import presets, resolve, spec
+from toolkit.weights.convert import convert, prepare
+from toolkit.weights.safetensors import SafetensorsFolder
+
+TRL = importlib.util.find_spec("trl")
+every_family = pytest.mark.parametrize("name", FAMILIES)
+SIZES = [(name, flavor) for name, family in FAMILIES.items() for flavor in family.parameters]
+
+
+@pytest.mark.parametrize(("name", "flavor"), SIZES)
+def test_sizes_are_those_that_were_published(name: str, flavor: str, tmp_path: Path) -> None:
+    """And each parameter has name and shape of the one of transformers' model of that config.json."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    args = presets()[name][flavor]
+    form, adapter = spec(args.family).hf_config(), spec(args.family).adapter()
+    fields = form.write(args, dtype="bfloat16", bos=None, eos=None, pad=None)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert read_hf_config(tmp_path) == args
+    with torch.device("meta"):
+        ours = {adapter.to_hf(name): it.shape for name, it in Decoder(args).named_parameters()}
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert ours == {name: it.shape for name, it in theirs.named_parameters()}
+    assert all(adapter.to_hf(str(adapter.from_hf(name))) == name for name in ours)
+    found = sum(shape.numel() for shape in ours.values())
+    assert parameter_count(args) == found == FAMILIES[name].parameters[flavor]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@every_family
+def test_logits_loss_and_gradients(name: str, tied: bool, tmp_path: Path) -> None:
+    reference, model = save_transformers(tmp_path, name, tied=tied), read(tmp_path)
+    tokens, labels = tokens_and_labels(2, 200)
+    logits = reference(input_ids=tokens).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    expected.backward()
+    loss = model(tokens, labels=labels) / (labels != -100).sum()
+    loss.backward()
+    found = model(tokens)
+    # fp32 rounding, the reference's fp32 angles above all; logits are of order 3.
+    assert (found - logits).abs().max() <= 1e-5 * logits.abs().max()
+    assert abs(loss - expected) < 1e-6 * expected
+    reference_grads = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    adapter = SafetensorsFolder(tmp_path)._adapter
+    for parameter_name, parameter in model.named_parameters():
+        theirs, ours = reference_grads[adapter.to_hf(parameter_name)], parameter.grad
+        if adapter.reorders_rows(parameter_name):
+            pairs = ours.unflatten(0, (-1, model.args.head_dim // 2, 2))
+            ours = pairs.transpose(1, 2).reshape(theirs.shape)
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm(), parameter_name
+
+
+@every_family
+def test_documents_of_a_row_are_what_they_are_alone(name: str, tmp_path: Path) -> None:
+    reference, model = save_transformers(tmp_path, name), read(tmp_path)
+    tokens, _ = tokens_and_labels(1, 120)
+    lengths = (50, 1, 69)
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    with torch.no_grad():
+        found = model(tokens, documents=documents, positions=positions).split(lengths, dim=1)
+        alone = [reference(input_ids=part).logits for part in tokens.split(lengths, dim=1)]
+    for ours, theirs in zip(found, alone, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@every_family
+def test_greedy_text(name: str, tmp_path: Path) -> None:
+    reference, model = save_transformers(tmp_path, name), read(tmp_path)
+    prompt = tokens_and_labels(1, 9)[0]
+    out = reference.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=100, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    expected = out[0, prompt.shape[1] :].tolist()
+    assert Generator(model).generate([prompt[0].tolist()], max_new_tokens=100)[0] == expected
+    assert len(set(expected)) > 20, "a text of few tokens shows no mistake"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@every_family
+def test_files_of_hugging_face_come_back_as_they_were(name: str, tied: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    save_transformers(tmp_path / "hf", name, tied=tied)
+    before = _there_and_back(tmp_path)
+    assert read_hf_config(tmp_path / "back") == read_hf_config(tmp_path / "hf")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(again).__name__ == f"{FAMILIES[name].theirs}ForCausalLM"
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def _there_and_back(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors in ``folder``/hf, once they came back from a checkpoint to the last bit."""
+    from safetensors.torch import load_file
+
+    for step, here, there in (("hf-to-dcp", "hf", "dcp"), ("dcp-to-hf", "dcp", "back")):
+        convert(prepare(step, folder / here, folder / there), verify=True)
+    before, after = (load_file(folder / name / "model.safetensors") for name in ("hf", "back"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    return before
+
+
+@every_family
+def test_a_classifier_gives_the_scores_of_transformers(name: str, tmp_path: Path) -> None:
+    reference = save_transformers(tmp_path / "hf", name, kind="SequenceClassification")
+    model, tokens = read(tmp_path / "hf"), tokens_and_labels(2, 50)[0].clamp(min=1)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens)[:, -1], reference(tokens).logits, atol=1e-5, rtol=1e-5)
+    _there_and_back(tmp_path)
+
+
+@every_family
+def test_metas_files_cannot_hold_it(name: str, tmp_path: Path) -> None:
+    save_transformers(tmp_path / "hf", name)
+    called = f"is of a {FAMILIES[name].theirs}, which Meta's files cannot hold"
+    with pytest.raises(DataError, match=called):
+        prepare("hf-to-meta", tmp_path / "hf", tmp_path / "meta")
+    convert(prepare("hf-to-dcp", tmp_path / "hf", tmp_path / "dcp", vocab_size=320))
+    with pytest.raises(DataError, match="Meta's files cannot hold"):
+        prepare("dcp-to-meta", tmp_path / "dcp", tmp_path / "meta")
+
+
+def _config_without(folder: Path, name: str, *keys: str, **fields: Any) -> Path:
+    """config.json of the family's debug model without ``keys`` and with other ``fields``."""
+    args = resolve(name, "debugmodel")
+    values = spec(args.family).hf_config().write(args, dtype="float32", bos=None, eos=None, pad=None)
+    values = {key: value for key, value in values.items() if key not in keys} | fields
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@every_family
+def test_an_absent_field_is_what_it_is_for_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    optional = ("head_dim", "rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings")
+    absent = (*optional, "num_key_value_heads", "use_sliding_window")  # which leaves the window unused
+    folder = _config_without(tmp_path, name, *absent, num_attention_heads=32, sliding_window=4096)
+    args, theirs = read_hf_config(folder), AutoConfig.from_pretrained(folder)
+    assert args.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert (args.n_kv_heads, args.norm_eps) == (theirs.num_key_value_heads, theirs.rms_norm_eps)
+    assert args.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert (args.max_seq_len, args.tie_embeddings) == (
+        theirs.max_position_embeddings,
+        theirs.tie_word_embeddings,
+    )
+    assert set(theirs.layer_types) == {"full_attention"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"use_sliding_window": True}, "use_sliding_window = true: must be false"),
+        ({"use_sliding_window": True, "sliding_window": 64}, "sliding_window = 64: must be absent"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
+        ({"attention_bias": True}, "attention_bias = true: must be false: the output projection of a"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
+    ],
+)
+@every_family
+def test_what_would_compute_something_else_is_refused(
+    name: str, fields: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError) as caught:
+        read_hf_config(_config_without(tmp_path, name, **fields))
+    assert says in str(caught.value)
+
+
+@pytest.mark.skipif(TRL is None, reason="trl is not installed")
+@pytest.mark.parametrize("generation_prompt", [True, False])
+@every_family
+def test_chat_prompts(name: str, generation_prompt: bool, tmp_path: Path) -> None:
+    """By a tokenizer with the word pattern of Qwen2 and later, and the template that comes with one."""
+    from transformers import Qwen2Tokenizer
+
+    assert TRL is not None and TRL.submodule_search_locations
+    text = "The sky is blue, isn't it? 12345 naïve\u0301 北京\n\n\tIt's ✓  " * 9
+    judge = Qwen2Tokenizer().train_new_from_iterator([text], vocab_size=320)
+    judge.add_special_tokens(
+        {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+    )
+    file = Path(TRL.submodule_search_locations[0]) / f"chat_templates/{FAMILIES[name].template}.jinja"
+    judge.chat_template = file.read_text()
+    judge.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert not tokenizer.adds_bos and tokenizer.encode(text) == judge(text)["input_ids"]
+    question, answer = {"role": "user", "content": f"{text}?"}, {"role": "assistant", "content": "Yes."}
+    for messages in (
+        [question],
+        [question, answer, question],
+        [{"role": "system", "content": "Be brief.\n"}, question],
+    ):
+        found = chat_format(tokenizer).encode(messages, generation_prompt=generation_prompt)
+        expected = judge.apply_chat_template(
+            messages, add_generation_prompt=generation_prompt, return_dict=False
+        )
+        assert found == list(expected)
+
+
+def test_heads_of_a_qwen3_keep_their_size_with_another_dim() -> None:
+    args = resolve("qwen3", "0.6B", dim=512, n_heads=8)
+    assert (args.dim, args.n_heads, args.head_dim) == (512, 8, 128)
+    with pytest.raises(KeyError, match="no family of models gpt"):
+        spec("gpt")
+
+
+def test_biases_of_a_new_model_are_zero() -> None:
+    args = resolve("qwen2.5", "debugmodel")
+    with torch.device("meta"):
+        named = {name: tuple(it.shape) for name, it in Decoder(args).named_parameters()}
+    assert named == parameter_shapes(args) and list(named) == list(parameter_shapes(args))
+    biases = [name for name in named if name.endswith(".bias")]
+    assert len(biases) == 3 * args.n_layers and {init_rule(name, args) for name in biases} == {Init()}
