@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -32,6 +34,26 @@ def test_products_and_gradients_are_torchs(
     expected = [a.double() @ b.double(), weight.double() @ b.double().t(), a.double().t() @ weight.double()]
     for one, other in zip(found, expected, strict=True):
         assert (one - other).abs().max() <= 2e-6 * other.abs().max()  # some ulp of fp32
+
+
+def test_linear_layers_with_a_bias_and_their_gradients_are_torchs() -> None:
+    layer, x = torch.nn.Linear(256, 700), torch.randn(3, 70, 256, requires_grad=True)
+    small, update = torch.randn(9, 256), (torch.randn(210, 700), torch.randn(210, 8), torch.randn(8, 700))
+    unchanged = layer(small), torch.addmm(*update, alpha=0.5)
+    library = multiply_by_onednn()
+    product = layer(x)
+    grads = torch.autograd.grad(product.square().sum(), (x, layer.weight, layer.bias))
+    with torch.profiler.profile() as profile:
+        layer(x)
+    again = layer(small), torch.addmm(*update, alpha=0.5)
+    library._destroy()
+    assert "mkldnn::_linear_pointwise" in {event.name for event in profile.events()}
+    precise, twin = x.detach().double().requires_grad_(), copy.deepcopy(layer).double()
+    expected = twin(precise)
+    theirs = torch.autograd.grad(expected.square().sum(), (precise, twin.weight, twin.bias))
+    for one, other in zip((product, *grads), (expected, *theirs), strict=True):
+        assert (one - other).abs().max() <= 2e-6 * other.abs().max()  # some ulp of fp32
+    assert all(torch.equal(one, other) for one, other in zip(again, unchanged, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float32, torch.int64])

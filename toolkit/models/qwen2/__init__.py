@@ -10,6 +10,7 @@ from toolkit.models.qwen2.args import PRESETS
 
 if TYPE_CHECKING:
     from toolkit.models.common.hf_config import HFConfig
+    from toolkit.models.common.hub import Hub
     from toolkit.models.common.state_dict_adapter import StateDictAdapter
 
 _QK = ("attention.wq", "attention.wk")
@@ -29,6 +30,11 @@ class _Qwen2(ModelSpec):
         from toolkit.models.llama.state_dict_adapter import IN_BLOCK
 
         return StateDictAdapter(IN_BLOCK, reordered=_QK, biased=(*_QK, "attention.wv"))
+
+    def hub(self) -> Hub:
+        from toolkit.models.qwen2.hub import HUB
+
+        return HUB
 
 
 SPEC = _Qwen2(PRESETS)

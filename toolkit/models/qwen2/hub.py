@@ -1,0 +1,25 @@
+"""Qwen2.5's repositories on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import os
+
+from toolkit.models.common.args import takes_vocabulary
+from toolkit.models.common.hub import Hub
+from toolkit.models.qwen2.args import PRESETS
+
+_PUBLISHED = {
+    f"Qwen2.5-{size}{kind}": (model, size)
+    for model, sizes in PRESETS.items()
+    for size in sizes
+    if not takes_vocabulary(size)
+    for kind in ("", "-Instruct")
+}
+
+
+def _published_name(text: str) -> str | None:
+    stem = os.path.basename(text.rstrip("/")).lower()
+    return next((name for name in _PUBLISHED if name.lower() == stem), None)
+
+
+HUB = Hub("Qwen", _PUBLISHED, _published_name)
