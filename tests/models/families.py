@@ -71,8 +71,10 @@ def save_transformers(folder: Path, name: str, *, tied: bool = False, kind: str 
         vocab_size=307, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=tied, num_labels=3,
         attn_implementation="eager", rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        pad_token_id=0, **family.options,
+        **family.options,
     )  # fmt: skip
+    if kind != "CausalLM":  # which finds the end of a text by it
+        config.pad_token_id = 0
     model = getattr(transformers, f"{family.theirs}For{kind}")(config)
     for parameter_name, parameter in model.named_parameters():  # transformers' own are too small to tell much
         torch.nn.init.normal_(parameter, mean=float("norm" in parameter_name), std=0.15)

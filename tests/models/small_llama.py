@@ -28,8 +28,9 @@ def build(args: ModelArgs, dtype: torch.dtype = torch.float64, **options) -> Dec
     """Random weights with which attention is far from uniform, so that a wrong angle or mask shows."""
 
     def rule(name: str) -> Init:
-        sharp = name.endswith(("wq.weight", "wk.weight", ".bias"))
-        return Init(std=0.2) if sharp else init_rule(name, args)
+        if name.endswith(".bias"):
+            return Init(std=0.05)
+        return Init(std=0.2) if name.endswith(("wq.weight", "wk.weight")) else init_rule(name, args)
 
     model = Decoder(args, **options).to(dtype)
     initialize(model.named_parameters(), 1, rule)

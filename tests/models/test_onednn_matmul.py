@@ -38,7 +38,7 @@ def test_products_and_gradients_are_torchs(
 
 def test_linear_layers_with_a_bias_and_their_gradients_are_torchs() -> None:
     layer, x = torch.nn.Linear(256, 700), torch.randn(3, 70, 256, requires_grad=True)
-    small, update = torch.randn(9, 256), (torch.randn(210, 700), torch.randn(210, 8), torch.randn(8, 700))
+    small, update = torch.randn(3, 256), (torch.randn(210, 700), torch.randn(210, 8), torch.randn(8, 700))
     unchanged = layer(small), torch.addmm(*update, alpha=0.5)
     library = multiply_by_onednn()
     product = layer(x)

@@ -9,6 +9,8 @@ frozen weights on a CPU.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,14 +51,12 @@ def pack(model: Decoder) -> None:
     for block in model.layers.values():
         for module in block.modules():
             if isinstance(module, Attention) and module.adapter is None:  # which may use wk by itself
-                module.packed = _joined(module.wq, module.wk, module.wv)
-                module.__class__ = _PackedAttention
+                _become(_PackedAttention, module, module.wq, module.wk, module.wv)
             elif isinstance(module, FeedForward):
-                module.packed = _joined(module.w1, module.w3)
-                module.__class__ = _PackedFeedForward
+                _become(_PackedFeedForward, module, module.w1, module.w3)
         for module in block.modules():
             if isinstance(module, nn.Linear) and module.weight is not None:
-                _pack_linear(module)
+                _become(_PackedLinear, module, module)
     if model.output is not None:
         _pack_head(model.output, model)
 
@@ -69,14 +69,15 @@ def _product(x: Tensor, packed: Packed) -> Tensor:
     return _ops._linear_pointwise(x, *packed, "none", [], "")
 
 
-def _joined(*linears: nn.Linear) -> Packed:
-    """One reordered matrix and bias of those of ``linears``, which lose theirs."""
+def _become(kind: type[nn.Module], module: Any, *linears: nn.Linear) -> None:
+    """Give ``module`` one reordered matrix and bias of those of ``linears``, which lose theirs."""
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     packed = _reordered(torch.cat([linear.weight for linear in linears]))
-    biases = [linear.bias for linear in linears if linear.bias is not None]
+    module.packed = packed, torch.cat(biases) if biases else None
     for linear in linears:
         linear.register_parameter("weight", None)
         linear.register_parameter("bias", None)
-    return packed, torch.cat(biases).detach() if biases else None
+    module.__class__ = kind
 
 
 class _PackedLinear(nn.Linear):
@@ -113,11 +114,6 @@ class _PackedFeedForward(FeedForward):
     def forward(self, x_BSD: Tensor) -> Tensor:
         gate_BSF, up_BSF = _product(x_BSD, self.packed).chunk(2, dim=-1)
         return self.w2(F.silu(gate_BSF).mul_(up_BSF))
-
-
-def _pack_linear(module: nn.Linear) -> None:
-    module.packed = _joined(module)
-    module.__class__ = _PackedLinear
 
 
 def _pack_head(head: OutputHead, model: Decoder) -> None:

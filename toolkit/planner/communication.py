@@ -279,7 +279,9 @@ def _blocks(model: Decoder, passes: Sequence[str], work: StepWork) -> Iterator[B
     backwards = _again(model, passes, weights=1) if compiled else forwards
     for name, flow in _flows(model).items():
         block = model.layers[name]
-        trained = sum(parameter.requires_grad for parameter in block.parameters())
+        # Of weight and bias of a layer it finds the gradients together.
+        named = (clean_name(name) for name, it in block.named_parameters() if it.requires_grad)
+        trained = len({name.removesuffix(".weight").removesuffix(".bias") for name in named})
         checkpointed = any(isinstance(module, CheckpointWrapper) for module in block.modules())
         again = _again(model, passes, weights=1 if compiled else trained) * checkpointed * flow[""]
         yield BlockWork(block, flow, forwards + passes.count("R"), backwards, again)

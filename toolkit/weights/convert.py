@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -259,7 +260,7 @@ def _manifest(conversion: Conversion) -> dict[str, Any]:
     tokenizer = conversion.beside.place
     return {
         "model_only": True,
-        "model": asdict(conversion.source.args),
+        "model": json.loads(json.dumps(asdict(conversion.source.args))),  # lists, as when it is read
         "tokens": 0,
         "mesh": "",
         "special_tokens": asdict(conversion.beside.tokens),
