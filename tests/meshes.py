@@ -112,6 +112,8 @@ WORDS: dict[str, Settings] = {
         "model.head_dim": 6,
         "model.tie_embeddings": False,
     },
+    # A window of half a row, which is shorter than many a document.
+    "mistral": {"model.name": "mistral0.1", "model.flavor": "debugmodel"},
     # Biases of queries, keys and values.
     "qwen2": {"model.name": "qwen2.5", "model.flavor": "debugmodel", "model.tie_embeddings": False},
     "AC-full": {"activation_checkpoint.mode": "full"},
@@ -224,6 +226,7 @@ CURVES = (
     "adamw-8bit",
     "qwen3",
     "qwen2",
+    "mistral",
     "tied",
     "unmasked",
     "layers8",
@@ -337,6 +340,14 @@ FAST = [
     "pp2 1F1B qwen2 tied",
     "shard2 cp2 tp2 qwen2 AC-full",
     "pp2 shard2 tp2 Interleaved1F1B qwen2 tied",
+    "shard4 mistral AC-op",
+    "replicate2 shard2 mistral",
+    "tp2 mistral accumulate3",
+    "cp2 mistral tied",
+    "cp2 ring mistral",
+    "pp2 1F1B mistral tied",
+    "shard2 cp2 tp2 mistral AC-full",
+    "pp2 shard2 tp2 Interleaved1F1B mistral tied",
     # Another optimizer.
     "shard2 tp2 adamw-8bit tied",
 ]
@@ -551,6 +562,10 @@ MORE = [
     # Other families.
     "shard2 cp2 tp2 qwen3 compiled AC-full",
     "shard2 cp2 tp2 qwen2 compiled AC-full",
+    "shard2 cp2 tp2 mistral compiled AC-full",
+    "cp4 mistral unmasked",
+    "cp4 ring head-first mistral unmasked",
+    "pp2 ZBVZeroBubble never mistral",
     "shard2 tp2 qwen2 by-class",
     "pp2 tp2 InterleavedZeroBubble never AC-full qwen2",
     "pp2 ZBVZeroBubble never qwen2",
@@ -563,6 +578,7 @@ FINETUNED_FAST = [
     "shard2 lora AC-full accumulate3",
     "tp2 lora tied",
     "tp2 lora qwen2",
+    "cp2 lora mistral",
     "cp2 dora AC-op",
     "pp2 1F1B lora",
     "tp2 dora",

@@ -114,19 +114,23 @@ KERNELS = [
 ]
 
 
+CASES = [(*kernel, heads, None) for kernel in KERNELS for heads in (8, 2, 1)] + [
+    (*kernel, 2, window) for kernel in KERNELS if kernel[0] != "flash" for window in (1, 64)
+]
+
+
 @pytest.mark.parametrize("pieces", [1, 4])
-@pytest.mark.parametrize("kv_heads", [8, 2, 1])
-@pytest.mark.parametrize(("name", "dtype", "documents"), KERNELS)
+@pytest.mark.parametrize(("name", "dtype", "documents", "kv_heads", "window"), CASES)
 def test_attention_is_exact_to_rounding(
-    name: str, dtype: torch.dtype, documents: Tensor | None, kv_heads: int, pieces: int
+    name: str, dtype: torch.dtype, documents: Tensor | None, kv_heads: int, window: int | None, pieces: int
 ) -> None:
     # Beside fp64 on the CPU from the same rounded inputs. bf16 rounds results and, within the kernel,
     # probabilities to 2^-9: 2e-3, several times over in backward. One token too many or too few in a softmax
     # over at most 200 changes its row by 7e-2. Of fp32 only sums differ; TF32 would be 5e-4.
     qkv = inputs(8, kv_heads, dtype, head_dim=64)
-    exact = with_gradients("sdpa", [x.double() for x in qkv], documents)
+    exact = with_gradients("sdpa", [x.double() for x in qkv], documents, window=window)
     on_device = None if documents is None else documents.cuda()
-    found = with_gradients(name, [x.cuda() for x in qkv], on_device, pieces)
+    found = with_gradients(name, [x.cuda() for x in qkv], on_device, pieces, window)
     for part, truth in zip(found, exact, strict=True):
         assert part.dtype == dtype
         assert _relative(part.cpu(), truth) < (1e-2 if dtype == torch.bfloat16 else 1e-4)

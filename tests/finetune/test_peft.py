@@ -45,8 +45,15 @@ def test_peft_reads_what_is_written(kind: str, tmp_path: Path) -> None:
     assert (logits(build(ARGS, torch.float32)) - expected).abs().max() > 0.05 * expected.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "prefix"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name, family in FAMILIES.items()
+        for kind in ("lora", "dora", "prefix")
+        if kind != "prefix" or not family.options.get("sliding_window")
+    ],
+)
 def test_peft_reads_what_is_written_for_other_families(name: str, kind: str, tmp_path: Path) -> None:
     """Heads of another size than dim gives, norms of heads, biases beside the weights that are updated."""
     reference = save_transformers(tmp_path / "base", name, tied=True)
@@ -71,7 +78,8 @@ def test_what_peft_writes_for_other_families_is_read_and_merged(name: str, kind:
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter.copy_(merged.read(parameter_name))
-    check_close(logits(model), logits(found))
+    # Each merged weight is rounded once more, which these updates, as large as the weights, show.
+    check_close(logits(model), logits(found), 3e-5)
 
 
 def their_config(kind: str) -> Any:
@@ -237,6 +245,18 @@ def test_a_gate_for_each_head_has_no_form_there(tmp_path: Path) -> None:
     adapter = adapter_of(options, ARGS, tmp_path / "step")
     with pytest.raises(DataError, match="finetune.llama_adapter.gate"):
         write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
+
+
+def test_a_prefix_before_a_window_has_no_form_there(tmp_path: Path) -> None:
+    """Their tokens lose sight of a prefix after the window, ours never."""
+    reference = save_transformers(tmp_path / "base", "mistral0.1")
+    args = read(tmp_path / "base").args
+    adapter = adapter_of(Finetune.model_validate(KINDS["prefix"]), args, tmp_path / "step")
+    with pytest.raises(DataError, match="the window of this model would hide its prefix"):
+        write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
+    _train_and_save(peft.get_peft_model(reference, their_config("prefix")), tmp_path / "peft")
+    with pytest.raises(DataError, match="the window of this model hides PEFT's prefix"):
+        open_adapter(tmp_path / "peft", args)
 
 
 def test_biases_alone_and_prompts_beside_biases_have_no_form_there(tmp_path: Path) -> None:

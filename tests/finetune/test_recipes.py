@@ -28,6 +28,7 @@ MODELS = {
     "llama3_8b_full": ("llama3.1", "8B"),
     "llama3_8b_lora": ("llama3.1", "8B"),
     "llama3_8b_qlora": ("llama3.1", "8B"),
+    "mistral_7b_lora": ("mistral0.3", "7B"),
     "qwen2.5_7b_lora": ("qwen2.5", "7B"),
     "qwen3_8b_lora": ("qwen3", "8B"),
 }

@@ -137,7 +137,7 @@ def test_the_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert printed.out == "" and "error: the message makes a prompt of" in printed.err
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert main([str(MODEL), "--format", "nowhere.jinja"]) == EXIT_DATA
-    assert "llama2, llama3 or the file" in capsys.readouterr().err
+    assert "llama2, llama3, mistral or the file" in capsys.readouterr().err
     assert main([str(MODEL), "--top-p", "0"]) == EXIT_CONFIG
     assert main(["nowhere"]) == EXIT_DATA
 

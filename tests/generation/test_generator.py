@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.models.small_llama import VOCAB, build, small
+from toolkit.config.finetune import Finetune, PrefixTuning
 from toolkit.errors import DataError
+from toolkit.finetune.converters import apply_finetune
 from toolkit.generation import generator as module
 from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator
 from toolkit.generation.kv_cache import KVCache
 from toolkit.generation.load import Loaded
 from toolkit.generation.sampling import Sampling
+from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 
 ARGS = small("llama3.1", n_layers=2)
@@ -70,9 +74,15 @@ def test_buffers_grow(generator: Generator, texts: list[list[int]], monkeypatch:
     assert generator.generate(PROMPTS, max_new_tokens=40, sampling=DRAWN) == texts
 
 
-def test_a_chunk_after_others() -> None:
+WINDOWED = small("mistral0.1", n_layers=2)
+"""With a window that is shorter than all rows here."""
+
+
+@pytest.mark.parametrize("args", [ARGS, WINDOWED], ids=["all", "window"])
+@pytest.mark.parametrize("attention", ["sdpa", "blockwise"])
+def test_a_chunk_after_others(args: ModelArgs, attention: str) -> None:
     """Tokens that come several at a time, to rows of unequal lengths: the logits of each row by itself."""
-    model = build(ARGS)
+    model = build(args, attention=attention)
     rows = [torch.arange(30) * 7 % VOCAB, torch.arange(25) * 11 % VOCAB]
     padding = [0, 5]
     columns = torch.stack(
@@ -80,15 +90,42 @@ def test_a_chunk_after_others() -> None:
     )
     cache = KVCache(len(model.layers), padding, 8, torch.device("cpu"))
     with torch.no_grad():
-        for chunk in columns.split([12, 10, 1, 7], dim=1):
+        whole = [model(row[None])[0] for row in rows]
+        for chunk in columns.split([12, 10, 1, 1, 6], dim=1):
             with cache.attached(model):
                 logits = model(chunk, positions=cache.positions(chunk.shape[1]))
             cache.advance(chunk.shape[1])
-        for row, found in zip(rows, logits, strict=True):
-            torch.testing.assert_close(found, model(row[None])[0, -7:], rtol=0, atol=1e-12)
+            end = cache.length
+            for pad, found, expected in zip(padding, logits, whole, strict=True):
+                begin = max(0, pad - (end - chunk.shape[1]))
+                alone = expected[max(0, end - chunk.shape[1] - pad) : end - pad]
+                torch.testing.assert_close(found[begin:], alone, rtol=0, atol=1e-12)
 
 
-def test_compiled(generator: Generator, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("padding", [(0, 0), (0, 5)])
+def test_a_window_does_not_hide_a_prefix(padding: tuple[int, int]) -> None:
+    """One token at a time, the logits are those of the whole rows, which see the prefix everywhere."""
+    model = build(WINDOWED)
+    options = Finetune(adapter="prefix_tuning", prefix_tuning=PrefixTuning(num_virtual_tokens=3))
+    apply_finetune(model, options, frozen_dtype=torch.float64)
+    for block in model.layers.values():
+        prefix = block.attention.adapter
+        shapes = {name: it.shape for name, it in prefix.named_parameters()}
+        for name, shape in shapes.items():
+            setattr(prefix, name, nn.Parameter(torch.randn(shape, dtype=torch.float64)))
+    columns = torch.arange(60).view(2, 30)
+    cache = KVCache(len(model.layers), padding, 8, torch.device("cpu"))
+    with torch.no_grad():
+        for chunk in columns.split([20, *[1] * 10], dim=1):
+            with cache.attached(model):
+                logits = model(chunk, positions=cache.positions(chunk.shape[1]))
+            cache.advance(chunk.shape[1])
+        for pad, row, found in zip(padding, columns, logits, strict=True):
+            torch.testing.assert_close(found[-1], model(row[None, pad:])[0, -1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("args", [ARGS, WINDOWED], ids=["all", "window"])
+def test_compiled(args: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph without breaks for all steps, another for each capacity; its cache is used again."""
     graphs = []
 
@@ -99,6 +136,8 @@ def test_compiled(generator: Generator, texts: list[list[int]], monkeypatch: pyt
     def compiler(model: Decoder) -> Any:
         return torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
 
+    generator = Generator(build(args, torch.float32))
+    texts = generator.generate(PROMPTS, max_new_tokens=40, sampling=DRAWN)
     monkeypatch.setattr(module, "CAPACITY_STEP", 64)
     compiled = Generator(generator.model, compiler=compiler)
     for _ in range(2):
@@ -190,9 +229,10 @@ def test_matrices_stay_as_they_are_where_that_is_asked_for() -> None:
     assert not can_pack(loaded.model)
 
 
-def test_rows_of_a_batch_by_blocks() -> None:
+@pytest.mark.parametrize("window", [None, 150])
+def test_rows_of_a_batch_by_blocks(window: int | None) -> None:
     """Prompts of unequal lengths, and one that comes in chunks, over several blocks of queries."""
-    model = build(ARGS, attention="blockwise")
+    model = build(replace(ARGS, sliding_window=window), attention="blockwise")
     rows = [torch.arange(300) * 7 % VOCAB, torch.arange(165) * 11 % VOCAB]
     columns = torch.stack([rows[0], torch.cat([rows[1].new_zeros(135), rows[1]])])
     cache = KVCache(len(model.layers), [0, 135], 8, torch.device("cpu"))

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,6 +26,22 @@ def test_counts_six_per_parameter_outside_the_embedding():
     parameters, embedding = 8_030_261_248, 128256 * 4096
     attention = 12 * 32 * 32 * 128 * 8192
     assert flops_per_token(LLAMA3_8B, seq_len=8192) == 6 * (parameters - embedding) + attention
+
+
+def test_a_window_stands_in_for_a_longer_sequence():
+    """A token sees at most it; the causal count is that of what is seen, token by token."""
+    args, length, window = resolve("mistral0.1", "7B"), 16384, 4096
+    per_pair = 12 * args.n_layers * args.n_heads * args.head_dim
+    for seq_len in (1024, window):
+        without = dataclasses.replace(args, sliding_window=None)
+        for causal in (False, True):
+            found = flops_per_token(args, seq_len=seq_len, causal=causal)
+            assert found == flops_per_token(without, seq_len=seq_len, causal=causal)
+    plain = flops_per_token(args, seq_len=window) - per_pair * window
+    assert flops_per_token(args, seq_len=length) - plain == per_pair * window
+    seen = sum(min(place + 1, window) for place in range(length)) / length
+    causal = flops_per_token(args, seq_len=length, causal=True) - plain
+    assert causal == pytest.approx(per_pair * seen, rel=1e-3)  # a token counts itself by half, as ever
 
 
 # Sizes beside which norms, of which torch counts nothing, an adapter of rank 1 and the attention of one block

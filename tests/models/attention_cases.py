@@ -28,10 +28,16 @@ def inputs(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64, head_d
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def attend(name: str, qkv: list[Tensor], documents: Tensor | None, pieces: int = 1) -> Tensor:
+WINDOWS = (1, 3, 64, 150)
+"""Shorter and longer than a document, a block of queries and a rank's piece."""
+
+
+def attend(
+    name: str, qkv: list[Tensor], documents: Tensor | None, pieces: int = 1, window: int | None = None
+) -> Tensor:
     """By so many equal pieces of the queries, each with the keys until its end, as ranks that share a
     sequence do."""
-    backend = attention_backend(name)
+    backend = attention_backend(name, window)
     q, k, v = qkv
     size = LENGTH // pieces
     outputs = []
@@ -42,10 +48,24 @@ def attend(name: str, qkv: list[Tensor], documents: Tensor | None, pieces: int =
     return torch.cat(outputs, dim=1)
 
 
-def with_gradients(name: str, qkv: list[Tensor], documents: Tensor | None, pieces: int = 1) -> list[Tensor]:
+def by_definition(qkv: list[Tensor], documents: Tensor | None, window: int) -> Tensor:
+    """Attention of each token to those of its document among the last ``window``, itself included."""
+    q, k, v = qkv
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bihe,bjhe->bhij", q, k) / q.shape[-1] ** 0.5
+    before = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    seen = (before >= 0) & (before < window)
+    if documents is not None:
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None])
+    return torch.einsum("bhij,bjhe->bihe", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+def with_gradients(
+    name: str, qkv: list[Tensor], documents: Tensor | None, pieces: int = 1, window: int | None = None
+) -> list[Tensor]:
     """The result, and the gradients of queries, keys and values of :func:`weighed`."""
     leaves = [x.clone().requires_grad_() for x in qkv]
-    out = attend(name, leaves, documents, pieces)
+    out = attend(name, leaves, documents, pieces, window)
     return [out.detach(), *torch.autograd.grad(weighed(out), leaves)]
 
 

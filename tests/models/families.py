@@ -20,17 +20,22 @@ class Family:
     Attributes:
         theirs: how the names of transformers' classes begin.
         parameters: the counts that the model cards tell by ``model.flavor``, a tied head once.
-        template: trl's copy of its chat template.
+        template: trl's copy of its chat template, if it has one.
         options: of its small model, beside those of all.
     """
 
     theirs: str
     parameters: Mapping[str, int]
-    template: str
+    template: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 FAMILIES = {
+    # A window that is shorter than all texts but those of a few tokens.
+    "mistral0.1": Family("Mistral", {"7B": 7_241_732_096}, options={"sliding_window": 13}),
+    "mistral-nemo": Family(
+        "Mistral", {"12B": 12_247_782_400}, options={"sliding_window": None, "head_dim": 32}
+    ),
     "qwen2.5": Family(
         "Qwen2",
         {
@@ -59,6 +64,8 @@ FAMILIES = {
     ),
 }
 """By ``model.name``."""
+RELEASES = {"mistral0.2": {"7B": 7_241_732_096}, "mistral0.3": {"7B": 7_248_023_552}}
+"""The counts of releases that differ from one of ``FAMILIES`` in their sizes alone."""
 
 
 def save_transformers(folder: Path, name: str, *, tied: bool = False, kind: str = "CausalLM") -> Any:

@@ -10,13 +10,25 @@ from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention.bias import CausalBias
 
-from tests.models.attention_cases import LENGTH, PACKED, PACKINGS, ROWS, attend, inputs, with_gradients
+from tests.models.attention_cases import (
+    LENGTH,
+    PACKED,
+    PACKINGS,
+    ROWS,
+    WINDOWS,
+    attend,
+    by_definition,
+    inputs,
+    weighed,
+    with_gradients,
+)
 from tests.models.small_llama import build, small, tokens_and_labels
 from tests.models.varlen_on_cpu import give_varlen_a_cpu_kernel
 from toolkit.models.common import attention_blockwise
-from toolkit.models.common.attention import attention_mask, causal_mask, sdpa
+from toolkit.models.common.attention import attention_backend
 from toolkit.models.common.attention_blockwise import attend as blockwise_attention
 from toolkit.models.common.attention_blockwise import document_starts
+from toolkit.models.common.attention_sdpa import attention_mask, causal_mask, sdpa
 from toolkit.models.common.attention_varlen import document_bounds, query_bounds
 
 
@@ -114,6 +126,59 @@ def test_pieces_of_the_queries_give_what_all_of_them_give(name: str, pieces: int
         )
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", ["sdpa", "flex", "varlen", "blockwise"])
+def test_windows(name: str, window: int) -> None:
+    """Within them all back ends attend as the definition says, by pieces of the queries too."""
+    give_varlen_a_cpu_kernel()
+    qkv = [x.requires_grad_(name != "flex") for x in inputs(8, 2)]
+    for documents in (None, *PACKINGS):
+        out = by_definition(qkv, documents, window)
+        expected = [out.detach()]
+        if name != "flex":
+            expected += torch.autograd.grad(weighed(out), qkv)
+        for pieces in (1, 4):
+            leaves = [x.detach() for x in qkv]
+            function = attend if name == "flex" else with_gradients
+            found = function(name, leaves, documents, pieces, window)
+            torch.testing.assert_close(
+                [found] if isinstance(found, Tensor) else found, expected, rtol=1e-12, atol=1e-12
+            )
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flash", "flex", "varlen", "blockwise"])
+def test_a_window_that_hides_nothing_changes_nothing(name: str) -> None:
+    """Nor costs anything: the mask is the one without it."""
+    cpu = torch.device("cpu")
+    plain, windowed = attention_backend(name), attention_backend(name, LENGTH)
+    for documents in (None,) if name == "flash" else (None, PACKED):
+        masks = [backend.mask(documents, ROWS, LENGTH, cpu, first=50) for backend in (plain, windowed)]
+        if name == "flex":
+            masks = [mask.to_dense() for mask in masks]
+        torch.testing.assert_close(*masks, rtol=0, atol=0)
+    if name == "sdpa":
+        assert windowed.mask(None, ROWS, LENGTH, cpu) is None
+    if name == "flash":
+        with pytest.raises(ValueError, match="beyond their window"):
+            windowed.mask(None, ROWS, LENGTH + 1, cpu)
+
+
+def test_blockwise_computes_no_block_that_a_window_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv, seen = inputs(8, 2), []
+    blocks = attention_blockwise._blocks
+
+    def counted(*arguments):
+        for block in blocks(*arguments):
+            seen.append(block.keys.stop - block.keys.start)
+            yield block
+
+    monkeypatch.setattr(attention_blockwise, "_blocks", counted)
+    attend("blockwise", qkv, None, window=20)
+    queries = attention_blockwise._QUERY_BYTES // 8
+    assert max(seen) == queries + 19 and len(seen) == ROWS * -(-LENGTH // queries)
+
+
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_the_mask_for_cuda_means_the_dense_one(kv_heads: int) -> None:
     q, k, v = inputs(8, kv_heads)
@@ -176,7 +241,9 @@ def test_query_bounds_mean_the_last_rows_of_the_mask(documents: Tensor, data: st
 def test_a_compiled_block_serves_every_packing(name: str) -> None:
     give_varlen_a_cpu_kernel()
     tokens, labels = tokens_and_labels(ROWS, LENGTH)
-    eager, compiled = build(small(n_layers=1)), build(small(n_layers=1), attention=name)
+    args = small("mistral0.1", n_layers=1)
+    assert args.sliding_window and args.sliding_window < LENGTH
+    eager, compiled = build(args), build(args, attention=name)
     compiled.layers["0"] = checkpoint_wrapper(compiled.layers["0"])
     # aot_eager traces as inductor does, without its seconds of C++. A change of documents must not
     # compile again: the limit of recompilations would end the run after a few steps.

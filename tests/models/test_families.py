@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.models.families import FAMILIES, read, save_transformers
+from tests.models.families import FAMILIES, RELEASES, read, save_transformers
 from tests.models.small_llama import tokens_and_labels
 from toolkit.data.chat.formats import chat_format
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
@@ -28,7 +28,8 @@ from toolkit.weights.safetensors import SafetensorsFolder
 
 TRL = importlib.util.find_spec("trl")
 every_family = pytest.mark.parametrize("name", FAMILIES)
-SIZES = [(name, flavor) for name, family in FAMILIES.items() for flavor in family.parameters]
+PARAMETERS = {name: family.parameters for name, family in FAMILIES.items()} | RELEASES
+SIZES = [(name, flavor) for name, sizes in PARAMETERS.items() for flavor in sizes]
 
 
 @pytest.mark.parametrize(("name", "flavor"), SIZES)
@@ -47,7 +48,7 @@ def test_sizes_are_those_that_were_published(name: str, flavor: str, tmp_path: P
     assert ours == {name: it.shape for name, it in theirs.named_parameters()}
     assert all(adapter.to_hf(str(adapter.from_hf(name))) == name for name in ours)
     found = sum(shape.numel() for shape in ours.values())
-    assert parameter_count(args) == found == FAMILIES[name].parameters[flavor]
+    assert parameter_count(args) == found == PARAMETERS[name][flavor]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -78,7 +79,7 @@ def test_logits_loss_and_gradients(name: str, tied: bool, tmp_path: Path) -> Non
 def test_documents_of_a_row_are_what_they_are_alone(name: str, tmp_path: Path) -> None:
     reference, model = save_transformers(tmp_path, name), read(tmp_path)
     tokens, _ = tokens_and_labels(1, 120)
-    lengths = (50, 1, 69)
+    lengths = (50, 1, 69)  # of which two are longer than the windows of these models
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with torch.no_grad():
@@ -169,14 +170,29 @@ def test_an_absent_field_is_what_it_is_for_transformers(name: str, tmp_path: Pat
         theirs.max_position_embeddings,
         theirs.tie_word_embeddings,
     )
-    assert set(theirs.layer_types) == {"full_attention"}
+    assert set(getattr(theirs, "layer_types", ["full_attention"])) == {"full_attention"}
+
+
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": None}, {"sliding_window": 64}], ids=str)
+def test_the_window_of_a_mistral_is_what_it_is_for_transformers(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
+    folder = _config_without(tmp_path, "mistral0.1", "sliding_window", **fields)
+    args = read_hf_config(folder)
+    assert args.sliding_window == AutoConfig.from_pretrained(folder).sliding_window
+    written = spec("mistral").hf_config().write(args, dtype="float32", bos=1, eos=2, pad=None)
+    assert written["sliding_window"] == args.sliding_window
+    (folder / "config.json").write_text(json.dumps(written | {"sliding_window": 0}))
+    with pytest.raises(DataError, match="sliding_window = 0: must be a positive whole number"):
+        read_hf_config(folder)
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"use_sliding_window": True}, "use_sliding_window = true: must be false"),
-        ({"use_sliding_window": True, "sliding_window": 64}, "sliding_window = 64: must be absent"),
         ({"layer_types": ["sliding_attention"]}, "layer_types"),
         ({"attention_bias": True}, "attention_bias = true: must be false: the output projection of a"),
         ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
@@ -191,9 +207,15 @@ def test_what_would_compute_something_else_is_refused(
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("mistral")])
+def test_a_window_is_refused_of_families_without_one(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="sliding_window = 64: must be absent"):
+        read_hf_config(_config_without(tmp_path, name, use_sliding_window=True, sliding_window=64))
+
+
 @pytest.mark.skipif(TRL is None, reason="trl is not installed")
 @pytest.mark.parametrize("generation_prompt", [True, False])
-@every_family
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.template])
 def test_chat_prompts(name: str, generation_prompt: bool, tmp_path: Path) -> None:
     """By a tokenizer with the word pattern of Qwen2 and later, and the template that comes with one."""
     from transformers import Qwen2Tokenizer

@@ -150,7 +150,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        (as_json(model_type="mistral"), "model_type = 'mistral'"),
+        (as_json(model_type="gemma2"), "model_type = 'gemma2'"),
         (as_json(model_type="gemma2"), "model_type = 'gemma2'"),
         (as_json(architectures=["LlamaForTokenClassification"]), "architectures"),
         (

@@ -8,7 +8,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from tests.models.small_llama import VOCAB, build, small, tokens_and_labels
 from toolkit.models.common.args import parameter_count
-from toolkit.models.common.attention import attention_mask, sdpa
+from toolkit.models.common.attention_sdpa import attention_mask, sdpa
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.init import init_rule
 from toolkit.models.common.parameters import parameter_names

@@ -35,10 +35,13 @@ def _probabilities(
     query_document = torch.searchsorted(q_bounds, queries, right=True)
     key_document = torch.searchsorted(k_bounds, keys, right=True)
     seen = query_document[:, None] == key_document
-    assert window[0] == -1
+    # Counted from the ends of their document, which queries and keys have in common.
+    query_place = (queries - q_bounds[query_document])[:, None]
+    key_place = keys - k_bounds[key_document]
+    if window[0] != -1:
+        seen &= query_place - key_place <= window[0]
     if window[1] != -1:
-        before_end = (q_bounds[query_document] - queries)[:, None]
-        seen &= before_end <= k_bounds[key_document] - keys + window[1]
+        seen &= key_place - query_place <= window[1]
     k_THE = k_TKE.repeat_interleave(q_THE.shape[1] // k_TKE.shape[1], dim=1)
     scores = torch.einsum("qhe,khe->hqk", q_THE, k_THE) / math.sqrt(q_THE.shape[-1])
     return scores.masked_fill(~seen, -math.inf).softmax(-1)
@@ -46,7 +49,7 @@ def _probabilities(
 
 def _forward(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None,
              window_size=None, *_):  # fmt: skip
-    assert is_causal == (window_size == [-1, 0]) and scale is None
+    assert is_causal == (window_size == [-1, 0]) and window_size[1] == 0 and scale is None
     p = _probabilities(query, key, cu_seq_q, cu_seq_k, max_q, max_k, window_size)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     out = torch.einsum("hqk,khe->qhe", p, value).contiguous()

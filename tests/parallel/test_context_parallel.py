@@ -70,6 +70,7 @@ class Case:
     kv_heads: int = 2
     packing: int | None = 0
     """Which of ``PACKINGS``; None is whole rows."""
+    window: int | None = None
 
 
 CASES = [
@@ -79,6 +80,12 @@ CASES = [
     *(Case("flash", size, balanced, 2, None) for size, balanced in product((2, 4), (True, False))),
     *(Case("ring", *them) for them in product((2, 4), (True, False), (8, 2), (0, 1, 2, None))),
     *(Case("flex", size, True, 2, packing) for size, packing in product((2, 4), (0, None))),
+    *(
+        Case(name, *them)
+        for name in ("sdpa", "blockwise", "varlen", "ring")
+        for them in product((2, 4), (True, False), (2,), (0, None), (3, 64))
+    ),
+    *(Case("ring", 4, True, 8, 2, window) for window in (1, 25, 26, 150)),
 ]
 
 COUNTED = [Case("sdpa", 4, True), Case("sdpa", 2, True, 2, None), Case("ring", 4, True, 2, None)]
@@ -94,7 +101,7 @@ def _beside_whole(case: Case, mesh: DeviceMesh) -> float:
     whole = [x.requires_grad_(trained) for x in inputs(8, case.kv_heads, dtype)]
     mine = [shards.cut(x.detach()).requires_grad_(trained) for x in whole]
     mask = attention.mask(documents, ROWS, LENGTH // case.size, torch.device("cpu"))
-    found, expected = attention(*mine, mask), attend("sdpa", whole, documents)
+    found, expected = attention(*mine, mask), attend("sdpa", whole, documents, window=case.window)
     distances = [found - shards.cut(expected)]
     if trained:
         # Of a rank, its share of the sum over the sequence: the ranks add up the gradients.
@@ -107,8 +114,8 @@ def _beside_whole(case: Case, mesh: DeviceMesh) -> float:
 def _attention(case: Case, mesh: DeviceMesh) -> AttentionBackend:
     shards = SequenceShards(mesh.get_local_rank(), case.size, case.balanced)
     if case.backend == "ring":
-        return RingAttention(shards, mesh)
-    return ContextParallelAttention(attention_backend(case.backend), shards, mesh)
+        return RingAttention(shards, mesh, case.window)
+    return ContextParallelAttention(attention_backend(case.backend, case.window), shards, mesh)
 
 
 def _costs(case: Case, mesh: DeviceMesh) -> tuple[dict[str, int], int]:
@@ -215,7 +222,12 @@ def test_a_run_with_a_ring_is_the_run_that_gathers(world: list[dict[str, Any]], 
             assert step[0] == pytest.approx(step[1], rel=1e-11)  # fp64 in another order, through an update
 
 
-def test_a_ring_on_cuda_has_no_documents() -> None:
+def test_a_ring_on_cuda_has_no_documents_and_no_window() -> None:
     ring = RingAttention.__new__(RingAttention)
-    with pytest.raises(ValueError, match="takes no mask"):
+    ring.shards, ring.window = SequenceShards(0, 2), 2 * LENGTH - 1
+    with pytest.raises(ValueError, match="takes no mask, so that documents"):
         ring.mask(PACKED, ROWS, LENGTH, torch.device("cuda"))
+    with pytest.raises(ValueError, match="takes no mask, so that tokens"):
+        ring.mask(None, ROWS, LENGTH, torch.device("cuda"))
+    ring.window = 2 * LENGTH
+    assert ring.mask(None, ROWS, LENGTH, torch.device("cuda")) is None

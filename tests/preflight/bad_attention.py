@@ -17,6 +17,13 @@ CASES: list[Bad] = [
         hardware=H100,
     ),
     bad(
+        "attention_takes_window",
+        "model.attention=flash data.document_mask=false model.name=mistral0.1",
+        "the model's, 16 tokens, is shorter than a sequence",
+        'set it to "varlen", or training.seq_len to 16 or less',
+        hardware=H100,
+    ),
+    bad(
         "attention_takes_precision",
         "model.attention=flash data.document_mask=false training.mixed_precision_param=float32",
         "flash computes in bfloat16",

@@ -106,4 +106,12 @@ CASES = [
         world=2,
         hardware=H100,
     ),
+    bad(
+        "ring_has_a_kernel",
+        f"{ROTATE}=alltoall {CP}=2 data.document_mask=false model.name=mistral0.1",
+        "has no window, and the model's, of 16 tokens",
+        'training.seq_len to 16 or less, or keep "allgather"',
+        world=2,
+        hardware=H100,
+    ),
 ]

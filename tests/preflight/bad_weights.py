@@ -90,7 +90,7 @@ def _alike(rule: str, flags: str, prepares: dict[str, Callable[[Path], Any]]) ->
 
 
 NOT_LLAMA = {
-    "model_type = 'mistral'": _model(model_type="mistral"),
+    "model_type = 'gemma2'": _model(model_type="gemma2"),
     "sliding_window = 4096": _model(sliding_window=4096),
     "attention_bias = true | mlp_bias = true": _model(attention_bias=True, mlp_bias=True),
     'hidden_act = "gelu"': _model(hidden_act="gelu"),

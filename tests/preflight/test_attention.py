@@ -48,7 +48,12 @@ def test_auto_takes_what_the_flavor_names_and_the_device_can_train(
             H100,
             "this run takes varlen: model.attention goes before it",
         ),
-        (["--model.attention=sdpa"], H100, "dense mask of seq_len² bytes"),
+        (["--model.attention=sdpa"], H100, "dense mask of seq_len² bytes a sample for the documents, and"),
+        (
+            ["--model.attention=sdpa", "--model.name=mistral0.1", "--data.no-document_mask"],
+            H100,
+            "dense mask of seq_len² bytes a sample for the model's window, and",
+        ),
     ],
 )
 def test_note(flags, hardware, note) -> None:

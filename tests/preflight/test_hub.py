@@ -48,6 +48,7 @@ def test_a_published_name_means_itself_and_is_a_preset() -> None:
             "hf download HuggingFaceTB/SmolLM2-135M --local-dir ./SmolLM2-135M ",
             False,
         ),
+        ("mistral-7B-v0.3", "hf download mistralai/Mistral-7B-v0.3 --local-dir mistral-7B-v0.3 ", False),
         ("models/Qwen2.5-7B", "hf download Qwen/Qwen2.5-7B --local-dir models/Qwen2.5-7B ", False),
         ("Qwen/qwen2.5-0.5b-instruct", "hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir ", False),
         ("Qwen/Qwen2.5-Coder-7B", "hf download Qwen/Qwen2.5-Coder-7B --local-dir ./Qwen2.5-Coder-7B ", False),

@@ -154,6 +154,8 @@ def _prefix(fields: Fields, args: ModelArgs) -> Finetune:
         fields.refuse("num_transformer_submodules", "must be 1: a decoder has one")
     if fields.count("num_layers", args.n_layers) != args.n_layers:
         fields.refuse("num_layers", f"the model has {args.n_layers}")
+    if args.sliding_window:
+        fields.refuse("peft_type", "the window of this model hides PEFT's prefix, and none of ours")
     tokens = PrefixTuning(num_virtual_tokens=fields.count("num_virtual_tokens"))
     return Finetune(adapter="prefix_tuning", prefix_tuning=tokens)
 
@@ -287,6 +289,8 @@ def peft_config(
 
 def without_peft_form(args: ModelArgs, options: Finetune, replaced: Iterable[str] = ()) -> str:
     """Why PEFT cannot hold an adapter; "" where it can."""
+    if options.adapter == "prefix_tuning" and args.sliding_window:
+        return "the window of this model would hide its prefix, and hides none of ours"
     if options.adapter == "llama_adapter" and options.llama_adapter.gate == "head":
         return 'its gate is one for each head, as in the paper (finetune.llama_adapter.gate = "head")'
     if options.adapter == "llama_adapter" and (

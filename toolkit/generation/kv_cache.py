@@ -5,6 +5,8 @@ each row, whose keys and values are added to those kept, and whose queries see a
 at their end, so that all of them go on in the same column: a row shorter than the others begins with padding,
 which no token sees.
 
+Of a window, a token reads the columns that it sees, and all are kept.
+
 Buffers are extended by half when they are full. For a compiled forward of one token they are fixed: shapes
 and addresses stay, columns that are not written yet are masked, and the column to write to is a tensor.
 
@@ -22,20 +24,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.models.common.attention import SDPA, AttentionBackend, AttentionMask, Prefix
+from toolkit.models.common.attention import AttentionBackend, AttentionMask, Prefix
+from toolkit.models.common.attention_sdpa import SDPA
 from toolkit.models.common.decoder import Decoder, TransformerBlock
 
 
 @dataclass(frozen=True)
 class Window:
     """The columns ``start`` to ``end`` of the new tokens, and what these may see. For several tokens ``mask``
-    is that of the back end ``within``. For one it is (B, 1, 1, T), or None for all columns; in fixed buffers
-    ``column`` (1,) is the token's, and the mask is of all that there are."""
+    is that of the back end ``within``. For one it is (B, 1, 1, T), of the columns from ``oldest`` on, or None
+    for all of those; in fixed buffers ``column`` (1,) is the token's, and the mask is of all columns."""
 
     start: int
     end: int
     mask: AttentionMask
     within: Any = None
+    oldest: int = 0
     column: Tensor | None = None
 
 
@@ -94,24 +98,23 @@ class KVCache:
         """The next ``length`` columns, within :meth:`attached`; each row is a document of its own."""
         if self.fixed and self.begun and length == 1:
             seen_BT = (self.columns <= self.column) & (self.columns >= self.padding[:, None])
+            if reach := self.plain.reach(len(self.columns)):
+                seen_BT &= self.columns > self.column - reach
             return Window(0, len(self.columns), seen_BT[:, None, None], column=self.column)
         start, end = self.length, self.length + length
         real_BT = torch.arange(end, device=device) >= self.padding[:, None] if self.padded else None
         if length == 1:
-            return Window(start, end, None if real_BT is None else real_BT[:, None, None])
+            oldest = end - (self.plain.reach(end) or end)
+            mask = None if real_BT is None else real_BT[:, None, None, oldest:]
+            return Window(start, end, mask, oldest=oldest)
         # Padding is a document of its own, so that no row of a softmax is empty. Not all back ends take any.
-        within = self.plain if real_BT is None or _takes_documents(self.plain) else SDPA()
+        within = self.plain if real_BT is None or self.plain.takes_padding else SDPA(self.plain.window)
         documents = None if real_BT is None else real_BT.long()
         mask = within.mask(documents, len(self.padding), end, device, first=start)
         return Window(start, end, mask, within)
 
 
-def _takes_documents(backend: AttentionBackend) -> bool:
-    """Say if ``backend`` is the one of CPUs that needs no dense mask for documents."""
-    return type(backend).__module__.endswith("attention_blockwise")
-
-
-class _CachedAttention:
+class _CachedAttention(AttentionBackend):
     """One block's attention back end: adds the new keys and values to those it keeps and attends to all.
 
     The learned tokens of a prefix are kept before the first column, where every query sees them."""
@@ -154,7 +157,12 @@ class _CachedAttention:
             for buffer, x_PKE in zip((k_BKTE, v_BKTE), prefix, strict=True):
                 buffer[:, :, :first] = x_PKE.transpose(0, 1)
         if q_BSHE.shape[1] == 1:
-            return _attend_one(q_BSHE, k_BKTE[:, :, :end], v_BKTE[:, :, :end], seen)
+            begin = first + mask.oldest if mask.oldest else 0
+            keys, values = k_BKTE[:, :, begin:end], v_BKTE[:, :, begin:end]
+            if first and begin:  # a window does not hide the prefix
+                keys = torch.cat([k_BKTE[:, :, :first], keys], dim=2)
+                values = torch.cat([v_BKTE[:, :, :first], values], dim=2)
+            return _attend_one(q_BSHE, keys, values, seen)
         if mask.start:
             k_BSKE, v_BSKE = (x[:, :, first:end].transpose(1, 2) for x in (k_BKTE, v_BKTE))
         learned = () if prefix is None else (prefix,)

@@ -1,8 +1,9 @@
 """Model FLOPs per token and peak rates of devices, for MFU. Imports no torch.
 
 The convention is PaLM's and torchtitan's: 6 per parameter outside the embedding table, plus
-12 · layers · heads · head dim · sequence for attention over the full square, masked or not. What is
-recomputed by activation checkpointing does not count.
+12 · layers · heads · head dim · sequence for attention over the full square, masked or not; where a window
+is shorter than the sequence, its length stands in for the sequence's. What is recomputed by activation
+checkpointing does not count.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from toolkit.models.common.args import ModelArgs, block_parameters, head_paramet
 def flops_per_token(args: ModelArgs, *, seq_len: int, causal: bool = False) -> float:
     """FLOPs of forward and backward for one token.
 
-    ``causal`` counts only the lower triangle of attention, half of it: some systems publish that. A tied head
-    counts as an untied one, for its matmul is the same.
+    ``causal`` counts only what is seen, half of the square without a window: some systems publish that. A
+    tied head counts as an untied one, for its matmul is the same.
     """
     parameters = args.n_layers * sum(block_parameters(args)) + args.dim + head_parameters(args)
-    square = 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
-    return float(6 * parameters + (square // 2 if causal else square))
+    seen = min(seq_len, args.sliding_window or seq_len)
+    square = 12 * args.n_layers * args.n_heads * args.head_dim * seen
+    return float(6 * parameters + (square - square * seen // (2 * seq_len) if causal else square))
 
 
 # Dense bf16 tensor-core peak in TFLOP/s, accumulating in fp32, from the vendors' data sheets and white

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from toolkit.data.chat.base import ChatFormat
     from toolkit.models.common.tiktoken_form import TiktokenForm
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Folders beside this file; a config.json that does not say what it is is of the first."""
 
 

@@ -57,7 +57,7 @@ class SequenceShards:
         return torch.cat([parts[held.index(piece)] for piece in range(self.pieces)], dim=1)
 
 
-class ContextParallelAttention:
+class ContextParallelAttention(AttentionBackend):
     """A back end's attention of this rank's queries to the keys and values of all ranks.
 
     A piece of queries sees no key after its own end, so that each is computed with just the keys until
@@ -111,7 +111,7 @@ def apply_context_parallel(
     if ring:
         from toolkit.parallel.ring_attention import RingAttention
 
-        model.attention = RingAttention(shards, mesh)
+        model.attention = RingAttention(shards, mesh, model.attention.window)
     else:
         model.attention = ContextParallelAttention(model.attention, shards, mesh)
     for module in model.modules():

@@ -6,7 +6,8 @@ their gradients with them. A rank holds its own and those under way, never all, 
 backward; in return it sends them twice, and calls a kernel for each two pieces.
 
 It takes a kernel that hands out its log-sum-exp and takes one back: torch's flash attention. The CPU's takes
-a mask for the documents of two pieces; CUDA's has none, and computes in 16 bits.
+a mask for the documents of two pieces, and for a window; CUDA's has none, and computes in 16 bits. A piece
+that a window hides whole costs no kernel.
 
 Shapes: B batch, S a rank's part of the sequence, P a piece of it, H heads, K key/value heads, E head dim.
 """
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from toolkit.models.common.attention import AttentionBackend
 from toolkit.parallel.context_parallel import SequenceShards
 
 _aten, _ops = torch.ops.aten, torch.ops._c10d_functional
@@ -29,10 +31,11 @@ _UNSEEN = -1e30
 part has a finite result then, and next to no weight beside the others."""
 
 
-class RingAttention:
+class RingAttention(AttentionBackend):
     """Causal attention of this rank's queries to the keys and values of all ranks, one rank's at a time."""
 
-    def __init__(self, shards: SequenceShards, mesh: DeviceMesh):
+    def __init__(self, shards: SequenceShards, mesh: DeviceMesh, window: int | None = None):
+        super().__init__(window)
         self.shards = shards
         self.group = mesh.get_group()
 
@@ -42,10 +45,13 @@ class RingAttention:
         """``documents_BS`` of whole sequences: each two pieces make their own mask of them."""
         if documents_BS is not None and device.type == "cuda":
             raise ValueError("the flash kernel takes no mask, so that documents would see one another")
+        if self.reach(length * self.shards.size) and device.type == "cuda":
+            raise ValueError("the flash kernel takes no mask, so that tokens would see beyond their window")
         return documents_BS
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:
-        return _Ring.apply(q_BSHE, k_BSKE, v_BSKE, mask, self.shards, self.group)
+        window = self.reach(q_BSHE.shape[1] * self.shards.size)
+        return _Ring.apply(q_BSHE, k_BSKE, v_BSKE, mask, window, self.shards, self.group)
 
 
 class _Ring(torch.autograd.Function):
@@ -56,6 +62,7 @@ class _Ring(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         documents: Tensor | None,
+        window: int | None,
         shards: SequenceShards,
         group: dist.ProcessGroup,
     ) -> Tensor:
@@ -65,19 +72,19 @@ class _Ring(torch.autograd.Function):
         held = torch.stack([k, v])
         for step in range(shards.size):
             arriving = _hand_on(held, shards, group) if step + 1 < shards.size else held
-            for i, j, one, other in _seen(shards, step):
+            for i, j, one, other in _seen(shards, step, queries[0].shape[2], window):
                 keys, values = _piece(held, j, len(pieces))
-                mask = _mask(documents, shards, one, other, q.dtype)
+                mask = _mask(documents, shards, one, other, queries[i], window)
                 sums[i] = _merged(sums[i], _attend(queries[i], keys, values, one == other, mask))
             held = _arrived(arriving, held)
         found = [part for part in sums if part is not None]
         out = torch.cat([part for part, _ in found], dim=2).to(q.dtype)
         ctx.save_for_backward(q, k, v, documents, out, torch.cat([lse for _, lse in found], dim=2))
-        ctx.shards, ctx.group = shards, group
+        ctx.shards, ctx.group, ctx.window = shards, group, window
         return out.transpose(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
         q, k, v, documents, out, lse = ctx.saved_tensors
         shards, group = ctx.shards, ctx.group
         n = len(shards.of(shards.rank))
@@ -89,9 +96,9 @@ class _Ring(torch.autograd.Function):
         grad_held = torch.zeros(held.shape, dtype=precise, device=q.device)
         for step in range(shards.size):
             arriving = _hand_on(held, shards, group) if step + 1 < shards.size else held
-            for i, j, one, other in _seen(shards, step):
+            for i, j, one, other in _seen(shards, step, queries[0][0].shape[2], ctx.window):
                 keys, values = _piece(held, j, n)
-                mask = _mask(documents, shards, one, other, q.dtype)
+                mask = _mask(documents, shards, one, other, queries[i][0], ctx.window)
                 parts = _attend_backward(queries[i], keys, values, one == other, mask)
                 sums = (_piece(grad_q[None], i, n)[0], *_piece(grad_held, j, n))
                 for total, part in zip(sums, parts, strict=True):
@@ -100,30 +107,45 @@ class _Ring(torch.autograd.Function):
             # After the last step these have come home.
             grad_held = _arrived(_hand_on(grad_held, shards, group), grad_held)
         grad_k, grad_v = grad_held.to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None
 
 
-def _seen(shards: SequenceShards, step: int) -> list[tuple[int, int, int, int]]:
-    """Which of this rank's pieces see which of those that it holds at ``step``, by their places here and then
-    in the sequence: a piece sees those before it, and of itself what is before each token."""
+def _seen(
+    shards: SequenceShards, step: int, size: int, window: int | None
+) -> list[tuple[int, int, int, int]]:
+    """Which of this rank's pieces, of ``size`` tokens, see which of those that it holds at ``step``, by their
+    places here and then in the sequence: a piece sees those before it that its window reaches, and of itself
+    what is before each token."""
     mine, theirs = shards.of(shards.rank), shards.of((shards.rank - step) % shards.size)
     return [
-        (i, j, one, other) for i, one in enumerate(mine) for j, other in enumerate(theirs) if other <= one
+        (i, j, one, other)
+        for i, one in enumerate(mine)
+        for j, other in enumerate(theirs)
+        if other <= one and (window is None or (one - other - 1) * size + 1 < window)
     ]
 
 
 def _mask(
-    documents: Tensor | None, shards: SequenceShards, one: int, other: int, dtype: torch.dtype
+    documents: Tensor | None, shards: SequenceShards, one: int, other: int, q: Tensor, window: int | None
 ) -> Tensor | None:
-    """Build the mask that keeps the queries of piece ``one`` within their documents among the keys of piece
-    ``other``, to be added to scores: (B, 1, P, P); None for whole rows."""
-    if documents is None:
+    """Build the mask that keeps the queries ``q`` (B, H, P, E) of piece ``one`` within their documents and
+    their window among the keys of piece ``other``, to be added to scores: (B or 1, 1, P, P); None where it
+    hides nothing but what comes after a token."""
+    size = q.shape[2]
+    after = (one - other) * size  # tokens from the first key to the first query
+    if window is not None and after + size <= window:
+        window = None
+    if documents is None and window is None:
         return None
-    parts = documents.chunk(shards.pieces, dim=1)
-    same = parts[one][:, None, :, None] == parts[other][:, None, None, :]
+    same = torch.ones(1, 1, size, size, dtype=torch.bool, device=q.device)
+    if documents is not None:
+        parts = documents.chunk(shards.pieces, dim=1)
+        same = parts[one][:, None, :, None] == parts[other][:, None, None, :]
     if one == other:
         same = same.tril()
-    return torch.zeros_like(same, dtype=dtype).masked_fill(~same, _UNSEEN)
+    if window is not None:
+        same = same.triu(after + 1 - window)
+    return torch.zeros_like(same, dtype=q.dtype).masked_fill(~same, _UNSEEN)
 
 
 def _piece(held: Tensor, index: int, of: int) -> list[Tensor]:

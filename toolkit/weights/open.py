@@ -94,6 +94,7 @@ def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
         tie_embeddings=given.flag("tie_embeddings"),
         qk_norm=given.flag("qk_norm"),
         qkv_bias=given.flag("qkv_bias"),
+        sliding_window=given.count("sliding_window") if "sliding_window" in given.values else None,
         family=family if isinstance(family, str) else "",
         classifier=_classifier(given),
     )

@@ -116,7 +116,7 @@ def _policy(values: Values) -> str:
     return "TRANSFORMER_BASED_WRAP" if by_class else "SIZE_BASED_WRAP"
 
 
-_HUGGING_FACE = re.compile(r"(?:Llama|Qwen[23])(DecoderLayer|Attention|MLP|RMSNorm)$")
+_HUGGING_FACE = re.compile(r"(?:Llama|Mistral|Qwen[23])(DecoderLayer|Attention|MLP|RMSNorm)$")
 _OURS = {
     "DecoderLayer": "TransformerBlock",
     "Attention": "Attention",

@@ -83,3 +83,24 @@ def texts(messages: Sequence[Message]) -> list[tuple[str, str]]:
         if not isinstance(role, str) or not isinstance(content, str):
             raise DataError(f"message {index}: role and content must be text, not {role!r} and {content!r}")
     return pairs  # type: ignore[return-value]  # both have been looked at
+
+
+def exchanges(messages: Sequence[Message], model: str) -> tuple[str | None, list[str], list[str]]:
+    """The system message, if there is one, the questions, and the answers, of which the last may lack.
+
+    Raises:
+        DataError: other roles, or in another order, than those that ``model`` takes.
+    """
+    system = None
+    (role, content), *rest = texts(messages)
+    if role == "system":
+        system = content
+    else:
+        rest = [(role, content), *rest]
+    roles = [role for role, _ in rest]
+    if not rest or roles != [("user", "assistant")[index % 2] for index in range(len(rest))]:
+        raise DataError(
+            f"message roles {', '.join(roles) or 'system alone'}: {model} takes user and assistant in "
+            f"turns, after at most one system message"
+        )
+    return system, [content for _, content in rest[::2]], [content for _, content in rest[1::2]]

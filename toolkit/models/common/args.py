@@ -33,7 +33,8 @@ class ModelArgs:
     """Everything that fixes the architecture.
 
     ``head_dim`` usually is ``dim / n_heads``. With ``qk_norm`` each head of queries and keys is normalised
-    before it is rotated, with ``qkv_bias`` queries, keys and values have biases. ``family`` names the
+    before it is rotated, with ``qkv_bias`` queries, keys and values have biases, with a ``sliding_window`` a
+    token sees itself and the ``sliding_window`` - 1 before it. ``family`` names the
     :class:`~toolkit.models.common.spec.ModelSpec`. A ``classifier`` has no vocabulary's head, and nothing
     that is tied.
     """
@@ -52,6 +53,7 @@ class ModelArgs:
     tie_embeddings: bool = False
     qk_norm: bool = False
     qkv_bias: bool = False
+    sliding_window: int | None = None
     family: str = "llama"
     classifier: Classifier | None = None
 
@@ -65,7 +67,7 @@ INNER_CLASSES = ("Attention", "FeedForward", "Linear", "RMSNorm")
 """Classes of the modules inside a block."""
 WRAP_CLASSES = ("TransformerBlock", "Embedding", "OutputHead", *INNER_CLASSES)
 """Classes of the modules of a decoder: what FSDP may take as its units."""
-_FIXED = {"rope_scaling", "qk_norm", "qkv_bias", "family", "classifier"}
+_FIXED = {"rope_scaling", "qk_norm", "qkv_bias", "sliding_window", "family", "classifier"}
 _OVERRIDES = {field.name for field in fields(ModelArgs)} - _FIXED | {"rope_scaling_factor"}
 
 

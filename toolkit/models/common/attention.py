@@ -5,21 +5,28 @@ Shapes: B batch, S sequence, H heads, K key/value heads (H a multiple of K), E h
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 AttentionMask = Any
 """The return value of a back end's own ``mask``, made once a forward and handed to every block."""
 Prefix = tuple[Tensor, Tensor]
-"""Keys and values (P, K, E) that every query sees beside those of its row: :class:`SDPA` takes them."""
+"""Keys and values (P, K, E) that every query sees beside those of its row: SDPA takes them."""
 
 
-class AttentionBackend(Protocol):
-    """softmax(q kᵀ / √E) v, causal and within documents, each key head serving H / K query heads."""
+class AttentionBackend:
+    """softmax(q kᵀ / √E) v, causal and within documents, each key head serving H / K query heads.
+
+    With a ``window`` a query sees itself and the ``window`` - 1 tokens before it, no others.
+    ``takes_padding`` says if rows may begin with padding as a document, at any length and dtype.
+    """
+
+    takes_padding = False
+
+    def __init__(self, window: int | None = None):
+        self.window = window
 
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
@@ -30,102 +37,36 @@ class AttentionBackend(Protocol):
         ``length`` tokens of S, queries those from ``first`` on: all S of both, unless the sequence is
         split over ranks.
         """
+        raise NotImplementedError
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
         """Returns the shape of the queries."""
+        raise NotImplementedError
+
+    def reach(self, length: int) -> int | None:
+        """The window, or None where it hides nothing among ``length`` tokens."""
+        return self.window if self.window is not None and self.window < length else None
 
 
-def attention_backend(name: str) -> AttentionBackend:
+def attention_backend(name: str, window: int | None = None) -> AttentionBackend:
     """The back end called "sdpa", "flash", "flex", "varlen" or "blockwise"."""
     if name == "blockwise":
         from toolkit.models.common.attention_blockwise import Blockwise
 
-        return Blockwise()
+        return Blockwise(window)
     if name == "flex":  # these two import torch's compiler
         from toolkit.models.common.attention_flex import FlexAttention
 
-        return FlexAttention()
+        return FlexAttention(window)
     if name == "varlen":
         from toolkit.models.common.attention_varlen import VarlenAttention
 
-        return VarlenAttention()
+        return VarlenAttention(window)
     if name == "flash":
         from toolkit.models.common.attention_flash import Flash
 
-        return Flash()
+        return Flash(window)
     assert name == "sdpa", name
-    return SDPA()
+    from toolkit.models.common.attention_sdpa import SDPA
 
-
-class SDPA:
-    """torch's scaled_dot_product_attention: every device, with a dense mask where there are documents."""
-
-    def mask(
-        self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
-    ) -> Tensor | None:
-        if documents_BS is None:
-            return causal_mask(length, device, first)
-        return attention_mask(documents_BS[:, :length], first)
-
-    def __call__(
-        self,
-        q_BSHE: Tensor,
-        k_BSKE: Tensor,
-        v_BSKE: Tensor,
-        mask: Tensor | None,
-        prefix: Prefix | None = None,
-    ) -> Tensor:
-        if prefix is not None:
-            mask = prefix_mask(mask, q_BSHE.shape[1], k_BSKE.shape[1], len(prefix[0]), q_BSHE.device)
-            k_BSKE, v_BSKE = (
-                torch.cat([x_PKE.to(x.dtype).expand(len(x), -1, -1, -1), x], dim=1)
-                for x_PKE, x in zip(prefix, (k_BSKE, v_BSKE), strict=True)
-            )
-        return sdpa(q_BSHE, k_BSKE, v_BSKE, mask)
-
-
-def attention_mask(documents_BS: Tensor, first: int = 0) -> Tensor:
-    """Causal attention within documents: tokens of one document have one id, whatever it is. (B, 1, Q, S)
-    for the Q queries from ``first`` on.
-
-    Padding has an id of its own: it sees itself, so that no row of the softmax is empty.
-    """
-    same_B1QS = documents_BS[:, None, first:, None] == documents_BS[:, None, None, :]
-    return same_B1QS.tril_(first)
-
-
-def causal_mask(length: int, device: torch.device, first: int = 0) -> Tensor | None:
-    """Mask of the queries from ``first`` on to ``length`` keys; None is torch's own causal mask, of all."""
-    if first == 0:
-        return None
-    if device.type == "cuda":  # a form that the flash kernel takes, where a dense mask is not
-        return causal_lower_right(length - first, length)
-    return torch.ones(length - first, length, dtype=torch.bool, device=device).tril_(first)
-
-
-def prefix_mask(mask: Tensor | None, queries: int, keys: int, prefix: int, device: torch.device) -> Tensor:
-    """``mask`` of ``queries`` and ``keys``, with ``prefix`` keys before them that all queries see."""
-    if mask is None or isinstance(mask, CausalBias):
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
-    return F.pad(mask, (prefix, 0), value=True)
-
-
-def sdpa(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q kᵀ / √E) v over what the mask allows, with each key head serving H / K query heads.
-
-    Returns the shape of the queries.
-    """
-    q_BHSE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
-    group = q_BHSE.shape[1] // k_BKSE.shape[1]
-    # Of CUDA's fused kernels flash alone takes grouped heads, which has no masks and no fp32 (cuDNN's, with
-    # both, is preferred on few GPUs: sdp_utils.cpp). The fallback keeps all S x S scores, beside which
-    # repeated keys are small.
-    plain = mask is None or isinstance(mask, CausalBias)
-    flash = plain and q_BHSE.dtype in (torch.bfloat16, torch.float16)
-    grouped = group > 1 and (flash or not q_BHSE.is_cuda)
-    if group > 1 and not grouped:
-        k_BKSE, v_BKSE = (torch.repeat_interleave(x, group, dim=1) for x in (k_BKSE, v_BKSE))
-    out_BHSE = F.scaled_dot_product_attention(
-        q_BHSE, k_BKSE, v_BKSE, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-    )
-    return out_BHSE.transpose(1, 2)
+    return SDPA(window)

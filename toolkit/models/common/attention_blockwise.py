@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from toolkit.models.common.attention import AttentionBackend
+
 _QUERY_BYTES = 256
 """Queries of a block times the bytes of a number: 128 in bfloat16, 64 in fp32. Fewer waste less on what
 causality hides, more make wider products, which gain most in bfloat16."""
@@ -29,14 +31,21 @@ _SCORE_BYTES = 1 << 20
 """Bytes of scores that are there at once."""
 
 
-class Blockwise:
-    """Attention of queries in blocks, for CPUs: any dtype, grouped heads, documents."""
+class Blockwise(AttentionBackend):
+    """Attention of queries in blocks, for CPUs: any dtype, grouped heads, documents, windows."""
+
+    takes_padding = True
 
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
     ) -> Tensor | None:
-        """The column (B, Q) at which each query's document begins; None for one document a row."""
-        return None if documents_BS is None else document_starts(documents_BS[:, :length])[:, first:]
+        """The first column (B, Q) that each query sees, of its document and window; None where all begin at
+        the first of the row."""
+        starts_BQ = None if documents_BS is None else document_starts(documents_BS[:, :length])[:, first:]
+        if (window := self.reach(length)) is None:
+            return starts_BQ
+        window_Q = torch.arange(first, length, device=device).sub_(window - 1).clamp_(min=0)
+        return window_Q.expand(rows, -1) if starts_BQ is None else starts_BQ.maximum(window_Q)
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:
         return attend(q_BSHE, k_BSKE, v_BSKE, mask)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from toolkit.models.common.attention import causal_mask, sdpa
+from toolkit.models.common.attention import AttentionBackend
+from toolkit.models.common.attention_sdpa import causal_mask, sdpa
 
 
-class Flash:
+class Flash(AttentionBackend):
     """``SDPA`` that raises where torch would take another kernel than flash, which has no masks."""
 
     def mask(
@@ -20,6 +21,8 @@ class Flash:
     ) -> Tensor | None:
         if documents_BS is not None:
             raise ValueError("the flash kernel takes no mask, so that documents would see one another")
+        if self.reach(length):
+            raise ValueError("the flash kernel takes no mask, so that tokens would see beyond their window")
         return causal_mask(length, device, first)
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:

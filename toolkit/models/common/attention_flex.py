@@ -16,6 +16,8 @@ from torch import Tensor
 from torch._higher_order_ops import wrap
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from toolkit.models.common.attention import AttentionBackend
+
 # Wrapped, what is compiled by itself can be kept by selective checkpointing; otherwise it is computed again.
 # Wrappers older than this class failed with flex_attention (torchtitan issue 2463).
 _OPTIONS: dict[str, Any] = (
@@ -23,19 +25,22 @@ _OPTIONS: dict[str, Any] = (
 )
 
 
-class FlexAttention:
+class FlexAttention(AttentionBackend):
     """torch's flex_attention over a mask of 128 x 128 blocks."""
 
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
     ) -> BlockMask:
+        window = self.reach(length)
+
+        def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            seen = query + first >= key
+            return seen if window is None else seen & (query + first < key + window)
+
         def within_document(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             assert documents_BS is not None
             same = documents_BS[row, query + first] == documents_BS[row, key]
-            return (query + first >= key) & same
-
-        def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return query + first >= key
+            return causal(row, head, query, key) & same
 
         # Compiled, it never holds the booleans of all pairs that it counts.
         make = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask

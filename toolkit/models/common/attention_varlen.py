@@ -16,7 +16,8 @@ import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-_CAUSAL = (-1, 0)
+from toolkit.models.common.attention import AttentionBackend
+
 # torch 2.11 has no such argument and takes grouped heads as they are, as the kernel does.
 _GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -25,15 +26,17 @@ _GROUPED: dict[str, Any] = (
 
 class Documents(NamedTuple):
     """Where the documents begin among all keys and among all queries, and the ends: (N + 1,) int32. No
-    row has more keys or queries than the last two say."""
+    row has more keys or queries than these two say. A query sees ``before`` keys before its own, or all for
+    -1."""
 
     keys: Tensor
     queries: Tensor
     most_keys: int
     most_queries: int
+    before: int
 
 
-class VarlenAttention:
+class VarlenAttention(AttentionBackend):
     """All rows as one sequence of T tokens, in which a row begins a document as a new id does."""
 
     def mask(
@@ -48,14 +51,14 @@ class VarlenAttention:
         # stands in for the longest document's.
         torch._dynamo.mark_dynamic(keys, 0)
         torch._dynamo.mark_dynamic(queries, 0)
-        return Documents(keys, queries, length, length - first)
+        return Documents(keys, queries, length, length - first, (self.reach(length) or 0) - 1)
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Documents) -> Tensor:
         q_THE, k_TKE, v_TKE = (x.flatten(0, 1) for x in (q_BSHE, k_BSKE, v_BSKE))
-        keys, queries, most_keys, most_queries = mask
+        keys, queries, most_keys, most_queries, before = mask
         # The last query of a document is at its last key: the kernel aligns them there.
         out_THE = varlen_attn(
-            q_THE, k_TKE, v_TKE, queries, keys, most_queries, most_keys, window_size=_CAUSAL, **_GROUPED
+            q_THE, k_TKE, v_TKE, queries, keys, most_queries, most_keys, window_size=(before, 0), **_GROUPED
         )
         assert isinstance(out_THE, Tensor)  # a pair where more is asked for
         return out_THE.unflatten(0, q_BSHE.shape[:2])

@@ -28,7 +28,7 @@ class Decoder(nn.Module):
     def __init__(self, args: ModelArgs, *, attention: str = "sdpa", loss_chunk_tokens: int = 2048):
         super().__init__()
         self.args = args
-        self.attention = attention_backend(attention)
+        self.attention = attention_backend(attention, args.sliding_window)
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         # Keyed by index, so that names stay when a pipeline takes blocks away.
         self.layers = nn.ModuleDict(

@@ -27,7 +27,7 @@ _MUST_BE_FALSE = {
     "qkv_bias": "queries, keys and values of {it} have no bias",
     "use_qk_norm": "{it} does not normalise queries and keys",
     "qk_layernorm": "{it} does not normalise queries and keys",
-    "use_sliding_window": "{it} attends to all earlier tokens",
+    "use_sliding_window": "layers of {it} are not switched to windows here",
     "is_encoder_decoder": "{it} is a decoder alone",
     "add_cross_attention": "{it} is a decoder alone",
 }
@@ -58,6 +58,8 @@ class HFConfig:
         called: the family in messages, such as "a Llama".
         head_dim: where the file does not say it; None is ``hidden_size / num_attention_heads``.
         n_kv_heads: where the file does not say it; None is ``num_attention_heads``.
+        sliding_window: where the file does not say it, since null says that there is none; None is a family
+            without windows.
         extra: fields beside those that all families have, when it is written.
     """
 
@@ -69,6 +71,7 @@ class HFConfig:
     n_kv_heads: int | None = None
     qk_norm: bool = False
     qkv_bias: bool = False
+    sliding_window: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, values: dict[str, Any], path: Path) -> ModelArgs:
@@ -101,6 +104,7 @@ class HFConfig:
             tie_embeddings=fields.flag("tie_word_embeddings"),
             qk_norm=self.qk_norm,
             qkv_bias=self.qkv_bias,
+            sliding_window=self._window(fields, values),
             family=self.model_type,
             classifier=self._classifier(fields),
         )
@@ -164,12 +168,19 @@ class HFConfig:
                 # transformers refuses several texts at once of a model without one.
                 "pad_token_id": pad if pad is not None else eos[0] if isinstance(eos, list) else eos,
             }
+        if self.sliding_window:
+            fields["sliding_window"] = args.sliding_window
         return dict(sorted({**fields, **self.extra}.items()))
 
     @property
     def classifier(self) -> str:
         """transformers' class with a classifier's head."""
         return self.architecture.replace("ForCausalLM", "ForSequenceClassification")
+
+    def _window(self, fields: Fields, values: Mapping[str, Any]) -> int | None:
+        if not self.sliding_window or values.get("sliding_window", 0) is None:
+            return None
+        return fields.count("sliding_window", self.sliding_window)
 
     def _classifier(self, fields: Fields) -> Classifier | None:
         if fields.values.get("architectures") != [self.classifier]:
@@ -203,8 +214,8 @@ class HFConfig:
         for key, why in _MUST_BE_ABSENT.items():
             # Beside use_sliding_window = false, which may be the default, it says nothing.
             used = values.get("use_sliding_window", self.extra.get("use_sliding_window"))
-            idle = key == "sliding_window" and used is False
-            if key in values and not idle:
+            fine = key == "sliding_window" and (self.sliding_window or used is False)
+            if key in values and not fine:
                 fields.refuse(key, f"must be absent or null: {why.format(it=self.called)}")
         for key, why in _MUST_BE_ONE.items():
             if values.get(key, 1) != 1:

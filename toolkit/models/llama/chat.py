@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.data.chat.base import ChatFormat, Message, Turns, special_ids, texts
+from toolkit.data.chat.base import ChatFormat, Message, Turns, exchanges, special_ids, texts
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
@@ -63,7 +63,7 @@ class Llama2Format(ChatFormat):
 
     @classmethod
     def fits(cls, tokenizer: Tokenizer) -> bool:
-        return tokenizer.kind == "sentencepiece"
+        return tokenizer.kind == "sentencepiece" and "[INST]" not in tokenizer.special_tokens
 
     def __init__(self, tokenizer: Tokenizer):
         if tokenizer.bos_id is None or tokenizer.eos_id is None:
@@ -75,26 +75,15 @@ class Llama2Format(ChatFormat):
         return self.encode_turns(messages).ids
 
     def encode_turns(self, messages: Sequence[Message]) -> Turns:
-        system = ""
-        (role, content), *rest = texts(messages)
-        if role == "system":
-            system = f"<<SYS>>\n{content}\n<</SYS>>\n\n"
-        else:
-            rest = [(role, content), *rest]
-        roles = [role for role, _ in rest]
-        if not rest or roles != [("user", "assistant")[index % 2] for index in range(len(rest))]:
-            raise DataError(
-                f"message roles {', '.join(roles) or 'system alone'}: Llama 2 takes user and assistant in "
-                f"turns, after at most one system message"
-            )
-        questions = [f"[INST] {(system + rest[0][1]).strip()} [/INST]"]
-        questions += [f"[INST] {content.strip()} [/INST]" for _, content in rest[2::2]]
-        answers = [content.strip() for _, content in rest[1::2]]
+        system, asked, answers = exchanges(messages, "Llama 2")
+        if system is not None:
+            asked[0] = f"<<SYS>>\n{system}\n<</SYS>>\n\n{asked[0]}"
+        questions = [f"[INST] {content.strip()} [/INST]" for content in asked]
         encode, turns = self._tokenizer.encode, Turns([], [])
         for question, answer in zip(questions, answers, strict=False):
             # No token of such a tokenizer holds a space and what is before it.
             begin = len(turns.ids) + len(encode(question, bos=True))
-            turns.ids.extend(encode(f"{question} {answer} ", bos=True, eos=True))
+            turns.ids.extend(encode(f"{question} {answer.strip()} ", bos=True, eos=True))
             turns.answers.append((begin, len(turns.ids)))
         turns.ids.extend(encode(questions[-1], bos=True) if len(questions) > len(answers) else [])
         return turns

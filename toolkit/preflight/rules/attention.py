@@ -21,6 +21,14 @@ def _chooser(run: PlannedRun) -> str:
     return "model.flavor" if named else "model.attention"
 
 
+def active_window(run: PlannedRun) -> int | None:
+    """The window of the model, where a sequence of the run is longer."""
+    validation = ["validation.seq_len"] if run.config.validation.enable else []
+    longest = max(run.config.value(key) for key in ["training.seq_len", *validation])
+    window = run.model.sliding_window if run.model else None
+    return window if window is not None and window < longest else None
+
+
 @rule()
 def attention_runs_on_device(run: PlannedRun) -> list[Problem]:
     """SDPA trains everywhere, the others on some devices."""
@@ -44,6 +52,17 @@ def attention_keeps_documents_apart(run: PlannedRun) -> list[Problem]:
             'set it to "varlen", or data.document_mask = false',
         )
     ]
+
+
+@rule()
+def attention_takes_window(run: PlannedRun) -> list[Problem]:
+    """The flash kernel takes no mask, as a window is one; varlen is the same kernel, told of it."""
+    window = active_window(run)
+    if run.hardware.device == "cpu" or run.attention != "flash" or window is None:
+        return []
+    rule = f"this flash kernel has no window, and the model's, {window} tokens, is shorter than a sequence"
+    fix = f'set it to "varlen", or training.seq_len to {window} or less'
+    return [run.problem("model.attention", rule, fix)]
 
 
 @rule()
@@ -85,9 +104,11 @@ def attention_notes(run: PlannedRun) -> list[str]:
     if named and choice != named:
         why = _NOT_ON_CPU[named] if model.attention == "auto" else "model.attention goes before it"
         said.append(f"model.flavor {model.flavor} names {named} attention, this run takes {choice}: {why}")
-    if run.hardware.device != "cpu" and choice == "sdpa" and run.config.data.document_mask:
+    masked = ["the documents"] if run.config.data.document_mask else []
+    masked += ["the model's window"] if active_window(run) else []
+    if run.hardware.device != "cpu" and choice == "sdpa" and masked:
         said.append(
-            "model.attention sdpa keeps a dense mask of seq_len² bytes a sample for the documents, "
+            f"model.attention sdpa keeps a dense mask of seq_len² bytes a sample for {' and '.join(masked)}, "
             "and has no flash kernel for it; flex and varlen need neither"
         )
     return said

@@ -20,7 +20,7 @@ _AS_BEFORE = "set it as in that run, or name another job.dump_folder"
 _SINCE_0_2 = {
     field.name: field.default
     for field in fields(ModelArgs)
-    if field.name in ("family", "qk_norm", "qkv_bias", "classifier")
+    if field.name in ("family", "qk_norm", "qkv_bias", "sliding_window", "classifier")
 }  # with what was meant before
 
 

@@ -92,8 +92,10 @@ def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
     """A ring adds up parts of attention, for which only the flash kernel says what it needs to know."""
     if not _takes_ring(run):
         return []
+    from toolkit.preflight.rules.attention import active_window
+
     choice, on_gpu = run.attention, run.hardware.device != "cpu"
-    head_dim = run.model.head_dim if run.model else 8
+    head_dim, window = run.model.head_dim if run.model else 8, active_window(run) if on_gpu else None
     misfits = [
         (choice not in ("sdpa", "flash", "blockwise"), f"is not {choice}", 'model.attention = "flash"'),
         (
@@ -105,6 +107,11 @@ def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
             on_gpu and (head_dim % 8 > 0 or head_dim > 256),
             f"needs heads of a multiple of 8, at most 256 dimensions, these have {head_dim}",
             "another model.head_dim",
+        ),
+        (
+            window is not None,
+            f"has no window, and the model's, of {window} tokens, is shorter than a sequence",
+            f"training.seq_len to {window} or less",
         ),
     ]
     return [

@@ -1,0 +1,43 @@
+"""Mistral: a Llama whose first release attends to a window of the last 4,096 tokens (arXiv:2310.06825), and
+whose 12B, Nemo, has heads of 128 numbers beside a dim of 5,120."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from toolkit.models.common.spec import ModelSpec
+from toolkit.models.mistral.args import PRESETS
+
+if TYPE_CHECKING:
+    from toolkit.data.chat.base import ChatFormat
+    from toolkit.models.common.hf_config import HFConfig
+    from toolkit.models.common.hub import Hub
+    from toolkit.models.common.state_dict_adapter import StateDictAdapter
+
+
+class _Mistral(ModelSpec):
+    def hf_config(self) -> HFConfig:
+        from toolkit.models.common.hf_config import HFConfig
+
+        return HFConfig(
+            "mistral", "MistralForCausalLM", "a Mistral", 131072, n_kv_heads=8, sliding_window=4096
+        )
+
+    def adapter(self) -> StateDictAdapter:
+        from toolkit.models.llama.state_dict_adapter import ADAPTER
+
+        return ADAPTER
+
+    def chat_formats(self) -> Mapping[str, type[ChatFormat]]:
+        from toolkit.models.mistral.chat import MistralFormat
+
+        return {MistralFormat.name: MistralFormat}
+
+    def hub(self) -> Hub:
+        from toolkit.models.mistral.hub import HUB
+
+        return HUB
+
+
+SPEC = _Mistral(PRESETS)
