@@ -118,9 +118,9 @@ def configuration(case: Case) -> Config:
     return Config.model_validate(tables)
 
 
-def ours(case: Case) -> Step:
-    """The step of this toolkit's trainer."""
-    config, device = configuration(case), torch.device("cpu")
+def ours(case: Case, config: Config | None = None) -> Step:
+    """The step of this toolkit's trainer, by the config of the case or another one."""
+    config, device = config or configuration(case), torch.device("cpu")
     mesh = build_mesh(device, dp_shard=dist.get_world_size())
     param_dtype = DTYPES[case.dtype]
     parts = build_model(config, case.args, mesh, device, param_dtype=param_dtype, seed=SEED, pretrained=True)

@@ -155,6 +155,7 @@ WORDS: dict[str, Settings] = {
         "model.head_dim": 64,
         "model.ffn_dim": 512,
     },
+    "muon": {"optimizer.name": "Muon"},
     "lora": _adapter("lora", **_ALL_LINEAR),
     "dora": _adapter("lora", **_ALL_LINEAR, **{"lora.use_dora": True}),
     # The embedding is trained beside it.
@@ -224,6 +225,7 @@ CURVES = (
     "ipo",
     "biases-only",
     "adamw-8bit",
+    "muon",
     "qwen3",
     "qwen2",
     "mistral",
@@ -350,6 +352,9 @@ FAST = [
     "pp2 shard2 tp2 Interleaved1F1B mistral tied",
     # Another optimizer.
     "shard2 tp2 adamw-8bit tied",
+    "replicate2 shard2 muon",
+    "shard2 tp2 muon tied",
+    "pp2 1F1B bare-embedding muon",  # a rank without matrices
 ]
 """Layouts that CI runs."""
 
@@ -569,6 +574,14 @@ MORE = [
     "shard2 tp2 qwen2 by-class",
     "pp2 tp2 InterleavedZeroBubble never AC-full qwen2",
     "pp2 ZBVZeroBubble never qwen2",
+    # Another optimizer.
+    "shard2 compiled muon",
+    "shard2 cp2 muon tied",
+    "shard2 qwen3 muon",
+    "replicate2 shard2 tp2 HYBRID_SHARD_ZERO2 muon",
+    "pp2 tp2 Interleaved1F1B layers8 muon",
+    "pp2 replicate2 shard2 ZBVZeroBubble never muon",
+    "pp4 GPipe bare-ends muon",
 ]
 """Layouts that only the full list runs."""
 
@@ -653,6 +666,8 @@ FINETUNED_MORE = [
     "pp2 tp2 ZBVZeroBubble AC-full lora",
     "pp2 tp2 InterleavedZeroBubble bare-ends AC-full dora",
     *(f"tp2 {how} dora" for how in ("AC-op", "AC-full early")),
+    "shard2 muon freeze-first",
+    "pp2 1F1B muon freeze-first",
 ]
 
 FLOAT8_FAST = [
@@ -671,7 +686,7 @@ FLOAT8_FAST = [
 ]
 """Layouts in float8 that CI runs."""
 
-FLOAT8_MORE = [
+FLOAT8_MORE = ["shard2 float8 gathered muon", "shard2 float8 gathered precomputed muon"] + [
     f"{mesh} {word}"
     for word in (*FLOAT8, "float8 gathered", "float8 gathered precomputed")
     for mesh in (

@@ -22,6 +22,7 @@ _C10D: dict[str, tuple[str, int]] = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "allreduce_": ("all_reduce", 0),
+    "alltoall_base_": ("all_to_all", 1),
     "send": ("send", 0),
 }
 _FUNCTIONAL: dict[str, tuple[str, int | None]] = {

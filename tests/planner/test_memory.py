@@ -62,6 +62,11 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "model": {"dim": 256, "head_dim": 64, "ffn_dim": 512},
         "optimizer": {"name": "AdamW8bit"},
     },
+    "momentum of matrices": {
+        "parallelism": {"tensor_parallel_degree": 2},
+        "model": {"ffn_dim": 172},
+        "optimizer": {"name": "Muon"},
+    },
     "a base in 4 bits": {
         "parallelism": {**PIPELINE, "data_parallel_shard_degree": 2},
         "model": {"ffn_dim": 192},

@@ -12,24 +12,10 @@ from typing import Annotated, Any
 from pydantic import PrivateAttr
 
 from toolkit.config.finetune import Finetune
-from toolkit.config.job import (
-    Checkpoint,
-    Comm,
-    Debug,
-    Job,
-    Metrics,
-    Profiling,
-)
+from toolkit.config.job import Checkpoint, Comm, Debug, Job, Metrics, Profiling
 from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism, Quantize
 from toolkit.config.refused import REFUSED
-from toolkit.config.training import (
-    Data,
-    LRScheduler,
-    Model,
-    Optimizer,
-    Training,
-    Validation,
-)
+from toolkit.config.training import Data, LRScheduler, Model, Optimizer, Training, Validation
 from toolkit.config.types import ActsWith, Table
 from toolkit.config.values import format_toml
 

@@ -116,14 +116,28 @@ class Model(Table):
         return self.model_dump(exclude=not_shape)
 
 
-_TORCHS = ActsWith("optimizer.name", ("AdamW", "Adam"), refused=True)
+class Muon(Table):
+    """Muon of the weights of the blocks' linear layers, by torch.optim.Muon's names."""
+
+    momentum: Momentum = 0.95
+    """Decay of the mean of gradients."""
+    nesterov: bool = True
+    """Look a step of the momentum ahead."""
+    ns_steps: Annotated[int, Interval(ge=1, le=99)] = 5
+    """Newton-Schulz iterations of an update."""
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Size of an update: 0.2 a number, as AdamW's, for which optimizer.lr serves both; or rows of norm 1."""
+
+
+_TORCHS = ActsWith("optimizer.name", ("AdamW", "Adam", "Muon"), refused=True)
 
 
 class Optimizer(Table):
     """The optimizer."""
 
-    name: Literal["AdamW", "Adam", "AdamW8bit"] = "AdamW"
-    """AdamW decays weights apart from the gradient, Adam through it; AdamW8bit has moments in 8 bits."""
+    name: Literal["AdamW", "Adam", "AdamW8bit", "Muon"] = "AdamW"
+    """AdamW decays weights apart from the gradient, Adam through it; AdamW8bit has moments in 8 bits; Muon
+    makes updates of matrices orthogonal, and has AdamW for the rest."""
     lr: NonNegativeFloat = 8e-4
     """Peak learning rate."""
     beta1: Momentum = 0.9
@@ -138,6 +152,7 @@ class Optimizer(Table):
     """Parameters without weight decay, by patterns of their names such as *norm.weight."""
     implementation: Annotated[Literal["for-loop", "foreach", "fused"], _TORCHS] = "fused"
     """How the update is computed; fused is the fastest."""
+    muon: Annotated[Muon, ActsWith("optimizer.name", ("Muon",), refused=True)] = Muon()
     early_step_in_backward: bool = False
     """Step each parameter in backward, as soon as its gradient is ready, and free the gradient. Neither
     clips nor accumulates."""

@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, type[Adam]] = {"AdamW": AdamW, "Adam": Adam}
 Build = Callable[[NamedParameters, Config], Optimizer]
 """The optimizer of a configuration over named parameters, of which it updates the trainable ones. One that is
 not torch's Adam says by ``fresh_state(parameter, group)`` which tensors it keeps before the first step."""
-BUILDERS = {"AdamW8bit": "toolkit.optim.adamw_8bit"}
+BUILDERS = {"AdamW8bit": "toolkit.optim.adamw_8bit", "Muon": "toolkit.optim.muon"}
 """Modules whose ``build`` is a :data:`Build`."""
 
 

@@ -20,7 +20,7 @@ def optimizer_tensors(parameters: NamedParameters, optimizer: Optimizer) -> dict
     for bit.
     """
     owner = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    fresh_state = getattr(optimizer, "fresh_state", _fresh_state)
+    fresh_state = getattr(optimizer, "fresh_state", adam_state)
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters:
         if id(parameter) not in owner:
@@ -34,7 +34,7 @@ def optimizer_tensors(parameters: NamedParameters, optimizer: Optimizer) -> dict
     return tensors
 
 
-def _fresh_state(parameter: nn.Parameter, group: dict) -> dict[str, Tensor]:
+def adam_state(parameter: nn.Parameter, group: dict) -> dict[str, Tensor]:
     # The fused kernels count steps on the device; the others keep the count on the CPU, because a
     # kernel launch for a scalar costs more than the scalar.
     device = parameter.device if group["fused"] else torch.device("cpu")

@@ -2,7 +2,8 @@
 
 An exchange is a collective, or a transfer, of one kind in one group: the bytes of the whole tensor, added up
 over a step. A whole tensor is what all ranks have together after an all-gather and before a reduce-scatter;
-what each has in an all-reduce; what one hands on in a transfer. Validation is no part of a step.
+what each has in an all-reduce; what one gives to an all-to-all, or hands on in a transfer. Validation is no
+part of a step.
 
 A micro-batch goes through a stage in passes: forward "F", that of a reference "R", backward "B", or its
 halves for inputs "I" and for weights "W"; a schedule may gather and free a stage between them ("UNSHARD",
@@ -40,8 +41,8 @@ _SCALARS = 3 * 8 + 8 + 8  # tokens, what the mean is over and who wants to stop;
 
 @dataclass(frozen=True)
 class Exchange:
-    """``bytes`` of whole tensors in ``operation`` ("all_gather", "reduce_scatter", "all_reduce", "send") over
-    the ``ranks`` of ``dimension``."""
+    """``bytes`` of whole tensors in ``operation`` ("all_gather", "reduce_scatter", "all_reduce",
+    "all_to_all", "send") over the ``ranks`` of ``dimension``."""
 
     dimension: str
     operation: str

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from toolkit.build import build_model
 from toolkit.config import Config
@@ -101,12 +102,14 @@ def holding(
             dp=layout.dp,
         )
         assert batch, "the preflight found that the batch divides"
+        optimizer = _optimizer(config, named)
+        sent = exchanges(model_parts, config, mesh, batch, param_dtype)
         return Holding(
             rank=rank,
             parts=[_part(name, parameter) for name, parameter in named],
             units=list(_units(model_parts, param_dtype)),
-            optimizer_bytes=_optimizer_bytes(config, named),
-            exchanges=list(exchanges(model_parts, config, mesh, batch, param_dtype)),
+            optimizer_bytes=sum(local(it).nbytes for it in optimizer_tensors(named, optimizer).values()),
+            exchanges=[*sent, *_between_owners(optimizer)],
         )
 
 
@@ -127,12 +130,20 @@ def _part(name: str, parameter: nn.Parameter) -> Part:
     return Part(name, tuple(parameter.shape), tuple(here.shape), here.nbytes, parameter.requires_grad)
 
 
-def _optimizer_bytes(config: Config, named: Sequence[tuple[str, nn.Parameter]]) -> int:
+def _optimizer(config: Config, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
     # The kernels differ in speed alone, and the fused ones are for devices that compute.
     changes = {"implementation": "for-loop", "early_step_in_backward": False}  # which change no state
     options = config.optimizer.model_copy(update=changes)
-    optimizer = build_optimizer(named, config.model_copy(update={"optimizer": options}))
-    return sum(local(tensor).nbytes for tensor in optimizer_tensors(named, optimizer).values())
+    return build_optimizer(named, config.model_copy(update={"optimizer": options}))
+
+
+def _between_owners(optimizer: Optimizer) -> list[Exchange]:
+    """The parts of matrices and of updates that Muon's owners and the other ranks exchange."""
+    mesh, size = getattr(optimizer, "mesh", None), getattr(optimizer, "sent_bytes", 0)
+    if mesh is None or mesh.size() == 1 or not size:
+        return []
+    dimension = " × ".join(mesh.mesh_dim_names).replace("_cp", " × cp")
+    return [Exchange(dimension, "all_to_all", tuple(sorted(mesh.mesh.flatten().tolist())), size)]
 
 
 def _units(model_parts: ModelParts, dtype: torch.dtype) -> Iterator[Unit]:

@@ -17,6 +17,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "schedule": (),
     "optim": ("optimizer.no_decay", "optimizer.early_step_in_backward"),
     "adamw_8bit": ("optimizer.name",),
+    "muon": ("optimizer.name",),
     "memory": ("activation_checkpoint", "compile"),
     "metrics": ("metrics", "profiling"),
     "model": (),

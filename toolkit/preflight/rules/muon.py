@@ -1,0 +1,52 @@
+"""Rules about Muon, which updates whole matrices."""
+
+from __future__ import annotations
+
+import math
+
+from toolkit.errors import Problem
+from toolkit.finetune.parameters import all_shapes, linear_layers, trained_names
+from toolkit.preflight.planned_run import PlannedRun, note, rule
+
+_KEY = "optimizer.name"
+
+
+def _updated(run: PlannedRun) -> tuple[list[int], int] | None:
+    """Sizes of the matrices that Muon would update, and how many numbers AdamW; None without it."""
+    if run.config.optimizer.name != "Muon" or run.model is None:
+        return None
+    shapes = all_shapes(run.model, run.config.finetune)
+    trained = trained_names(shapes, run.model, run.config.finetune)
+    matrices = trained & {f"{layer}.weight" for layer in linear_layers(run.model)}
+    return [math.prod(shapes[name]) for name in matrices], sum(
+        math.prod(shapes[name]) for name in trained - matrices
+    )
+
+
+@rule()
+def some_matrices_are_trained(run: PlannedRun) -> list[Problem]:
+    """There is a weight of a linear layer to update; what an adapter adds is AdamW's."""
+    updated = _updated(run)
+    if updated is None or updated[0]:
+        return []
+    rule = "updates weights of the blocks' linear layers, and none is trained: AdamW would have all that is"
+    return [run.problem(_KEY, rule, 'set it to "AdamW", or name weights in finetune.trainable')]
+
+
+@rule()
+def muon_steps_after_backward(run: PlannedRun) -> list[Problem]:
+    """A backward updates one parameter at a time; matrices meet in buckets."""
+    if run.config.optimizer.name != "Muon" or not run.config.optimizer.early_step_in_backward:
+        return []
+    rule = f"{_KEY} = Muon gathers matrices of many units at once, and has no step of one parameter"
+    return [run.problem("optimizer.early_step_in_backward", rule, f'leave it out, or set {_KEY} to "AdamW"')]
+
+
+@note
+def muon_notes(run: PlannedRun) -> list[str]:
+    """Tell what is updated by which."""
+    updated = _updated(run)
+    if updated is None:
+        return []
+    sizes, rest = updated
+    return [f"{_KEY}: Muon updates {sum(sizes):,} parameters in {len(sizes)} matrices, AdamW {rest:,}"]
