@@ -43,10 +43,12 @@ def test_linear_layers_with_a_bias_and_their_gradients_are_torchs() -> None:
     library = multiply_by_onednn()
     product = layer(x)
     grads = torch.autograd.grad(product.square().sum(), (x, layer.weight, layer.bias))
+    out = torch.addmm(layer.bias.detach(), x[0].detach(), layer.weight.detach().t(), out=torch.empty(70, 700))
     with torch.profiler.profile() as profile:
         layer(x)
     again = layer(small), torch.addmm(*update, alpha=0.5)
     library._destroy()
+    assert torch.equal(out, product[0])  # as compiled code multiplies
     assert "mkldnn::_linear_pointwise" in {event.name for event in profile.events()}
     precise, twin = x.detach().double().requires_grad_(), copy.deepcopy(layer).double()
     expected = twin(precise)

@@ -9,7 +9,9 @@ whatever else looks at operators, so that gradients and every layout have it too
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,33 +37,26 @@ def multiply_by_onednn() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*[Oo]verrid")
-        library.impl("mm", _mm, "CPU", allow_override=True)
-        library.impl("mm.out", _mm_out, "CPU", allow_override=True)
-        library.impl("addmm", _addmm, "CPU", allow_override=True)
+        for name in ("mm", "mm.out", "addmm", "addmm.out"):
+            kernel = partial(_multiply, torch.library.get_kernel(f"aten::{name}", "CPU"))
+            library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
     return library
 
 
-def _mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    if _takes(a_MK, b_KN):
-        return torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.t(), None, "none", [], "")
-    return _mm_out(a_MK, b_KN, out=a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]))
-
-
-def _mm_out(a_MK: Tensor, b_KN: Tensor, *, out: Tensor) -> Tensor:
-    if _takes(a_MK, b_KN) and out.shape == (a_MK.shape[0], b_KN.shape[1]):
-        return out.copy_(_mm(a_MK, b_KN))
-    # As torch multiplies: beta = 0 does not read what is added.
-    return torch.addmm(out, a_MK, b_KN, beta=0, out=out)
-
-
-def _addmm(added: Tensor, a_MK: Tensor, b_KN: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    bias = added.shape == b_KN.shape[1:] and added.dtype == a_MK.dtype
-    if bias and beta == alpha == 1 and _takes(a_MK, b_KN):
-        return torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.t(), added, "none", [], "")
-    out = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
-    return torch.addmm(added, a_MK, b_KN, beta=beta, alpha=alpha, out=out)
+def _multiply(torchs: Any, keys: Any, *matrices: Tensor, **options: Any) -> Tensor:
+    """Multiply the last two of ``matrices`` and add the first of three; ``torchs`` does the rest."""
+    *added, a_MK, b_KN = matrices
+    out, scales = options.get("out"), (options.get("alpha", 1), options.get("beta", 1))
+    plain = scales == (1, 1) and all(it.shape == b_KN.shape[1:] and it.dtype == a_MK.dtype for it in added)
+    if not (plain and _takes(a_MK, b_KN) and (out is None or out.shape == (len(a_MK), b_KN.shape[1]))):
+        return torchs.call_boxed(keys, *matrices, **options)
+    bias_N = added[0] if added else None
+    product = torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.t(), bias_N, "none", [], "")
+    return product if out is None else out.copy_(product)
 
 
 def _takes(a_MK: Tensor, b_KN: Tensor) -> bool:
+    if a_MK.dtype != torch.float32 or b_KN.dtype != torch.float32 or a_MK.ndim != 2 or b_KN.ndim != 2:
+        return False
     (m, k), n = a_MK.shape, b_KN.shape[1]
-    return a_MK.dtype == b_KN.dtype == torch.float32 and k == b_KN.shape[0] and m * k * n >= _FEWEST
+    return k == b_KN.shape[0] and m * k * n >= _FEWEST
