@@ -116,6 +116,7 @@ WORDS: dict[str, Settings] = {
     "mistral": {"model.name": "mistral0.1", "model.flavor": "debugmodel"},
     # Biases of queries, keys and values.
     "qwen2": {"model.name": "qwen2.5", "model.flavor": "debugmodel", "model.tie_embeddings": False},
+    "regularized": {"loss.label_smoothing": 0.1, "loss.z_loss": 0.01},
     "AC-full": {"activation_checkpoint.mode": "full"},
     "AC-2": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"},
     "AC-op": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
@@ -226,6 +227,7 @@ CURVES = (
     "biases-only",
     "adamw-8bit",
     "muon",
+    "regularized",
     "qwen3",
     "qwen2",
     "mistral",
@@ -355,6 +357,9 @@ FAST = [
     "replicate2 shard2 muon",
     "shard2 tp2 muon tied",
     "pp2 1F1B bare-embedding muon",  # a rank without matrices
+    # Another loss.
+    "shard2 tp2 regularized compiled",
+    "pp2 cp2 1F1B regularized tied accumulate3",
 ]
 """Layouts that CI runs."""
 

@@ -6,6 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 import toolkit.loss as loss_module
 from toolkit.loss import chunked_loss, linear_losses, token_losses
+from toolkit.models.common.loss_terms import regularized_losses
 
 
 def head(hidden, weight, labels):
@@ -31,6 +32,17 @@ class Largest(TorchDispatchMode):
         sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         self.elements = max([self.elements, *sizes])
         return out
+
+
+def test_regularized_losses_are_torchs_smoothing_and_palms_z_loss():
+    hidden, weight, labels = problem(20)
+    logits = hidden @ weight.T
+    found = regularized_losses(logits, labels, smoothing=0.1, z_loss=0.5)
+    smooth = F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="none")
+    expected = smooth + 0.5 * logits.exp().sum(-1).log() ** 2 * (labels != -100)
+    torch.testing.assert_close(found, expected)
+    assert (found[labels == -100] == 0).all() and found.dtype == torch.float64
+    assert regularized_losses(logits.bfloat16(), labels, smoothing=0, z_loss=0).dtype == torch.float32
 
 
 def test_losses_of_valid_tokens():

@@ -13,11 +13,12 @@ import torch
 
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
+from toolkit.config.training import Loss
 from toolkit.distributed.process_group import DTYPES, native_dtype
 from toolkit.models.common.args import ModelArgs, is_classifier_head
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.init import init_rule
 from toolkit.models.from_config import attention_named
+from toolkit.models.registry import spec
 from toolkit.parallel.dims import takes_ring
 from toolkit.parallel.fsdp import mixed_precision
 from toolkit.parallel.init_weights import initialize
@@ -76,10 +77,15 @@ def build_model(
         keep_for_two_backwards(may_split_backward(config.parallelism))
     shards, offload = _shards(config, mesh), config.training.enable_cpu_offload
     stages = _stages(config, args, mesh)
+    converters = None
+    if config.model.converters:
+        from toolkit.parallel.converters import Converters
+
+        converters = Converters(config)
     models = []
     for modules in _modules_here(stages, mesh):
         with torch.device("meta"):
-            model = Decoder(
+            model = (spec(args.family).decoder() or Decoder)(
                 args,
                 attention=attention_named(config, device.type),
                 loss_chunk_tokens=config.training.loss_chunk_tokens,
@@ -93,10 +99,12 @@ def build_model(
             from toolkit.finetune.converters import apply_finetune
 
             apply_finetune(model, config.finetune, frozen_dtype=param_dtype)
-        if config.model.converters:
-            from toolkit.parallel.float8 import apply_float8
+        if config.loss != Loss() and model.output is not None:
+            from toolkit.models.common.loss_terms import training_losses
 
-            apply_float8(model, config.quantize.linear.float8, tell=config.model.print_after_conversion)
+            model.output.training_losses = training_losses(config)
+        if converters:
+            converters.convert(model)
         parallelize(
             model,
             mesh,
@@ -110,11 +118,9 @@ def build_model(
             pareto_folder=expand_user(config.job.dump_folder) / "memory_budget",
         )
         models.append(model.to_empty(device="cpu" if offload else device) if storage else model)
-    if config.model.converters:
-        from toolkit.parallel.float8 import connect
-
-        connect(models, mesh, config.quantize.linear.float8)
+    after_update = converters.connect(models, mesh) if converters else []
     model_parts = _model_parts(config, models, stages, mesh, shards, param_dtype, device)
+    model_parts.after_update = after_update
     if storage:
         _initialize(config, args, model_parts, seed, pretrained)
     return model_parts
@@ -124,6 +130,7 @@ def _initialize(
     config: Config, args: ModelArgs, model_parts: ModelParts, seed: int, pretrained: bool
 ) -> None:
     named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
+    init_rule = spec(args.family).init_rule
     if not config.finetune.adds:
         drawn = [it for it in named if is_classifier_head(it[0], args) or not pretrained]
         initialize(drawn, seed, lambda name: init_rule(name, args))

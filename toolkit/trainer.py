@@ -118,10 +118,8 @@ class Trainer:
         )
         parameters = [*self.model_parts.named_parameters(), *self.model_parts.tied_copies()]
         self.optimizer = build_optimizer(parameters, config)
-        if config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp:
-            from toolkit.parallel.float8 import precompute_scales
-
-            self.optimizer.register_step_post_hook(lambda *_: precompute_scales(self.model_parts.models))
+        for hook in self.model_parts.after_update:
+            self.optimizer.register_step_post_hook(lambda *_, hook=hook: hook())
         self.train_step = TrainStep(
             self.model_parts,
             self.optimizer,

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from toolkit.config.extensions import import_module
 from toolkit.config.local_paths import expand_user, path_problem
-from toolkit.errors import Problem, ToolkitError
+from toolkit.config.toml import Setting
+from toolkit.errors import ConfigError, Problem, ToolkitError
 
 
 def local_path_text(text: str) -> str:
@@ -24,6 +26,25 @@ def local_path_text(text: str) -> str:
 def local_path(text: str) -> Path:
     """The type of an argument that is one path; ~ stands for the home folder."""
     return expand_user(local_path_text(text))
+
+
+def add_custom_import(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that imports a module with a family of models."""
+    parser.add_argument(
+        "--custom-import",
+        type=_imported,
+        metavar="MODULE",
+        help="the job.custom_import of a run whose model is of a family that it registers",
+    )
+
+
+def _imported(name: str) -> str:
+    try:
+        import_module(Setting(name, "--custom-import"))
+    except ConfigError as error:
+        found = error.problems[0]
+        raise argparse.ArgumentTypeError(f"{name!r}: {found.rule}\n  fix:  {found.fix}") from None
+    return name
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from toolkit.errors import ConfigError, Problem
 from toolkit.generation.load import Loaded, load_model
 from toolkit.generation.sampling import Sampling
 from toolkit.launcher.environment import is_reporting_rank, rank_environment
-from tools.arguments import flags_named, local_path_text
+from tools.arguments import add_custom_import, flags_named, local_path_text
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
@@ -55,6 +55,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="under torchrun: N ranks split each matrix, and FSDP shards over the rest",
     )
+    add_custom_import(parser)
 
 
 def add_bos_argument(parser: argparse.ArgumentParser) -> None:

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from toolkit.errors import EXIT_FINISHED, ToolkitError, one_line, report
 from toolkit.io import standard_streams
-from tools.arguments import local_path
+from tools.arguments import add_custom_import, local_path
 
 _WAYS = ("merge", "hf-to-dcp", "dcp-to-hf", "meta-to-dcp", "dcp-to-meta", "meta-to-hf", "hf-to-meta")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_custom_import(parser)
     parser.add_argument("way", choices=_WAYS, metavar="WAY")
     parser.add_argument("source", type=local_path, metavar="IN")
     parser.add_argument("adapter", type=local_path, metavar="ADAPTER", nargs="?", help="of merge")

@@ -35,6 +35,15 @@ def test_values_by_hand(changes, expected):
     assert [_rate(step, **changes) for step in range(10)] == pytest.approx(expected, abs=1e-12)
 
 
+def test_an_expression_has_the_steps_of_the_log_and_the_names_of_the_keys():
+    options = {"warmup_steps": 2, "decay_type": "expression"}
+    found = [_rate(step, **options, expression="1 / sqrt(step)") for step in range(4)]
+    assert found == pytest.approx([0.5, 2**-0.5, 3**-0.5, 0.5], abs=1e-12)
+    text = "max(0.1, 1 - (step - warmup_steps) / total_steps) if step >= 3 else cos(0 * pi) // 1"
+    found = [_rate(step, **options, expression=text) for step in range(4)]
+    assert found == pytest.approx([0.5, 1, 0.9, 0.8], abs=1e-12)
+
+
 def test_warmup_is_cut_to_the_run():
     assert [_rate(step, total_steps=4, warmup_steps=8) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
 

@@ -117,6 +117,7 @@ def test_every_option_of_torchtitan_at_its_default(tmp_path: Path) -> None:
         "activation_checkpoint",
         "data",
         "finetune",
+        "loss",
         "parallelism",
         "comm",
         "compile",

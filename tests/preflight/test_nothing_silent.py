@@ -39,6 +39,7 @@ SWITCH = {
 
 ACTS = {
     "job.dump_folder",
+    "job.custom_import",
     "job.description",
     "job.print_config",
     "job.save_config_file",
@@ -78,6 +79,8 @@ ACTS = {
     "lr_scheduler.warmup_steps",
     "lr_scheduler.warmup_ratio",
     "lr_scheduler.decay_type",
+    "loss.label_smoothing",
+    "loss.z_loss",
     "training.epochs",
     "training.local_batch_size",
     "training.global_batch_size",
@@ -128,6 +131,7 @@ ACTS = {
 """Keys that act in any run, or turn something on."""
 
 FREE = {
+    "job.custom_import",  # which is imported before anything is checked: tests/test_extensions.py
     "job.dump_folder",
     "job.description",
     "job.save_config_file",

@@ -37,6 +37,9 @@ class Job(Table):
     time_limit: Annotated[PositiveFloat | None, _SAVES] = None
     """Minutes of wall time within which a rank saves and stops, with exit code 75. The end of a Slurm job is
     heeded without it."""
+    custom_import: str = ""
+    """Module to import before the configuration is checked, such as my_package.my_module, which may register
+    what docs/extending.md tells."""
     debug: bool = False
     """Show tracebacks of mistakes in config, data or checkpoint. The flag --debug is short for it."""
 

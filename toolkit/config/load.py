@@ -13,10 +13,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from toolkit.config.cli import read_arguments
+from toolkit.config.cli import Arguments, read_arguments
 from toolkit.config.local_paths import path_problem
 from toolkit.config.refused import REFUSED
-from toolkit.config.schema import NAME, Config, find_field, named_tables
+from toolkit.config.schema import NAME, Config, find_field, named_tables, root
 from toolkit.config.toml import Setting, read_files
 from toolkit.config.types import MAX_ENTRIES, MAX_TABLES, NONE, LocalPath
 from toolkit.config.values import format_toml
@@ -33,20 +33,19 @@ def load_config(argv: Sequence[str]) -> Config:
     Raises:
         ConfigError: with every problem found in files and flags.
     """
-    arguments = read_arguments(argv)
+    arguments = _read(argv)
+    if module := arguments.settings.get("job.custom_import"):
+        from toolkit.config.extensions import import_module
+
+        if import_module(module):
+            arguments = _read(argv)  # which may use what it has registered
     if arguments.help is not None:
         from toolkit.config.help import help_text
 
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head ends with its reader
         print(help_text(arguments.help))
         sys.exit(0)
-    settings: dict[str, Setting] = {}
-    problems = list(arguments.problems)
-    if _CONFIG_FILE in arguments.settings:
-        layer = read_files(str(arguments.settings[_CONFIG_FILE].value))
-        settings |= layer.settings
-        problems += layer.problems
-    settings |= arguments.settings
+    settings, problems = arguments.settings, arguments.problems
     problems += _refused({key: settings.pop(key) for key in settings.keys() & REFUSED.keys()})
     problems += _no_paths(settings)
     problems += (too_many := list(_too_many(settings)))
@@ -59,6 +58,16 @@ def load_config(argv: Sequence[str]) -> Config:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _read(argv: Sequence[str]) -> Arguments:
+    """The arguments, with settings and problems of the files that they name."""
+    arguments = read_arguments(argv)
+    if _CONFIG_FILE in arguments.settings:
+        layer = read_files(str(arguments.settings[_CONFIG_FILE].value))
+        arguments.settings = layer.settings | arguments.settings
+        arguments.problems += layer.problems
+    return arguments
 
 
 def _no_paths(settings: Mapping[str, Setting]) -> Iterator[Problem]:
@@ -111,7 +120,7 @@ def _build(settings: Mapping[str, Setting]) -> Config:
             table = table.setdefault(part, {})
         table[name] = setting.value
     try:
-        config = Config.model_validate(nested)
+        config = root().model_validate(nested)
     except ValidationError as error:
         from toolkit.config.mistakes import wrong_value
 

@@ -9,7 +9,7 @@ NO_MX = (
 )
 NOT_BUILT = "it is not built yet"
 _NO_TORCHFT = "fault tolerance through torchft is not supported"
-_NO_MODULE = "the schema is extended in toolkit/config, not by importing a module at start-up"
+_NO_MODULE = "a module that job.custom_import names registers tables and keys"
 _NO_QUANTISED = "quantised Hugging Face weights are only published for mixture-of-experts models"
 
 REFUSED: dict[str, tuple[bool | int | str | list[str] | None, str]] = {
@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[bool | int | str | list[str] | None, str]] = {
     "fault_tolerance.group_size": (0, _NO_TORCHFT),
     "fault_tolerance.min_replica_size": (1, _NO_TORCHFT),
     "fault_tolerance.semi_sync_method": (None, _NO_TORCHFT),
-    "experimental.custom_import": ("", "a config file runs no code"),
+    "experimental.custom_import": ("", "the key is job.custom_import"),
     "experimental.custom_args_module": ("", _NO_MODULE),
     "debug.moe_force_load_balance": (False, NO_MOE),
 }

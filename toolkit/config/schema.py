@@ -15,7 +15,15 @@ from toolkit.config.finetune import Finetune
 from toolkit.config.job import Checkpoint, Comm, Debug, Job, Metrics, Profiling
 from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism, Quantize
 from toolkit.config.refused import REFUSED
-from toolkit.config.training import Data, LRScheduler, Model, Optimizer, Training, Validation
+from toolkit.config.training import (
+    Data,
+    Loss,
+    LRScheduler,
+    Model,
+    Optimizer,
+    Training,
+    Validation,
+)
 from toolkit.config.types import ActsWith, Table
 from toolkit.config.values import format_toml
 
@@ -36,6 +44,7 @@ class Config(Table):
     model: Model = Model()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
+    loss: Loss = Loss()
     training: Training = Training()
     data: Data = Data()
     finetune: Finetune = Finetune()
@@ -133,7 +142,7 @@ def root() -> type[Config]:
 
 
 def added(key: str) -> dict[str, Any]:
-    """What job.custom_import has registered, by the values of ``key`` that name it."""
+    """Objects that job.custom_import has registered, by the values of ``key`` that name them."""
     return _ADDED.setdefault(key, {})
 
 

@@ -113,7 +113,7 @@ class Model(Table):
             "attention",
             "matmul",
         }
-        return self.model_dump(exclude=not_shape)
+        return {name: getattr(self, name) for name in Model.model_fields if name not in not_shape}
 
 
 class Muon(Table):
@@ -159,6 +159,7 @@ class Optimizer(Table):
 
 
 _DECAYS = ActsWith("lr_scheduler.decay_type", ("linear", "sqrt", "cosine"), refused=True)
+_EXPRESSION = ActsWith("lr_scheduler.decay_type", ("expression",), refused=True)
 _IN_STEPS = ActsWith("lr_scheduler.decay_type", ("step",), refused=True)
 
 
@@ -173,14 +174,33 @@ class LRScheduler(Table):
     """Length of the schedule when it is not training.steps."""
     decay_ratio: Annotated[Fraction | None, _DECAYS] = None
     """Last part of the schedule in which the rate decays; None: all of it after the warm-up."""
-    decay_type: Literal["linear", "sqrt", "cosine", "constant", "step"] = "linear"
+    decay_type: Literal["linear", "sqrt", "cosine", "constant", "step", "expression"] = "linear"
     """Shape of the decay. constant does not decay; step multiplies by gamma every step_size steps."""
+    expression: Annotated[str | None, ActsWith("lr_scheduler.decay_type", ("expression",), refused=True)] = (
+        None
+    )
+    """For expression: part of optimizer.lr, of step (from 1), total_steps and warmup_steps, such as
+    "1 / sqrt(step)"."""
     step_size: Annotated[Positive | None, _IN_STEPS] = None
     """For step: steps from one multiplication to the next; None is an epoch."""
     gamma: Annotated[float, Interval(gt=0, le=1), _IN_STEPS] = 0.85
     """For step: the factor."""
     min_lr_factor: Annotated[Fraction, _DECAYS] = 0.0
     """Rate at the end as a part of optimizer.lr."""
+
+
+_CROSS_ENTROPY = ActsWith("loss.name", ("cross_entropy",), refused=True)
+
+
+class Loss(Table):
+    """The loss of a token in training. A validation has the cross-entropy alone."""
+
+    name: Literal["cross_entropy"] = "cross_entropy"
+    """Cross-entropy, or a loss that job.custom_import registers."""
+    label_smoothing: Annotated[Fraction, _CROSS_ENTROPY] = 0.0
+    """Part of a label's probability that is spread evenly over the vocabulary."""
+    z_loss: Annotated[NonNegativeFloat, _CROSS_ENTROPY] = 0.0
+    """Weight of the squared logarithm of the softmax's denominator, to keep logits small; 1e-4 in PaLM."""
 
 
 class DataLoader(Table):

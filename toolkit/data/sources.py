@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from toolkit.config.local_paths import expand_user
+from toolkit.config.schema import added
 from toolkit.data.corpus import Corpus, RowShape, SourceError
 from toolkit.errors import DataError, Problem, did_you_mean
 
@@ -44,6 +45,10 @@ def open_corpus(
     Raises:
         SourceError: unknown name, no such path, no text files there, missing column or package.
     """
+    if path is None and name in added("training.dataset"):
+        from toolkit.data.registered import registered
+
+        return registered(name, text_column, shape)
     if path is None and name not in EMBEDDED:
         from toolkit.data import hub
 
@@ -74,21 +79,22 @@ def choices_read(name: str, path: str | None) -> set[str]:
     """Which of "subset" and "split" mean something for a corpus."""
     if path is not None:
         return {"split"} if (expand_user(path) / "dataset_dict.json").is_file() else set()
-    return set() if name in EMBEDDED else {"subset", "split"}
+    return set() if name in EMBEDDED or name in added("training.dataset") else {"subset", "split"}
 
 
 def check_name(name: str) -> Problem | None:
     """Check that a corpus can be called ``name``; None if so."""
-    if name in EMBEDDED or "/" in name:
+    if name in EMBEDDED or name in added("training.dataset") or "/" in name:
         return None
     from toolkit.data import hub
 
     if name in hub.KNOWN:
         return None
-    names = ", ".join([*EMBEDDED, *hub.KNOWN])
+    named = [*EMBEDDED, *hub.KNOWN, *added("training.dataset")]
+    names = ", ".join(named)
     there = (
         f"the names are {names}; a dataset of the Hugging Face hub is named with its owner, such as "
         f"Salesforce/wikitext; for files of your own set dataset_path"
     )
-    fix = did_you_mean(name, [*EMBEDDED, *hub.KNOWN], there)
+    fix = did_you_mean(name, named, there)
     return Problem("there is no dataset of this name", fix, "dataset", name)

@@ -50,9 +50,9 @@ def pack(model: Decoder) -> None:
     their matrices. The head keeps its own beside the reordered copy, for losses and a tied embedding."""
     for block in model.layers.values():
         for module in block.modules():
-            if isinstance(module, Attention) and module.adapter is None:  # which may use wk by itself
+            if type(module) is Attention and module.adapter is None:  # which may use wk by itself
                 _become(_PackedAttention, module, module.wq, module.wk, module.wv)
-            elif isinstance(module, FeedForward):
+            elif type(module) is FeedForward:
                 _become(_PackedFeedForward, module, module.w1, module.w3)
         for module in block.modules():
             if isinstance(module, nn.Linear) and module.weight is not None:

@@ -29,6 +29,7 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention_choice import attention_choice
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.sharding import fsdp_units, tensor_plan
+from toolkit.models.registry import spec
 from toolkit.parallel.mesh import Mesh, build_mesh
 from toolkit.weights.hf_assets import asked_bos, run_of, tokenizer_of
 from toolkit.weights.load import open_alike
@@ -123,7 +124,7 @@ def load_model(
     prefix = any(it.options.adapter == "prefix_tuning" for it in of_base.adapters.values())
     attention = attention_choice("auto", "", device=device.type, documents=False, prefix=prefix)
     with torch.device("meta"):
-        model = Decoder(source.args, attention=attention)
+        model = (spec(source.args.family).decoder() or Decoder)(source.args, attention=attention)
     model.to(dtype)
     note = _shard(model, mesh, device, dtype) if mesh is not None else ""
     model.to_empty(device=device).requires_grad_(False)

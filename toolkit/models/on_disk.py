@@ -13,7 +13,7 @@ from toolkit.errors import CheckpointError, DataError, either, shown
 from toolkit.io.json_fields import read_object
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.spec import CONFIG
-from toolkit.models.registry import FAMILIES, spec
+from toolkit.models.registry import families, spec
 
 EXPORTS = "hf"
 """Folder, inside that of a run, of the Hugging Face folders that it writes, one a step."""
@@ -28,14 +28,15 @@ def read_hf_config(folder: Path) -> ModelArgs:
     """
     path = folder / CONFIG
     values = read_object(path, at_most=_MAX_CONFIG)
-    kind = values.get("model_type") or FAMILIES[0]
-    forms = [spec(family).hf_config() for family in FAMILIES]
+    kind = values.get("model_type") or families()[0]
+    forms = [spec(family).hf_config() for family in families()]
     for form in forms:
         if kind == form.model_type:
             return form.read(values, path)
     known = either(repr(form.model_type) for form in forms)
     raise DataError(
-        f"{path} is of no model that can be read: model_type = {shown(kind)} (it must be {known})"
+        f"{path} is of no model that can be read: model_type = {shown(kind)} (it must be {known}, or what "
+        "custom_import registers)"
     )
 
 
@@ -47,7 +48,7 @@ def read_meta_params(folder: Path, *, vocab_size: int) -> ModelArgs:
     Raises:
         DataError: there is none, or it is of another model; every field at fault is named.
     """
-    [form] = [form for family in FAMILIES if (form := spec(family).meta_params()) is not None]
+    [form] = [form for family in families() if (form := spec(family).meta_params()) is not None]
     return form.args_of(folder, vocab_size=vocab_size)
 
 

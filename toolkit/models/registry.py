@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.schema import added
 from toolkit.errors import ConfigError, Problem, did_you_mean
 from toolkit.models.common.args import ModelArgs, changed, takes_vocabulary
 from toolkit.models.common.attention_choice import flavor_attention
@@ -19,8 +20,15 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Folders beside this file; a config.json that does not say what it is is of the first."""
 
 
+def families() -> tuple[str, ...]:
+    """The families by name, those that job.custom_import has registered last."""
+    return (*FAMILIES, *added("model.name"))
+
+
 def spec(family: str) -> ModelSpec:
     """The family called so in :class:`~toolkit.models.common.args.ModelArgs`. Raises KeyError for none."""
+    if family in (registered := added("model.name")):
+        return registered[family]
     if family not in FAMILIES:
         raise KeyError(f"there is no family of models {family}")
     return import_module(f"toolkit.models.{family}").SPEC
@@ -28,18 +36,18 @@ def spec(family: str) -> ModelSpec:
 
 def presets() -> dict[str, Mapping[str, ModelArgs]]:
     """Shapes by ``model.name`` and ``model.flavor``."""
-    return {name: sizes for family in FAMILIES for name, sizes in spec(family).sizes.items()}
+    return {name: sizes for family in families() for name, sizes in spec(family).sizes.items()}
 
 
 def tiktoken_forms() -> Iterator[TiktokenForm]:
     """The forms of tiktoken files of all families, which are loaded one by one."""
-    for family in FAMILIES:
+    for family in families():
         yield from spec(family).tiktoken_forms()
 
 
 def chat_formats() -> dict[str, type[ChatFormat]]:
     """The formats of prompts of all families, by name."""
-    return {name: form for family in FAMILIES for name, form in spec(family).chat_formats().items()}
+    return {name: form for family in families() for name, form in spec(family).chat_formats().items()}
 
 
 def resolve(name: str, flavor: str, *, tokenizer_vocab: int | None = None, **overrides: Any) -> ModelArgs:
@@ -58,7 +66,7 @@ def resolve(name: str, flavor: str, *, tokenizer_vocab: int | None = None, **ove
 
 
 def _find(name: str, flavor: str) -> ModelArgs:
-    for family in FAMILIES:
+    for family in families():
         flavors = spec(family).sizes.get(name, {})
         if flavor in flavors:
             return flavors[flavor]

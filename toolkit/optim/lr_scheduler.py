@@ -8,9 +8,10 @@ Linear warm-up, a stable phase, then decay, with the values of torchtitan 0.2::
        └────┴──────────┴──────▶ step
        warmup   stable   decay
 
-A decay ratio below 1 is WSD (warm-up, stable, decay). Two shapes have no end to decay towards:
+A decay ratio below 1 is WSD (warm-up, stable, decay). Some have no end to decay towards:
 "constant" stays at the peak, and "step" multiplies by ``gamma`` every ``step_size`` steps, as torch's
 StepLR does, warm-up or not: its steps are counted from the start of the run, so that an epoch is an epoch.
+Others are a user's (:mod:`toolkit.optim.lr_expression`).
 
 Hugging Face's schedules count the same steps but start their warm-up at 0: there the first update moves
 nothing. Ours, like torchtitan's, is one step ahead of theirs until the warm-up ends, and equal after it.
@@ -64,6 +65,10 @@ def learning_rate(
         size = options.step_size or steps_an_epoch
         # 9 steps of 9/7 steps an epoch are 7 epochs, and 6.999999999999999 in binary.
         return lr * ramp * options.gamma ** math.floor(step / size + 1e-9)
+    if options.decay_type not in DECAYS:
+        from toolkit.optim.lr_expression import factor
+
+        return lr * ramp * factor(options, step=step + 1, total_steps=total_steps, warmup_steps=warmup)
     decay = total_steps - warmup
     if options.decay_ratio is not None:
         decay = min(round(total_steps * options.decay_ratio), decay)

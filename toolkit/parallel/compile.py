@@ -61,6 +61,8 @@ def apply_compile(model: Decoder, options: Compile, async_tp: dist.ProcessGroup 
             block.forward = compiled(block.forward)
     if "loss" in options.components and model.output is not None:
         model.output.loss = compiled(model.output.loss)
+        if model.output.training_losses is not None:
+            model.output.training_losses = compiled(model.output.training_losses)
 
 
 def _fuse_collectives(group: dist.ProcessGroup | None) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.distributed.tensor import DTensor
 
+from toolkit.config import Config
 from toolkit.config.parallelism import Float8Linear as Options
 from toolkit.distributed.dtensor import local
 from toolkit.models.common.decoder import Decoder
@@ -47,6 +48,26 @@ finally:
 _ops = torch.ops._c10d_functional
 _WHOLE = ""
 """In place of the name of a group: the dimension is not cut."""
+
+
+class Float8Converter:
+    """The converter of a configuration (:class:`toolkit.parallel.converters.Converters`)."""
+
+    def __init__(self, config: Config):
+        self.options, self.tell = config.quantize.linear.float8, config.model.print_after_conversion
+
+    def convert(self, model: Decoder) -> None:
+        """Have linear layers compute in float8."""
+        apply_float8(model, self.options, tell=self.tell)
+
+    def connect(self, models: Iterable[Decoder], mesh: Mesh) -> None:
+        """Tell the layers over which ranks matrices are cut."""
+        connect(models, mesh, self.options)
+
+    def post_optimizer_hook(self, models: Iterable[Decoder]) -> None:
+        """Make the scales of the next forward, where they are made ahead."""
+        if self.options.precompute_float8_dynamic_scale_for_fsdp:
+            precompute_scales(models)
 
 
 def apply_float8(model: Decoder, options: Options, *, tell: bool = False) -> None:

@@ -7,7 +7,7 @@ Losses are sums, of which each rank returns a share: over the world they add up 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +32,7 @@ class ModelParts(ABC):
         models: the stages, in order.
         objective: what is made of the last stage's output.
         is_loss_rank: this rank's labels count, and not the same ones of another rank of its pp and tp groups.
+        after_update: to be called after each update of the parameters.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class ModelParts(ABC):
     ):
         self.models = models
         self.objective = objective
+        self.after_update: list[Callable[[], None]] = []
         self.is_loss_rank = mesh.is_loss_rank
         self.dp_rank, self.coordinates = mesh.dp_rank, mesh.coordinates
         self.shards = shards

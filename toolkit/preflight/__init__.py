@@ -62,6 +62,7 @@ def _broken(run: PlannedRun, only: Collection[str] = ()) -> list[tuple[Rule, Pro
 
 
 def rules_of(run: PlannedRun) -> list[Rule]:
-    """The rules about ``run``, in the order of their files."""
+    """The rules about ``run``, in the order of their files; first those that job.custom_import registers."""
     files = [file.__name__ for file in rules.load(run.config, run.hardware.device)]
-    return [rule for file in files for rule in RULES.values() if rule.check.__module__ == file]
+    own = [rule for rule in RULES.values() if not rule.check.__module__.startswith(rules.__name__)]
+    return own + [rule for file in files for rule in RULES.values() if rule.check.__module__ == file]

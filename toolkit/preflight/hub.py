@@ -6,7 +6,7 @@ import os
 import re
 
 from toolkit.models.common.hub import Hub
-from toolkit.models.registry import FAMILIES, spec
+from toolkit.models.registry import families, spec
 
 _LOOKS_LIKE_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -14,7 +14,7 @@ _LOOKS_LIKE_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 def published(text: str) -> tuple[Hub, str] | None:
     """Return the hub of the family, and its name of the model, that an id or the last part of a path means,
     if it means one."""
-    for hub in (spec(family).hub() for family in FAMILIES):
+    for hub in (spec(family).hub() for family in families()):
         if hub is not None and (name := hub.published_name(text)) is not None:
             return hub, name
     return None

@@ -25,7 +25,7 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.io.json_fields import Fields, check_heads, is_count
 from toolkit.models.common.args import Classifier, ModelArgs, RopeScaling
-from toolkit.models.registry import FAMILIES
+from toolkit.models.registry import families
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import Region, Stored, WeightSource
@@ -74,8 +74,8 @@ def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
     given = Fields(shape or {})
     scaling = given.inner("rope_scaling")
     family = given.values.get("family", ModelArgs.family)
-    if family not in FAMILIES:
-        given.refuse("family", f"must be one of {', '.join(FAMILIES)}")
+    if family not in families():
+        given.refuse("family", f"must be one of {', '.join(families())}, or what custom_import registers")
     limits = {"n_layers": MAX_LAYERS}
     counts = {name: given.count(name, at_most=limits.get(name, MAX_SIZE)) for name in _COUNTS}
     args = ModelArgs(

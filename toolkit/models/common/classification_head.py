@@ -33,6 +33,7 @@ class ClassificationHead(OutputHead):
         self.weight = nn.Parameter(torch.empty(len(classifier.labels), sizes[-1]))
         self.logits = F.linear
         self.loss = head_loss
+        self.training_losses = None
         # (3, L): right answers, answers and sequences of each class, of this rank's tokens.
         self.counts: Tensor | None = None
 

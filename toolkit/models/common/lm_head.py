@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, T = B·S tokens, D model dim, V vocabulary, or the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,8 @@ class OutputHead(nn.Module):
         # Of hidden states and a weight. Others take their place: compiled ones, those of tensor parallelism.
         self.logits: Callable[[Tensor, Tensor], Tensor] = F.linear
         self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = head_loss
+        # Of logits and labels: the loss in training where that is not the cross-entropy.
+        self.training_losses: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def forward(self, h_BSD: Tensor, labels: Tensor | None = None, tied_VD: Tensor | None = None) -> Tensor:
         """Logits (B, S, V), or the loss of ``labels`` (B, S). ``tied_VD`` is a tied embedding."""
@@ -38,15 +41,22 @@ class OutputHead(nn.Module):
         assert weight_VD is not None, "a tied head needs the embedding"
         if labels is None:
             return self.logits(h_BSD, weight_VD)
+        own = self.training_losses if self.training else None
+        loss = self.loss if own is None else partial(self._loss_of_logits, own)
         losses_T = chunked_loss(
-            self.loss,
+            loss,
             h_BSD.flatten(0, 1),
             weight_VD,
             labels.flatten(),
             chunk_tokens=self.loss_chunk_tokens,
-            again=weight_VD.requires_grad or self.loss is not head_loss,
+            again=weight_VD.requires_grad or loss is not head_loss,
         )
         return losses_T.sum() if self.reduction == "sum" else losses_T
+
+    def _loss_of_logits(
+        self, losses: Callable[[Tensor, Tensor], Tensor], h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor
+    ) -> Tensor:
+        return losses(self.logits(h_TD, weight_VD), labels_T)
 
 
 def head_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:

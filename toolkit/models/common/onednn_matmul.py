@@ -16,24 +16,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.errors import DeviceError, Problem
+
 _FEWEST = 1 << 20
 """Multiplications of a product from which on oneDNN is faster."""
 
 
 def mkl_is_slow() -> bool:
-    """Say if torch would multiply by MKL and this processor has AVX-512 that MKL does not take."""
+    """Say if torch would multiply by MKL, this processor has AVX-512 that MKL does not take, and oneDNN is
+    there to take it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux: say nothing rather than guess
         return False
     said = {name.strip(): value.split() for name, _, value in (line.partition(":") for line in lines)}
     foreign = said.get("vendor_id", ["GenuineIntel"]) != ["GenuineIntel"]
-    return foreign and "avx512f" in said.get("flags", []) and torch.backends.mkl.is_available()
+    both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return foreign and "avx512f" in said.get("flags", []) and both
 
 
 def multiply_by_onednn() -> torch.library.Library:
-    """Have oneDNN multiply fp32 matrices of this process, for as long as the result is kept."""
-    assert torch.backends.mkldnn.is_available()
+    """Have oneDNN multiply fp32 matrices of this process, for as long as the result is kept.
+
+    Raises:
+        DeviceError: this torch was built without oneDNN.
+    """
+    if not torch.backends.mkldnn.is_available():
+        rule = "this torch was built without oneDNN"
+        raise DeviceError(Problem(rule, "leave it out, or install another build", "model.matmul", "onednn"))
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*[Oo]verrid")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from toolkit.data.chat.base import ChatFormat
     from toolkit.models.common.hf_config import HFConfig
     from toolkit.models.common.hub import Hub
+    from toolkit.models.common.init import Init
     from toolkit.models.common.state_dict_adapter import StateDictAdapter
     from toolkit.models.common.tiktoken_form import TiktokenForm
 
@@ -55,6 +56,17 @@ class ModelSpec:
     def hf_config(self) -> HFConfig:
         """Hugging Face's config.json."""
         raise NotImplementedError
+
+    def decoder(self) -> type | None:
+        """A subclass of :class:`~toolkit.models.common.decoder.Decoder` that computes otherwise, with
+        parameters of the same names and shapes; None for that itself."""
+        return None
+
+    def init_rule(self, name: str, args: ModelArgs) -> Init:
+        """How the parameter ``name`` starts."""
+        from toolkit.models.common.init import init_rule
+
+        return init_rule(name, args)
 
     def adapter(self) -> StateDictAdapter:
         """Hugging Face's names of tensors, and the order of their rows."""

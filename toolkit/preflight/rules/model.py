@@ -6,7 +6,7 @@ import os
 
 from toolkit.errors import DataError, Problem, either
 from toolkit.models.from_config import architecture_key, config_folder
-from toolkit.models.registry import FAMILIES, spec
+from toolkit.models.registry import families, spec
 from toolkit.preflight.planned_run import PlannedRun, rule
 
 CHANGEABLE = {"norm_eps": "norm_eps", "rope_theta": "rope_theta", "rope_scaling": "rope_scaling_factor"}
@@ -39,7 +39,7 @@ def architecture_readable(run: PlannedRun) -> list[Problem]:
     """config.json says what the model is, where nothing else does."""
     if not run.architecture_error or run.start.weights == config_folder(run.config):
         return []  # of the folder of the weights another rule says more
-    readable = either(spec(family).hf_config().called for family in FAMILIES)
+    readable = either(spec(family).hf_config().called for family in families())
     fix = (
         f"name the folder of {readable}; where only its tokenizer is wanted, "
         "set model.name and model.flavor, which go before config.json"

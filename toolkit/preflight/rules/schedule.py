@@ -8,6 +8,7 @@ from toolkit.optim.lr_scheduler import cut_to_fit
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _ENDLESS = ("constant", "step")
+_TO_ZERO = ("linear", "sqrt", "cosine")
 
 
 def _both_set(run: PlannedRun, key: str, other: str, what: str) -> list[Problem]:
@@ -45,7 +46,7 @@ def total_steps_act(run: PlannedRun) -> list[Problem]:
 def learning_rate_above_zero(run: PlannedRun) -> list[Problem]:
     """Past the end of its schedule the rate stays where it ended; at zero nothing is learnt."""
     schedule, training = run.config.lr_scheduler, run.config.training
-    if schedule.total_steps is None or schedule.decay_type in _ENDLESS or schedule.min_lr_factor > 0:
+    if schedule.total_steps is None or schedule.decay_type not in _TO_ZERO or schedule.min_lr_factor > 0:
         return []
     if training.epochs:
         length = f"the run is {training.epochs} epochs long, however many steps these are"

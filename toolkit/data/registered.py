@@ -1,0 +1,91 @@
+"""Corpora whose documents a module of job.custom_import gives, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar
+
+from toolkit.config.schema import added
+from toolkit.data.columns import template_for
+from toolkit.data.corpus import Corpus, RowShape
+from toolkit.data.text_files import PIECE_BYTES, check_text
+from toolkit.errors import DataError
+
+Row = str | Mapping[str, Any]
+
+
+def registered(name: str, text_column: str, shape: RowShape | None) -> RegisteredCorpus:
+    """The corpus called ``name``, which is known by its version."""
+    _, version, module = added("training.dataset")[name]
+    identity = f"registered {name} {version} {text_column}"
+    return RegisteredCorpus(name, (Path(module),), text_column, identity, shape)
+
+
+@dataclass(frozen=True)
+class RegisteredPiece:
+    """A :class:`~toolkit.data.text_files.Piece` of whole documents, numbered from ``first``."""
+
+    unit: ClassVar[str] = "document"
+
+    path: Path
+    content: tuple[Row, ...]
+    first: int
+    opens: bool = True
+    closes: bool = True
+    n_file_bytes: int = 0
+
+    def texts(self, text_column: str) -> list[str]:
+        found = (self._text(row, number, text_column) for number, row in enumerate(self.content, self.first))
+        return [text for text in found if text]
+
+    def rows(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        for number, row in enumerate(self.content, self.first):
+            if not isinstance(row, Mapping):
+                raise DataError(
+                    f"{self.path}, document {number} is a {type(row).__name__}, not a row by columns"
+                )
+            yield number, row
+
+    def _text(self, row: Row, number: int, text_column: str) -> str:
+        where = f"{self.path}, document {number}"
+        if isinstance(row, str):
+            check_text(row, where)
+            return row
+        if not isinstance(row, Mapping):
+            raise DataError(f"{where} is a {type(row).__name__}, not a text or a row by columns")
+        template = template_for(text_column, dict(row), where)
+        for column in template.columns:
+            check_text(row[column], f"{where}: column {column!r}")
+        return template.fill([row[column] for column in template.columns])
+
+
+@dataclass(frozen=True)
+class RegisteredCorpus(Corpus):
+    """A corpus that :func:`toolkit.config.extensions.register_dataset` knows by its name. Its file is the
+    module that gives the documents."""
+
+    def pieces(self) -> Iterator[RegisteredPiece]:
+        """The documents, some at a time. Raises DataError where giving them fails."""
+        rows, _, _ = added("training.dataset")[self.name]
+        held: list[Row] = []
+        first, size = 1, 0
+        documents = iter(rows())
+        for number in count(1):
+            try:
+                row = next(documents, None)
+            except Exception as error:  # whatever a user's module does wrong
+                message = (
+                    f"the dataset {self.name} fails at document {number}: {type(error).__name__}: {error}"
+                )
+                raise DataError(message) from error
+            if row is not None:
+                held.append(row)
+                size += len(row) if isinstance(row, str) else len(str(row))
+            if held and (row is None or size >= PIECE_BYTES):
+                yield RegisteredPiece(self.files[0], tuple(held), first)
+                held, first, size = [], number + 1, 0
+            if row is None:
+                return

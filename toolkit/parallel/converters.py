@@ -1,0 +1,42 @@
+"""Changes of a model before it is sharded, by ``model.converters``, in the order of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from toolkit.config import Config
+from toolkit.config.schema import added
+from toolkit.config.types import FLOAT8
+from toolkit.parallel.mesh import Mesh
+
+
+class Converters:
+    """The converters of ``config``. Each has ``convert(model)``. It may have ``connect(models, mesh)``,
+    called once all stages of this rank are sharded, and ``post_optimizer_hook(models)``, after an update."""
+
+    def __init__(self, config: Config):
+        self._all: list[Any] = []
+        for name in config.model.converters:
+            if name in FLOAT8:
+                from toolkit.parallel.float8 import Float8Converter
+
+                self._all.append(Float8Converter(config))
+            else:
+                self._all.append(added("model.converters")[name](config))
+
+    def convert(self, model: nn.Module) -> None:
+        """Change ``model``, or a stage of it, on the meta device, in place."""
+        for converter in self._all:
+            converter.convert(model)
+
+    def connect(self, models: Sequence[nn.Module], mesh: Mesh) -> list[Callable[[], None]]:
+        """Tell the converters of the sharded ``models``, and return what they do after each update."""
+        for converter in self._all:
+            if hasattr(converter, "connect"):
+                converter.connect(models, mesh)
+        hooks = [getattr(converter, "post_optimizer_hook", None) for converter in self._all]
+        return [partial(hook, models) for hook in hooks if hook]

@@ -1,0 +1,37 @@
+"""Rules about a learning-rate schedule that is a user's."""
+
+from __future__ import annotations
+
+import math
+
+from toolkit.errors import Problem
+from toolkit.optim.lr_expression import EXPRESSION, factor
+from toolkit.optim.lr_scheduler import DECAYS, warmup_length
+from toolkit.preflight.planned_run import PlannedRun, rule
+
+_KEY = "lr_scheduler.expression"
+_LOOKED_AT = 1000  # steps, spread evenly over the run
+
+
+@rule()
+def schedule_has_values(run: PlannedRun) -> list[Problem]:
+    """The rate of every step is a number of at least 0."""
+    options, training = run.config.lr_scheduler, run.config.training
+    if options.decay_type in (*DECAYS, "constant", "step"):
+        return []
+    ours = options.decay_type == EXPRESSION
+    key = _KEY if ours else "lr_scheduler.decay_type"
+    fix = 'write a part of optimizer.lr by step, such as "1 / sqrt(step)"' if ours else "correct the function"
+    if ours and options.expression is None:
+        return [run.problem("lr_scheduler.decay_type", f"{_KEY} says nothing", fix)]
+    total = options.total_steps or training.steps
+    warmup = warmup_length(options, total)
+    for step in sorted({1, total, *range(1, total, max(1, total // _LOOKED_AT))}):
+        try:
+            value = factor(options, step=step, total_steps=total, warmup_steps=warmup)
+        except Exception as error:  # whatever a user's function does wrong
+            said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            return [run.problem(key, f"at step {step} of {total}: {said}", fix)]
+        if not (math.isfinite(value) and value >= 0):
+            return [run.problem(key, f"at step {step} of {total} the rate would be {value} of the peak", fix)]
+    return []
