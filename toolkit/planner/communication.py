@@ -328,7 +328,7 @@ def _tensor(
         chunks = 0 < config.training.loss_chunk_tokens < work.tokens  # checkpointed as well
         again = _again(model, passes, weights=int(_is_trained(model.output))) if chunks else 0
         tokens = (batches + references + again) * work.tokens
-        if config.parallelism.disable_loss_parallel:
+        if config.parallelism.disable_loss_parallel or model.output.training_losses is not None:
             yield Exchange("tp", "all_gather", ranks, tokens * model.args.vocab_size * work.size)
         else:
             yield Exchange("tp", "all_reduce", ranks, tokens * 3 * work.precise_size)
