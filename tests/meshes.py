@@ -358,12 +358,13 @@ FAST = [
     "shard2 tp2 muon tied",
     "pp2 1F1B bare-embedding muon",  # a rank without matrices
     # Another loss.
-    "shard2 tp2 regularized compiled",
+    "shard2 tp2 regularized",
     "pp2 cp2 1F1B regularized tied accumulate3",
 ]
 """Layouts that CI runs."""
 
 MORE = [
+    "shard2 tp2 regularized compiled",
     # One dimension, at more ranks.
     "shard4 over2 AC-full compiled",
     "shard8 accumulate3 prefetch reduce-once FULL_SHARD",
