@@ -3,7 +3,8 @@
 torch's own kernel for CPUs computes far below the rate of its matmul, which these products are (`python -m
 benchmarks.attention` times the two). A block's scores, for as many heads as a cache has room for, are made,
 normalised and used before those of the next. What causality hides is computed within a block's own columns
-alone, and in a row of several documents a block begins with its first query's. Backward has queries, keys
+alone, and a block begins with the first column that its first query sees, of its document and its window.
+Backward has queries, keys
 and values alone kept for it and makes the scores again, as flash attention does (Dao et al. 2022,
 arXiv:2205.14135).
 
@@ -11,7 +12,8 @@ Scores and weights are rounded to the dtype of the queries, as in transformers' 
 up in fp32 or fp64, and over blocks so do the gradients of keys and values.
 
 Shapes: B rows, Q queries, S keys, of which the last Q are the queries' own, H heads, K key/value heads,
-G = H / K, E head dim; a block has N queries, M = G·N rows of scores and W keys, the last C partly hidden.
+G = H / K, E head dim; a block has N queries, M = G·N rows of scores and W keys, of which the last N are the
+queries' own, and some queries see the first L no more.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def attend(q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | N
         q_KGQE, out_KGQE = (_by_key_head(x[row], heads) for x in (q_BQHE, out_BQHE))
         k_KES, v_KSE = _transposed(k_BSKE[row]), v_BSKE[row].transpose(0, 1).contiguous()
         for block in _blocks(q_KGQE, k_KES, None if starts_BQ is None else starts_BQ[row]):
-            weights_KMW = _weights(block.of_queries(q_KGQE), block.columns(k_KES), block.hidden_NC)
+            weights_KMW = block.weights(block.of_queries(q_KGQE), block.columns(k_KES))
             block.write(out_KGQE, torch.bmm(weights_KMW, block.rows(v_KSE)))
     return out_BQHE
 
@@ -91,7 +93,7 @@ def attend_backward(
         grad_kv_2KES.zero_()
         for block in _blocks(q_KGQE, k_KES, None if starts_BQ is None else starts_BQ[row]):
             q_KME, grad_KME = block.of_queries(q_KGQE), block.of_queries(grad_KGQE)
-            weights_KMW = _weights(q_KME, block.columns(k_KES), block.hidden_NC)
+            weights_KMW = block.weights(q_KME, block.columns(k_KES))
             block.columns(grad_v_KES).add_(torch.bmm(grad_KME.mT, weights_KMW))
             grad_weights_KMW = torch.bmm(grad_KME, block.columns(v_KES))
             grad_scores_KMW = torch._softmax_backward_data(
@@ -128,13 +130,14 @@ attend.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 class _Block(NamedTuple):
-    """Some key heads, some queries of theirs, the keys that these see, and which of the last C keys are
-    hidden from which of the N queries."""
+    """Some key heads, some queries of theirs, the keys that these see, and which of the last and of the first
+    are hidden from which query, if any of the first is."""
 
     heads: slice
     queries: slice
     keys: slice
-    hidden_NC: Tensor
+    later_NN: Tensor
+    earlier_NL: Tensor | None
 
     def of_queries(self, x_KGQE: Tensor) -> Tensor:
         """The queries' part as rows of a product, (K, M, E)."""
@@ -153,6 +156,15 @@ class _Block(NamedTuple):
         part = whole_KGQE[self.heads, :, self.queries]
         part.copy_(part_KME.view(part.shape))
 
+    def weights(self, q_KME: Tensor, k_KEW: Tensor) -> Tensor:
+        """The softmax (K, M, W) of the scores, zero for what is hidden."""
+        scores_KMW = _scaled_product(q_KME, k_KEW, q_KME.shape[-1] ** -0.5)
+        scores_KGNW = scores_KMW.unflatten(1, (-1, len(self.later_NN)))
+        scores_KGNW[..., -len(self.later_NN) :].masked_fill_(self.later_NN, float("-inf"))
+        if self.earlier_NL is not None:
+            scores_KGNW[..., : self.earlier_NL.shape[1]].masked_fill_(self.earlier_NL, float("-inf"))
+        return torch.softmax(scores_KMW, dim=-1)
+
 
 def _blocks(q_KGQE: Tensor, k_KES: Tensor, starts_Q: Tensor | None) -> Iterator[_Block]:
     """The blocks of one row, whose queries are the last of its keys."""
@@ -162,13 +174,12 @@ def _blocks(q_KGQE: Tensor, k_KES: Tensor, starts_Q: Tensor | None) -> Iterator[
         end = min(begin + _QUERY_BYTES // size, queries)
         keys = slice(0 if starts_Q is None else int(starts_Q[begin]), first + end)
         own_N = torch.arange(first + begin, first + end)[:, None]
-        hidden_NC = own_N < own_N.T
+        later_NN, earlier_NL = own_N < own_N.T, None
         if starts_Q is not None and int(starts_Q[end - 1]) > keys.start:
-            columns_W = torch.arange(keys.start, keys.stop)
-            hidden_NC = (columns_W > own_N) | (columns_W < starts_Q[begin:end, None])
+            earlier_NL = torch.arange(keys.start, int(starts_Q[end - 1])) < starts_Q[begin:end, None]
         at_once = max(1, _SCORE_BYTES // (size * group * (end - begin) * (keys.stop - keys.start)))
         for head in range(0, heads, at_once):
-            yield _Block(slice(head, head + at_once), slice(begin, end), keys, hidden_NC)
+            yield _Block(slice(head, head + at_once), slice(begin, end), keys, later_NN, earlier_NL)
 
 
 def _by_key_head(x_QHE: Tensor, heads: int) -> Tensor:
@@ -179,15 +190,6 @@ def _by_key_head(x_QHE: Tensor, heads: int) -> Tensor:
 def _transposed(x_SKE: Tensor) -> Tensor:
     """A copy (K, E, S), of two dimensions when it is made, for which torch has a fast path."""
     return x_SKE.flatten(1).T.contiguous().unflatten(0, x_SKE.shape[1:])
-
-
-def _weights(q_KME: Tensor, k_KEW: Tensor, hidden_NC: Tensor) -> Tensor:
-    """The softmax (K, M, W) of the scores, zero for what is hidden."""
-    scores_KMW = _scaled_product(q_KME, k_KEW, q_KME.shape[-1] ** -0.5)
-    queries, columns = hidden_NC.shape
-    partly_KGNC = scores_KMW.unflatten(1, (-1, queries))[..., -columns:]
-    partly_KGNC.masked_fill_(hidden_NC, float("-inf"))
-    return torch.softmax(scores_KMW, dim=-1)
 
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
