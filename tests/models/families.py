@@ -68,14 +68,16 @@ RELEASES = {"mistral0.2": {"7B": 7_241_732_096}, "mistral0.3": {"7B": 7_248_023_
 """The counts of releases that differ from one of ``FAMILIES`` in their sizes alone."""
 
 
-def save_transformers(folder: Path, name: str, *, tied: bool = False, kind: str = "CausalLM") -> Any:
+def save_transformers(
+    folder: Path, name: str, *, tied: bool = False, kind: str = "CausalLM", vocab: int = 307
+) -> Any:
     """A small model of the family ``name`` with random weights, as transformers leaves it on disk."""
     import transformers
 
     family = FAMILIES[name]
     torch.manual_seed(1)
     config = getattr(transformers, f"{family.theirs}Config")(
-        vocab_size=307, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=tied, num_labels=3,
         attn_implementation="eager", rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         **family.options,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.helpers import run_world
 from tests.models.families import FAMILIES, RELEASES, read, save_transformers
 from tests.models.small_llama import tokens_and_labels
+from tests.weights.stories import empty_model
+from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.data.chat.formats import chat_format
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
 from toolkit.generation.generator import Generator
 from toolkit.models.common.args import parameter_count
@@ -24,6 +29,8 @@ from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.on_disk import read_hf_config
 from toolkit.models.registry import presets, resolve, spec
 from toolkit.weights.convert import convert, prepare
+from toolkit.weights.export import export_hf
+from toolkit.weights.load import load_weights
 from toolkit.weights.safetensors import SafetensorsFolder
 
 TRL = importlib.util.find_spec("trl")
@@ -117,13 +124,39 @@ def test_files_of_hugging_face_come_back_as_they_were(name: str, tied: bool, tmp
 
 def _there_and_back(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors in ``folder``/hf, once they came back from a checkpoint to the last bit."""
-    from safetensors.torch import load_file
-
     for step, here, there in (("hf-to-dcp", "hf", "dcp"), ("dcp-to-hf", "dcp", "back")):
         convert(prepare(step, folder / here, folder / there), verify=True)
+    return _check_alike(folder)
+
+
+def _check_alike(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors in ``folder``/hf, which are those in ``folder``/back to the last bit."""
+    from safetensors.torch import load_file
+
     before, after = (load_file(folder / name / "model.safetensors") for name in ("hf", "back"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     return before
+
+
+def _through_a_mesh(folder: str) -> None:
+    """Have each family's files read into a model split by tp and FSDP, saved by it, and written again."""
+    for name in FAMILIES:
+        source = SafetensorsFolder(Path(folder, name, "hf"))
+        named = dict(empty_model(source.args, {"tensor_parallel_degree": 2}).named_parameters())
+        load_weights(source, named)
+        assert all(torch.equal(it.full_tensor(), source.read(key)) for key, it in named.items()), name
+        tensors = {f"model.{key}": parameter for key, parameter in named.items()}
+        step = CheckpointManager(Path(folder, name)).save(1, tensors, {"model": asdict(source.args)})
+        back = Path(folder, name, "back")
+        export_hf(step, back, dtype=torch.float32, tokenizer_path=None, ranks=Ranks())
+
+
+def test_files_come_back_as_they_were_from_a_mesh(tmp_path: Path) -> None:
+    for name in FAMILIES:
+        save_transformers(tmp_path / name / "hf", name, vocab=308)
+    run_world(_through_a_mesh, 4, str(tmp_path))
+    for name in FAMILIES:
+        _check_alike(tmp_path / name)
 
 
 @every_family
