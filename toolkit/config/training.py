@@ -101,19 +101,9 @@ class Model(Table):
 
     def overrides(self) -> dict[str, Any]:
         """Return the keys that change a preset's shape, None where the preset's value stays."""
-        not_shape = {
-            "name",
-            "flavor",
-            "hf_assets_path",
-            "tokenizer_path",
-            "add_bos_token",
-            "additional_special_tokens",
-            "converters",
-            "print_after_conversion",
-            "attention",
-            "matmul",
-        }
-        return {name: getattr(self, name) for name in Model.model_fields if name not in not_shape}
+        others = ("name", "flavor", "tokenizer_path", "add_bos_token")
+        shape = [name for name, field in Model.model_fields.items() if field.default is None]
+        return {name: getattr(self, name) for name in shape if name not in others}
 
 
 class Muon(Table):
@@ -176,9 +166,7 @@ class LRScheduler(Table):
     """Last part of the schedule in which the rate decays; None: all of it after the warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine", "constant", "step", "expression"] = "linear"
     """Shape of the decay. constant does not decay; step multiplies by gamma every step_size steps."""
-    expression: Annotated[str | None, ActsWith("lr_scheduler.decay_type", ("expression",), refused=True)] = (
-        None
-    )
+    expression: Annotated[str | None, _EXPRESSION] = None
     """For expression: part of optimizer.lr, of step (from 1), total_steps and warmup_steps, such as
     "1 / sqrt(step)"."""
     step_size: Annotated[Positive | None, _IN_STEPS] = None

@@ -15,7 +15,6 @@ from toolkit.config.schema import NAME, Field, fields, named_tables
 FILES: dict[str, tuple[str, ...]] = {
     "options": (),
     "schedule": (),
-    "lr_expression": ("lr_scheduler.decay_type", "lr_scheduler.expression"),
     "loss": ("loss.",),
     "optim": ("optimizer.no_decay", "optimizer.early_step_in_backward"),
     "adamw_8bit": ("optimizer.name",),

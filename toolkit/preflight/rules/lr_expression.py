@@ -1,4 +1,4 @@
-"""Rules about a learning-rate schedule that is a user's."""
+"""The check of a learning-rate schedule that is a user's."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import math
 
 from toolkit.errors import Problem
 from toolkit.optim.lr_expression import EXPRESSION, factor
-from toolkit.optim.lr_scheduler import DECAYS, warmup_length
-from toolkit.preflight.planned_run import PlannedRun, rule
+from toolkit.optim.lr_scheduler import warmup_length
+from toolkit.preflight.planned_run import PlannedRun
 
 _KEY = "lr_scheduler.expression"
 _LOOKED_AT = 1000  # steps, spread evenly over the run
 
 
-@rule()
-def schedule_has_values(run: PlannedRun) -> list[Problem]:
-    """The rate of every step is a number of at least 0."""
+def wrong_rates(run: PlannedRun) -> list[Problem]:
+    """Say which step has no rate, or none of at least 0."""
     options, training = run.config.lr_scheduler, run.config.training
-    if options.decay_type in (*DECAYS, "constant", "step"):
-        return []
     ours = options.decay_type == EXPRESSION
     key = _KEY if ours else "lr_scheduler.decay_type"
     fix = 'write a part of optimizer.lr by step, such as "1 / sqrt(step)"' if ours else "correct the function"

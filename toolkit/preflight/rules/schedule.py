@@ -33,6 +33,16 @@ def one_warmup(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
+def schedule_has_values(run: PlannedRun) -> list[Problem]:
+    """The rate of every step is a number of at least 0, also where a user has written the schedule."""
+    if run.config.lr_scheduler.decay_type in (*_TO_ZERO, *_ENDLESS):
+        return []
+    from toolkit.preflight.rules.lr_expression import wrong_rates
+
+    return wrong_rates(run)
+
+
+@rule()
 def total_steps_act(run: PlannedRun) -> list[Problem]:
     """A schedule without an end has a length for its warm-up alone."""
     options, key = run.config.lr_scheduler, "lr_scheduler.total_steps"
