@@ -39,9 +39,11 @@ MATRICES = [name for name in SHAPES if "wq.weight" in name or "feed_forward" in 
 NUMBERS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
 
-def _parameters(dtype: torch.dtype) -> dict[str, nn.Parameter]:
+def _parameters(dtype: torch.dtype, device: str = "cpu") -> dict[str, nn.Parameter]:
     torch.manual_seed(0)
-    return {name: nn.Parameter(torch.randn(shape).mul(0.02).to(dtype)) for name, shape in SHAPES.items()}
+    return {
+        name: nn.Parameter(torch.randn(shape).mul(0.02).to(device, dtype)) for name, shape in SHAPES.items()
+    }
 
 
 def _build(named: dict[str, nn.Parameter], **options: Any) -> torch.optim.Optimizer:
@@ -52,7 +54,10 @@ def _build(named: dict[str, nn.Parameter], **options: Any) -> torch.optim.Optimi
 def _draw_gradients(named: dict[str, nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for parameter in named.values():
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
+
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 # Without nesterov torch 2.13 divides the momentum that it keeps, if that has 16 bits.
@@ -65,11 +70,14 @@ def _draw_gradients(named: dict[str, nn.Parameter], step: int) -> None:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_steps_are_those_of_torchs_muon_and_adamw(
-    dtype: torch.dtype, nesterov: bool, adjust_lr_fn: str
+    device: str, dtype: torch.dtype, nesterov: bool, adjust_lr_fn: str
 ) -> None:
     options = {"momentum": 0.9, "nesterov": nesterov, "ns_steps": 4, "adjust_lr_fn": adjust_lr_fn}
-    ours, theirs = _parameters(dtype), _parameters(dtype)
+    ours, theirs = (
+        {name: nn.Parameter(it.to(device)) for name, it in _parameters(dtype).items()} for _ in "12"
+    )
     optimizer = _build(ours, muon=options, no_decay=["*w2.weight", "*norm.weight"])
     spared = [name for name in theirs if "w2" in name or "norm" in name]
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
@@ -90,7 +98,7 @@ def test_steps_are_those_of_torchs_muon_and_adamw(
                 each.step()
                 for group in each.param_groups:  # as a schedule does
                     group["lr"] *= 0.9
-    if dtype == torch.float32:
+    if dtype == torch.float32 and device == "cpu":
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     else:  # torch adds a transposed update by another kernel, which rounds once more
         for name, parameter in ours.items():
