@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests import mesh_runs
+from tests import mesh_runs, meshes
 from tests.helpers import in_layout, run_world
 from tests.preflight.bad_runs import CPU
 from tests.training import small_config, small_trainer
@@ -177,15 +178,26 @@ def _sizes(folder: str) -> list[tuple[bool, list[int]]]:
 # On meshes
 
 STEPS = 20
+LAYERS = 2
 LAYOUTS = {
-    2: ["shard2 muon", "replicate2 muon", "tp2 muon", "pp2 1F1B muon accumulate3"],
-    4: ["shard4 muon", "replicate2 shard2 muon", "shard2 tp2 muon", "pp2 shard2 Interleaved1F1B muon"],
+    2: ["shard2 muon", "replicate2 muon", "tp2 muon", "pp2 1F1B muon"],
+    4: ["shard4 muon", "replicate2 shard2 muon", "shard2 tp2 muon", "pp2 shard2 1F1B muon"],
     8: ["shard8 muon", "pp2 replicate2 tp2 1F1B muon"],
 }
 
 
+@contextlib.contextmanager
+def _longer() -> Iterator[None]:
+    """Runs of ``STEPS`` steps, and fewer layers than others have."""
+    with (
+        patch.object(mesh_runs, "STEPS", STEPS),
+        patch.dict(meshes.PLAIN, {"model.n_layers": LAYERS, "training.seq_len": 16}),
+    ):
+        yield
+
+
 def _record(folder: str) -> None:
-    with patch.object(mesh_runs, "STEPS", STEPS):
+    with _longer():
         mesh_runs.record(folder, ["one muon"])
 
 
@@ -198,7 +210,7 @@ def _compare(folder: str, layouts: list[str]) -> dict[str, Any]:
         worked.append(muon._cost(x.shape))
         return iterate(x, steps)
 
-    with patch.object(muon, "orthogonalize", counted), patch.object(mesh_runs, "STEPS", STEPS):
+    with patch.object(muon, "orthogonalize", counted), _longer():
         for layout in layouts:
             worked.clear()
             with in_layout(layout):
@@ -220,10 +232,9 @@ def test_any_mesh_has_the_weights_of_one_process_and_shares_the_work(folder: str
         assert max(result["parameters"].values()) < 1e-9, layout
         assert max(result["losses"]) < 1e-9, layout
         costs = [rank[layout]["worked"] for rank in everywhere]
-        # Seven matrices in each of four blocks.
-        assert sum(map(len, costs)) == 4 * 7 * STEPS, layout
-        works = [sum(rank) for rank in costs]
-        assert max(works) <= 1.25 * sum(works) / ranks, layout
+        assert sum(map(len, costs)) == 7 * LAYERS * STEPS, layout
+        works = [sum(rank) / STEPS for rank in costs]
+        assert max(works) - min(works) <= max(map(max, costs)), layout
 
 
 def _in_buckets(folder: str) -> tuple[list[int], bool]:
