@@ -9,7 +9,7 @@ whatever else looks at operators, so that gradients and every layout have it too
 from __future__ import annotations
 
 import warnings
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from toolkit.errors import DeviceError, Problem
 
 _FEWEST = 1 << 20
 """Multiplications of a product from which on oneDNN is faster."""
+_torchs_kernel = cache(torch.library.get_kernel)  # later ours may be there, which ends with its library
 
 
 def mkl_is_slow() -> bool:
@@ -48,7 +49,7 @@ def multiply_by_onednn() -> torch.library.Library:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*[Oo]verrid")
         for name in ("mm", "mm.out", "addmm", "addmm.out"):
-            kernel = partial(_multiply, torch.library.get_kernel(f"aten::{name}", "CPU"))
+            kernel = partial(_multiply, _torchs_kernel(f"aten::{name}", "CPU"))
             library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
     return library
 
