@@ -5,6 +5,7 @@ Shapes: B batch, S sequence, H heads, K key/value heads (H a multiple of K), E h
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -48,25 +49,12 @@ class AttentionBackend:
         return self.window if self.window is not None and self.window < length else None
 
 
+_CLASSES = {
+    "sdpa": "SDPA", "flash": "Flash", "flex": "FlexAttention", "varlen": "VarlenAttention",
+    "blockwise": "Blockwise",
+}  # fmt: skip
+
+
 def attention_backend(name: str, window: int | None = None) -> AttentionBackend:
-    """The back end called "sdpa", "flash", "flex", "varlen" or "blockwise"."""
-    if name == "blockwise":
-        from toolkit.models.common.attention_blockwise import Blockwise
-
-        return Blockwise(window)
-    if name == "flex":  # these two import torch's compiler
-        from toolkit.models.common.attention_flex import FlexAttention
-
-        return FlexAttention(window)
-    if name == "varlen":
-        from toolkit.models.common.attention_varlen import VarlenAttention
-
-        return VarlenAttention(window)
-    if name == "flash":
-        from toolkit.models.common.attention_flash import Flash
-
-        return Flash(window)
-    assert name == "sdpa", name
-    from toolkit.models.common.attention_sdpa import SDPA
-
-    return SDPA(window)
+    """The back end called "sdpa" or so, whose file is loaded now: two of them import torch's compiler."""
+    return getattr(import_module(f"{__package__}.attention_{name}"), _CLASSES[name])(window)
