@@ -215,6 +215,32 @@ WRONG = {
         "wrong.py:2: ValueError: the configuration has training already"
     ),
     f"{ALL}\nregister_family('llama', None)": ("wrong.py:2: ValueError: the toolkit has a family llama"),
+    f"{ALL}\nregister_optimizer('My Opt', print)": "wrong.py:2: ValueError: 'My Opt' is no name of letters",
+    f"{ALL}\nregister_loss('x', None)": "wrong.py:2: ValueError: what is registered is a function, not",
+    f"{ALL}\nregister_loss('x-y', print, Table)": "wrong.py:2: ValueError: 'x-y' is no name of letters",
+    f"{ALL}\nclass A: a = 1\nregister_table('a', A)": "wrong.py:3: ValueError: keys are a class of toolkit",
+    f"{ALL}\nclass A(Table):\n  a: int\nregister_table('a', A)": "wrong.py:4: ValueError: A.a has no default",
+    f"{ALL}\nclass A(Table):\n  a: int = 'x'\nregister_table('a', A)": (
+        "wrong.py:4: ValueError: A.a its default: Input should be a valid integer"
+    ),
+    f"{ALL}\nclass A(Table):\n  a: list[tuple[int]] = []\nregister_table('a', A)": (
+        "wrong.py:4: ValueError: A.a: a key is a bool, int, float, str, Literal, a list of these"
+    ),
+    f"{ALL}\nregister_table('value', Table)": "wrong.py:2: ValueError: value is a method of tables",
+    f"{ALL}\nregister_table('data.mixture', Table)": "ValueError: the configuration has data.mixture already",
+    f"{ALL}\nregister_table('experimental', Table)": "ValueError: the configuration has experimental already",
+    f"{ALL}\nregister_table('a.b', Table)": "wrong.py:2: ValueError: there is no table a to hold b",
+    f"{ALL}\nregister_dataset('c4', list, version='')": "ValueError: the toolkit has a dataset c4",
+    f"{ALL}\nregister_dataset('x', list, version=1)": "wrong.py:2: ValueError: the version of x is a text",
+    f"{ALL}\nregister_family('x', 5)": "wrong.py:2: ValueError: a family is a ModelSpec, not a int",
+    f"{ALL}\nfrom toolkit.models.llama import SPEC\nregister_family('x', SPEC)": (
+        "wrong.py:3: ValueError: model.name has a value llama2 already"
+    ),
+    f"{ALL}\nfrom toolkit.models.llama import SPEC\n"
+    "register_family('x', type(SPEC)({'y': SPEC.sizes['llama2']}))": (
+        "wrong.py:3: ValueError: ModelArgs of the family x have family = 'llama'"
+    ),
+    "import sys\nsys.exit(0)": "wrong.py:2: SystemExit: 0",
     "import lacking": "wrong.py:1: ModuleNotFoundError: No module named 'lacking'",
     "def f():\n  return 1 / 0\nf()": "wrong.py:2: ZeroDivisionError: division by zero",
     "x = (": "wrong.py:1: SyntaxError: '(' was never closed",
@@ -226,6 +252,20 @@ def test_an_error_names_file_and_line(text: str, said: str, tmp_path: Path) -> N
     (tmp_path / "wrong.py").write_text(text)
     told = preflight(tmp_path, "--job.custom_import=wrong")
     assert said in told and "Traceback" not in told
+
+
+MISNAMED = {
+    "./wrong": "is no name of a module",
+    "wrong.py": "is no name of a module",
+    "types": "is a module of Python itself",
+    "folder": "folder has no __init__.py",
+}
+
+
+@pytest.mark.parametrize(("name", "said"), MISNAMED.items())
+def test_a_name_of_no_module(name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    assert said in preflight(tmp_path, f"--job.custom_import={name}")
 
 
 def test_a_module_that_is_not_there(tmp_path: Path) -> None:

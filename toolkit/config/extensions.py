@@ -13,16 +13,29 @@ registered, or checks take as long as torch's import.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import create_model
+from pydantic import ValidationError, create_model
 
-from toolkit.config.schema import Config, added, find_field, root, set_root, tables
+from toolkit.config.schema import (
+    NAME,
+    Config,
+    added,
+    find_field,
+    find_table,
+    is_group,
+    root,
+    set_root,
+    table_of,
+    tables,
+)
 from toolkit.config.toml import Setting
 from toolkit.config.types import ActsWith, Table
 from toolkit.errors import ConfigError, Problem
@@ -39,6 +52,7 @@ __all__ = [
 ]
 
 KEY = "job.custom_import"
+_VALUE, _TABLE = re.compile(r"[\w.-]+"), re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
 def register_optimizer(
@@ -89,8 +103,12 @@ def register_dataset(
     data.text_column read one of a file. They are tokenised once for each ``version``, any text, which changes
     with them.
     """
-    if "/" in name or not name:
-        raise ValueError(f"a dataset's name has no slash: {name!r}")
+    sources = importlib.import_module("toolkit.data.sources")  # above this room: only where it is called
+    if name not in added("training.dataset") and "/" not in name and sources.check_name(name) is None:
+        raise ValueError(f"the toolkit has a dataset {name}")
+    _check_callable(rows)
+    if not isinstance(version, str):
+        raise ValueError(f'the version of {name} is a text, such as "1"')
     _store("training.dataset", name, (rows, version, sys._getframe(1).f_code.co_filename))
 
 
@@ -111,8 +129,16 @@ def register_family(name: str, spec: Any) -> None:
 
     Their names and flavors are values of model.name and model.flavor.
     """
+    registry = importlib.import_module("toolkit.models.registry")  # above this room: only where it is called
+    _check_name(name, _TABLE, "letters, digits and _")
     if find_spec(f"toolkit.models.{name}"):
         raise ValueError(f"the toolkit has a family {name}")
+    if not isinstance(spec, registry.ModelSpec):
+        raise ValueError(f"a family is a ModelSpec, not a {type(spec).__name__}")
+    for model in sorted(spec.sizes.keys() & registry.presets().keys()):
+        raise ValueError(f"model.name has a value {model} already")
+    for other in sorted({args.family for sizes in spec.sizes.values() for args in sizes.values()} - {name}):
+        raise ValueError(f"ModelArgs of the family {name} have family = {other!r}")
     _store("model.name", name, spec)
 
 
@@ -125,6 +151,26 @@ def register_table(name: str, table: type[Table]) -> None:
     _add_table(name, table)
 
 
+def misused(config: Config, key: str, name: str, made: Any, rule: str) -> ConfigError:
+    """The error of ``made``, which ``name`` of ``key`` stands for and which breaks a ``rule`` of its kind."""
+    code = getattr(made, "__code__", None)
+    where = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
+    return ConfigError(Problem(f"{where}{rule}", "correct the module", key, name, config.origin(key)))
+
+
+def place_of(error: BaseException, after: str = __file__) -> str:
+    """The file and line where a user's code, called by the file ``after``, has raised an error.
+
+    It is the call where a function of this file refuses one, and empty where no such code was reached.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    while frames and frames[0].filename == after:
+        frames.pop(0)
+    here = next((n for n, it in enumerate(frames) if it.filename == __file__), len(frames))
+    own = [it for it in frames[:here] if "importlib" not in it.filename]
+    return f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+
+
 def import_module(setting: Setting) -> bool:
     """Import the module that ``setting`` names; False where it is imported already.
 
@@ -132,13 +178,33 @@ def import_module(setting: Setting) -> bool:
         ConfigError: there is no such module, or it raises an error: with its file and line.
     """
     name = setting.value
-    if not isinstance(name, str) or not name or name in sys.modules:
+    if not isinstance(name, str) or not name:
+        return False
+    if misnamed := _misnamed(name):
+        raise ConfigError(Problem(*misnamed, KEY, name, setting.origin))
+    if name in sys.modules:
         return False
     try:
-        importlib.import_module(name)
-    except Exception as error:  # whatever a user's module does wrong
+        module = importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's module does wrong, sys.exit() too
         raise ConfigError(Problem(*_described(error, name), KEY, name, setting.origin)) from error
+    if module.__file__ is None:
+        rule = f"{list(module.__path__)[0]} has no __init__.py, so that nothing of it is imported"
+        fix = "import there the files that register something, or name one of them"
+        raise ConfigError(Problem(rule, fix, KEY, name, setting.origin))
     return True
+
+
+def _misnamed(name: str) -> tuple[str, str] | None:
+    """The rule and the fix of a name that no module of a user's can have."""
+    if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
+        fix = "name one module as import does, such as my_package or my_package.file"
+        return "is no name of a module", fix
+    if name.partition(".")[0] in sys.stdlib_module_names:
+        return "is a module of Python itself", "give yours another name"
+    return None
 
 
 def _register(key: str, name: str, build: Any, options: type[Table] | None = None) -> None:
@@ -146,6 +212,7 @@ def _register(key: str, name: str, build: Any, options: type[Table] | None = Non
     assert field is not None
     if name in _values(field.annotation):
         raise ValueError(f"{key} has a value {name} already")
+    _check_callable(build)
     _store(key, name, build)
     _set_root(_changed(root(), key.split("."), lambda annotation: _with_value(annotation, name)))
     if options:
@@ -153,22 +220,71 @@ def _register(key: str, name: str, build: Any, options: type[Table] | None = Non
         _add_table(f"{key.partition('.')[0]}.{name.lower()}", options, mark)
 
 
+def _check_callable(found: Any) -> None:
+    if not callable(found):
+        raise ValueError(f"what is registered is a function, not a {type(found).__name__}")
+
+
+def _check_name(name: Any, allowed: re.Pattern[str], words: str) -> None:
+    if not isinstance(name, str) or not allowed.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of {words}")
+
+
 def _store(key: str, name: str, what: Any) -> None:
+    _check_name(name, _VALUE, "letters, digits, _, - and .")
     if name in added(key):
         raise ValueError(f"{name} is registered twice")
     added(key)[name] = what
 
 
 def _add_table(name: str, table: type[Table], *marks: ActsWith) -> None:
-    if name in tables() or find_field(name):
+    _check_table(table)
+    if find_table(name) or find_field(name) or is_group(name):
         raise ValueError(f"the configuration has {name} already")
     *outer, last = name.split(".")
+    holder = tables().get(".".join(outer)) if outer else root()
+    if holder is None or NAME in outer:
+        raise ValueError(f"there is no table {'.'.join(outer)} to hold {last}")
+    _check_name(last, _TABLE, "letters, digits and _, as a table needs")
+    if hasattr(holder, last):
+        raise ValueError(f"{last} is a method of tables: choose another name")
     annotation: Any = Annotated.__class_getitem__((table, *marks)) if marks else table  # type: ignore[attr-defined]
     new = {last: (annotation, table())}
     if not outer:
         _set_root(_extended(root(), new))
         return
     _set_root(_changed(root(), outer, lambda holder: _extended(holder, new)))
+
+
+def _check_table(table: Any) -> None:
+    """Raise ValueError for keys that no file could set, or whose defaults it could not."""
+    if not (isinstance(table, type) and issubclass(table, Table)):
+        raise ValueError(f"keys are a class of toolkit.config.extensions.Table, not {table!r}")
+    for name, info in table.model_fields.items():
+        if inner := table_of(info.annotation):
+            _check_table(inner)
+        elif not _is_written(info.annotation):
+            rule = "a key is a bool, int, float, str, Literal, a list of these, or one of them or None"
+            raise ValueError(f"{table.__name__}.{name}: {rule}")
+    try:
+        table.model_validate(table().model_dump())
+    except ValidationError as error:
+        found = error.errors()[0]
+        key = ".".join(map(str, (table.__name__, *found["loc"])))
+        said = "has no default" if found["type"] == "missing" else f"its default: {found['msg']}"
+        raise ValueError(f"{key} {said}") from None
+
+
+def _is_written(annotation: Any) -> bool:
+    """Say if messages and ``--help`` have words for a type."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _is_written(arguments[0])
+    if origin in (Union, UnionType):
+        return all(it is NoneType or _is_written(it) for it in arguments)
+    if origin is list:
+        return arguments[0] is not bool and table_of(arguments[0]) is None and _is_written(arguments[0])
+    return origin is Literal or annotation in (bool, int, float, str, dict[str, str])
 
 
 def _set_root(extended: type[Table]) -> None:
@@ -202,17 +318,13 @@ def _with_value(annotation: Any, name: str) -> Any:
     return list[choice] if get_origin(annotation) is list else choice  # type: ignore[valid-type]
 
 
-def _described(error: Exception, name: str) -> tuple[str, str]:
+def _described(error: BaseException, name: str) -> tuple[str, str]:
     """The rule and the fix of an error at import."""
     if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
         rule = f"there is no module {error.name} to import"
         return rule, "put the folder that holds it into PYTHONPATH, or correct the name"
-    where = ""
+    where = place_of(error)
     if isinstance(error, SyntaxError):
         where = f"{error.filename}:{error.lineno}: "
-    else:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [it for it in frames if "importlib" not in it.filename and it.filename != __file__]
-        where = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
     said = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
     return f"{where}{type(error).__name__}: {said}", "correct the module"

@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
+from toolkit.config.extensions import place_of
 from toolkit.config.schema import added
 from toolkit.data.columns import template_for
 from toolkit.data.corpus import Corpus, RowShape
@@ -62,6 +63,16 @@ class RegisteredPiece:
         return template.fill([row[column] for column in template.columns])
 
 
+def _documents(given: Any) -> Iterator[Row]:
+    """What a user's function gives. Raises TypeError for what is not documents."""
+    if isinstance(given, str | Mapping):
+        raise TypeError(f"the function gives a {type(given).__name__}, not one document after the other")
+    for row in given:
+        if row is None:
+            raise TypeError("it is None, not a text or a row by columns")
+        yield row
+
+
 @dataclass(frozen=True)
 class RegisteredCorpus(Corpus):
     """A corpus that :func:`toolkit.config.extensions.register_dataset` knows by its name. Its file is the
@@ -72,15 +83,17 @@ class RegisteredCorpus(Corpus):
         rows, _, _ = added("training.dataset")[self.name]
         held: list[Row] = []
         first, size = 1, 0
-        documents = iter(rows())
+        documents: Iterator[Row | None] | None = None
         for number in count(1):
             try:
+                documents = documents or _documents(rows())
                 row = next(documents, None)
-            except Exception as error:  # whatever a user's module does wrong
-                message = (
-                    f"the dataset {self.name} fails at document {number}: {type(error).__name__}: {error}"
-                )
-                raise DataError(message) from error
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # whatever a user's module does wrong, sys.exit() too
+                said = f"{place_of(error, __file__)}{type(error).__name__}: {error}"
+                message = f"the dataset {self.name} fails at document {number}: {said}"
+                raise DataError(f"{message}\n  fix:  correct the module") from error
             if row is not None:
                 held.append(row)
                 size += len(row) if isinstance(row, str) else len(str(row))

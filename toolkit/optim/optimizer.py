@@ -11,7 +11,6 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from toolkit.config import Config
 from toolkit.config.name_patterns import fits
-from toolkit.config.schema import added
 from toolkit.distributed.dtensor import clean_name
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -71,8 +70,7 @@ def build_optimizer(parameters: NamedParameters, config: Config) -> Optimizer:
             **IMPLEMENTATIONS[options.implementation],
         )
     else:
-        own = BUILDERS.get(options.name)
-        build: Build = import_module(own).build if own else added("optimizer.name")[options.name]
+        build: Build = import_module(BUILDERS.get(options.name, "toolkit.optim.registered")).build
         optimizer = build(parameters, config)
     if not options.early_step_in_backward:
         return optimizer

@@ -6,12 +6,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from toolkit.config import Config
+from toolkit.config.extensions import misused
 from toolkit.config.schema import added
 from toolkit.config.types import FLOAT8
+from toolkit.errors import first_few
 from toolkit.parallel.mesh import Mesh
+
+_KEY = "model.converters"
 
 
 class Converters:
@@ -20,18 +25,25 @@ class Converters:
 
     def __init__(self, config: Config):
         self._all: list[Any] = []
+        self._config = config
         for name in config.model.converters:
             if name in FLOAT8:
                 from toolkit.parallel.float8 import Float8Converter
 
                 self._all.append(Float8Converter(config))
             else:
-                self._all.append(added("model.converters")[name](config))
+                self._all.append(converter := added("model.converters")[name](config))
+                if not callable(getattr(converter, "convert", None)):
+                    raise misused(config, _KEY, name, None, f"{converter!r} has no method convert(model)")
 
     def convert(self, model: nn.Module) -> None:
         """Change ``model``, or a stage of it, on the meta device, in place."""
-        for converter in self._all:
+        for name, converter in zip(self._config.model.converters, self._all, strict=True):
+            before = _shapes(model)
             converter.convert(model)
+            if changed := sorted(name for name, _ in before.items() ^ _shapes(model).items()):
+                rule = f"adds, removes or reshapes {first_few(changed, 3)}: checkpoints hold the model's own"
+                raise misused(self._config, _KEY, name, type(converter).convert, rule)
 
     def connect(self, models: Sequence[nn.Module], mesh: Mesh) -> list[Callable[[], None]]:
         """Tell the converters of the sharded ``models``, and return what they do after each update."""
@@ -40,3 +52,7 @@ class Converters:
                 converter.connect(models, mesh)
         hooks = [getattr(converter, "post_optimizer_hook", None) for converter in self._all]
         return [partial(hook, models) for hook in hooks if hook]
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: it.shape for name, it in (*model.named_parameters(), *model.named_buffers())}

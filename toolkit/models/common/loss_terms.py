@@ -9,6 +9,7 @@ from torch import Tensor
 
 from toolkit.config import Config
 from toolkit.config.schema import added
+from toolkit.errors import ConfigError
 from toolkit.loss import IGNORED_LABEL
 
 TokenLosses = Callable[[Tensor, Tensor], Tensor]
@@ -19,13 +20,38 @@ def training_losses(config: Config) -> TokenLosses | None:
     """The loss of ``config``; None for the cross-entropy alone."""
     options = config.loss
     if options.name != "cross_entropy":
-        losses: TokenLosses = added("loss.name")[options.name](config)
-        return losses
+        return _checked(added("loss.name")[options.name](config), config)
     if not options.label_smoothing and not options.z_loss:
         return None
     return lambda logits_TV, labels_T: regularized_losses(
         logits_TV, labels_T, smoothing=options.label_smoothing, z_loss=options.z_loss
     )
+
+
+def _checked(losses: TokenLosses, config: Config) -> TokenLosses:
+    """``losses`` of a user's, of which one that is not a loss for each token is an error."""
+    from toolkit.config.extensions import misused
+
+    def wrong(rule: str) -> ConfigError:
+        return misused(config, "loss.name", config.loss.name, losses, rule)
+
+    if not callable(losses):
+        raise wrong(f"build returns {losses!r}, not a function of logits and labels")
+
+    def checked(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+        losses_T = losses(logits_TV, labels_T)
+        if not isinstance(losses_T, Tensor):
+            raise wrong(f"returns {losses_T!r}, not a tensor with the loss of each token")
+        if losses_T.shape != labels_T.shape:
+            shapes = f"{tuple(losses_T.shape)} for labels of {tuple(labels_T.shape)}"
+            raise wrong(f"returns {shapes}: there is one loss for each token")
+        if losses_T.dtype not in (torch.float32, torch.float64):
+            raise wrong(f"returns {losses_T.dtype}: losses are of at least fp32, as of logits.float()")
+        if logits_TV.requires_grad and torch.is_grad_enabled() and not losses_T.requires_grad:
+            raise wrong("returns losses without a gradient")
+        return losses_T
+
+    return checked
 
 
 def regularized_losses(logits_TV: Tensor, labels_T: Tensor, *, smoothing: float, z_loss: float) -> Tensor:

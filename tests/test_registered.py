@@ -1,0 +1,147 @@
+"""Losses, optimizers, converters and datasets of a user's module that are not what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+
+from toolkit.config import Config
+from toolkit.config.job import Checkpoint
+from toolkit.config.schema import added
+from toolkit.config.training import Loss, Model, Optimizer
+from toolkit.data.sources import open_corpus
+from toolkit.errors import ConfigError, DataError
+from toolkit.models.common.loss_terms import training_losses
+from toolkit.optim.optimizer import build_optimizer
+from toolkit.parallel.converters import Converters
+
+
+def losses(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    return F.cross_entropy(logits_TV.float(), labels_T, reduction="none")
+
+
+WRONG_LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    r"returns \(\) for labels of \(8,\)": lambda logits, labels: losses(logits, labels).mean(),
+    r"returns \(8, 1\) for labels of \(8,\)": lambda logits, labels: losses(logits, labels)[:, None],
+    "returns torch.bfloat16": lambda logits, labels: losses(logits, labels).bfloat16(),
+    "returns None, not a tensor": lambda logits, labels: None,
+    "returns losses without a gradient": lambda logits, labels: losses(logits, labels).detach(),
+}
+
+
+def loss_of(monkeypatch: pytest.MonkeyPatch, made: Any) -> Any:
+    monkeypatch.setitem(added("loss.name"), "mine", lambda config: made)
+    return training_losses(Config().model_copy(update={"loss": Loss.model_construct(name="mine")}))
+
+
+@pytest.mark.parametrize(("said", "wrong"), WRONG_LOSSES.items())
+def test_a_loss_that_is_not_one_for_each_token(
+    said: str, wrong: Callable[[Tensor, Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, labels = torch.randn(8, 16, requires_grad=True), torch.arange(8)
+    with pytest.raises(ConfigError, match=rf"test_registered.py:\d+: {said}"):
+        loss_of(monkeypatch, wrong)(logits, labels)
+    assert torch.equal(loss_of(monkeypatch, losses)(logits, labels), losses(logits, labels))
+
+
+def test_a_build_without_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="build returns None, not a function"):
+        loss_of(monkeypatch, None)
+
+
+class Counting(SGD):
+    """Momentum, and what else a test adds."""
+
+    def __init__(self, parameters: Any, fresh: Any, kept: dict[str, Any] | None = None):
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.kept = kept or {}
+        self.fresh_state = lambda parameter, group: fresh
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for state in self.state.values():
+            state.update(self.kept)
+
+
+BUFFER = {"momentum_buffer": torch.zeros(3)}
+WRONG_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "returns None, not a torch.optim.Optimizer": lambda named: None,
+    "leaves out second, which require": lambda named: SGD([named[0][1]], lr=1),
+    r"no method fresh_state": lambda named: SGD(named, lr=1),
+    r"is a list": lambda named: Counting(named, [1]),
+    r"and is momentum_buffer of Tensor, count of int": lambda named: Counting(named, BUFFER, {"count": 3}),
+    r"gives \[\], but after a step there are \['momentum_buffer'\]": lambda named: Counting(named, {}),
+    r"gives momentum_buffer the shape \(\), but after a step it has \(3,\)": lambda named: Counting(
+        named, {"momentum_buffer": torch.zeros(())}
+    ),
+}
+
+
+def step_of(monkeypatch: pytest.MonkeyPatch, build: Callable[[Any], Any], enable: bool = True) -> None:
+    monkeypatch.setitem(added("optimizer.name"), "Mine", lambda named, config: build(list(named)))
+    changed = {"optimizer": Optimizer.model_construct(name="Mine"), "checkpoint": Checkpoint(enable=enable)}
+    named = [(name, nn.Parameter(torch.ones(3))) for name in ("first", "second")]
+    optimizer = build_optimizer(named, Config().model_copy(update=changed))
+    for _, parameter in named:
+        parameter.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("said", "build"), WRONG_OPTIMIZERS.items())
+def test_an_optimizer_that_checkpoints_could_not_hold(
+    said: str, build: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        step_of(monkeypatch, build)
+
+
+def test_optimizers_that_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_of(monkeypatch, lambda named: Counting(named, BUFFER))
+    step_of(monkeypatch, lambda named: Adam(named))
+    step_of(monkeypatch, lambda named: SGD(named, lr=1), enable=False)
+
+
+class Adds:
+    """A converter that adds a parameter."""
+
+    def convert(self, model: nn.Module) -> None:
+        model.register_parameter("extra", nn.Parameter(torch.ones(2)))
+
+
+def test_a_converter_keeps_names_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config().model_copy(update={"model": Model.model_construct(converters=["mine"])})
+    monkeypatch.setitem(added("model.converters"), "mine", lambda config: Adds())
+    with pytest.raises(ConfigError, match=r"test_registered.py:\d+: adds, removes or reshapes extra"):
+        Converters(config).convert(nn.Linear(2, 2))
+    monkeypatch.setitem(added("model.converters"), "mine", lambda config: None)
+    with pytest.raises(ConfigError, match=r"None has no method convert"):
+        Converters(config)
+
+
+def ends() -> Any:
+    yield "one"
+    raise SystemExit(0)
+
+
+WRONG_DATASETS: dict[str, Callable[[], Any]] = {
+    r"at document 2: .*test_registered.py:\d+: SystemExit: 0": ends,
+    "at document 2: TypeError: it is None": lambda: ["one", None, "three"],
+    "at document 1: TypeError: the function gives a str": lambda: "a text",
+    "at document 1: TypeError: 'int' object is not iterable": lambda: 5,
+}
+
+
+@pytest.mark.parametrize(("said", "rows"), WRONG_DATASETS.items())
+def test_a_dataset_that_gives_no_documents(
+    said: str, rows: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(added("training.dataset"), "mine", (rows, "1", __file__))
+    with pytest.raises(DataError, match=f"the dataset mine fails {said}"):
+        list(open_corpus("mine", None).pieces())
