@@ -7,8 +7,8 @@ Every argument belongs to ``toolkit.train``; the launch itself is described by e
 finished shows how its model goes on from that text.
 
 The ranks meet at MASTER_ADDR:MASTER_PORT, as with torchrun's static rendezvous, so nothing here needs
-torch. For two ranks that do nothing torchrun takes 1.8 s on a 2-core machine, most of it its own imports,
-and this 0.06 s (benchmarks/startup.py). torchrun would also turn every exit code into 1, die of SIGUSR1 and
+torch. For two ranks that do nothing torchrun takes 2.5 s on a 2-core machine, most of it its own imports,
+and this 0.4 s (benchmarks/startup.py). torchrun would also turn every exit code into 1, die of SIGUSR1 and
 kill the ranks 30 s into a save. Elastic restarts remain torchrun's: it can start ``toolkit.train`` too.
 """
 

@@ -64,7 +64,7 @@ class RegisteredPiece:
 
 
 def _documents(given: Any) -> Iterator[Row]:
-    """What a user's function gives. Raises TypeError for what is not documents."""
+    """The documents that a user's function gives. Raises TypeError for what is none."""
     if isinstance(given, str | Mapping):
         raise TypeError(f"the function gives a {type(given).__name__}, not one document after the other")
     for row in given:
