@@ -39,8 +39,8 @@ def test_the_programs_that_a_page_names_are_there(page: Path) -> None:
 
 
 def test_tables_between_marks_are_those_of_the_results() -> None:
-    """A command of benchmarks writes both, of several tables the first; where it has not run yet, nothing stands
-    between the marks."""
+    """A command of benchmarks writes both, of several tables the first; where it has not run yet, nothing
+    stands between the marks."""
     found, wrong = 0, []
     for page in PAGES:
         marks = re.findall(
