@@ -68,6 +68,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
         "has bytes after its last tensor",
     ),
     "no JSON": (lambda f: rewrite_header(f, lambda h: h.replace("{", "[", 1)), "damaged header"),
+    "metadata that are none": (
+        lambda f: rewrite_header(f, lambda h: h.replace('{"format":"pt"}', "1.5", 1)),
+        "its __metadata__ are no texts by name",
+    ),
     "a shape that lies": (
         lambda f: rewrite_header(f, lambda h: h.replace("[172,64]", "[173,64]", 1)),
         "header that lies: model.layers.",

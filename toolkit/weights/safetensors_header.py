@@ -94,7 +94,9 @@ def file_entries(path: Path) -> dict[str, Entry]:
         raise DataError(f"{path} has a damaged header: {error}") from None
     if not isinstance(header, dict):
         raise DataError(f"{path} has a damaged header: no JSON object")
-    header.pop("__metadata__", None)
+    about = header.pop("__metadata__", None) or {}
+    if not isinstance(about, dict) or not all(isinstance(text, str) for text in about.values()):
+        raise DataError(f"{path} has a damaged header: its __metadata__ are no texts by name")
     entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
     end = 8 + length
     for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
