@@ -54,7 +54,8 @@ def values(annotation: Any, marks: tuple[Any, ...] = ()) -> st.SearchStrategy[An
     return {bool: st.booleans(), str: TEXT, NoneType: st.none()}[annotation]
 
 
-KEYS = sorted(fields_by_key().keys() - {"job.config_file"})
+# A file and a module, which have to be there.
+KEYS = sorted(fields_by_key().keys() - {"job.config_file", "job.custom_import"})
 OF_MIXTURES = [key for key in KEYS if NAME in key]  # there are few: draw them more often
 NAMES = st.text(string.ascii_letters + string.digits + "-_", min_size=1, max_size=3)
 GIVEN = st.tuples(st.sampled_from(KEYS) | st.sampled_from(OF_MIXTURES), NAMES).map(
