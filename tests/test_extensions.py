@@ -203,7 +203,7 @@ def test_help_and_origins(package: Path) -> None:
     assert "tokens = 10000000000  # some.toml:4" in shown
 
 
-ALL = "from toolkit.config.extensions import *"
+ALL = "from toolkit.extensions import *"
 WRONG = {
     f"{ALL}\nregister_optimizer('AdamW', None)": (
         "wrong.py:2: ValueError: optimizer.name has a value AdamW already"
@@ -278,7 +278,7 @@ def test_a_module_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_dataset_that_fails_names_its_document(tmp_path: Path) -> None:
     (tmp_path / "rows.py").write_text(
-        "from toolkit.config.extensions import register_dataset\n"
+        "from toolkit.extensions import register_dataset\n"
         "def rows():\n  yield 'one'\n  yield 1 / 0\n"
         "register_dataset('failing', rows, version='1')\n"
         "register_dataset('numbers', lambda: [1], version='1')\n"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.config.extensions import import_module
+from toolkit.config.custom_import import import_module
 from toolkit.config.local_paths import expand_user, path_problem
 from toolkit.config.toml import Setting
 from toolkit.errors import ConfigError, Problem, ToolkitError

@@ -35,7 +35,7 @@ def load_config(argv: Sequence[str]) -> Config:
     """
     arguments = _read(argv)
     if module := arguments.settings.get("job.custom_import"):
-        from toolkit.config.extensions import import_module
+        from toolkit.config.custom_import import import_module
 
         if import_module(module):
             arguments = _read(argv)  # which may use what it has registered

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
-from toolkit.config.extensions import place_of
+from toolkit.config.custom_import import place_of
 from toolkit.config.schema import added
 from toolkit.data.columns import template_for
 from toolkit.data.corpus import Corpus, RowShape
@@ -75,7 +75,7 @@ def _documents(given: Any) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class RegisteredCorpus(Corpus):
-    """A corpus that :func:`toolkit.config.extensions.register_dataset` knows by its name. Its file is the
+    """A corpus that :func:`toolkit.extensions.register_dataset` knows by its name. Its file is the
     module that gives the documents."""
 
     def pieces(self) -> Iterator[RegisteredPiece]:
@@ -91,7 +91,7 @@ class RegisteredCorpus(Corpus):
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # whatever a user's module does wrong, sys.exit() too
-                said = f"{place_of(error, __file__)}{type(error).__name__}: {error}"
+                said = f"{place_of(error)}{type(error).__name__}: {error}"
                 message = f"the dataset {self.name} fails at document {number}: {said}"
                 raise DataError(f"{message}\n  fix:  correct the module") from error
             if row is not None:

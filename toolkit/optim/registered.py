@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from toolkit.config import Config
-from toolkit.config.extensions import misused
+from toolkit.config.custom_import import misused
 from toolkit.config.schema import added
 from toolkit.distributed.dtensor import clean_name
 from toolkit.errors import ConfigError, first_few

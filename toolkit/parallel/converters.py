@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from toolkit.config import Config
-from toolkit.config.extensions import misused
+from toolkit.config.custom_import import misused
 from toolkit.config.schema import added
 from toolkit.config.types import FLOAT8
 from toolkit.errors import first_few

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -13,11 +14,14 @@ class Hub:
     Attributes:
         owner: whose they are.
         published: name of the repository → ``model.name`` and ``model.flavor`` of its model.
-        published_name: the one of those that an id or the last part of a path means, if it means one.
         gated: a licence has to be accepted before a download.
     """
 
     owner: str
     published: Mapping[str, tuple[str, str]]
-    published_name: Callable[[str], str | None]
     gated: bool = False
+
+    def published_name(self, text: str) -> str | None:
+        """The repository that an id or the last part of a path means, in whatever case, if it means one."""
+        stem = os.path.basename(text.rstrip("/")).lower()
+        return next((name for name in self.published if name.lower() == stem), None)

@@ -30,7 +30,7 @@ def training_losses(config: Config) -> TokenLosses | None:
 
 def _checked(losses: TokenLosses, config: Config) -> TokenLosses:
     """``losses`` of a user's, of which one that is not a loss for each token is an error."""
-    from toolkit.config.extensions import misused
+    from toolkit.config.custom_import import misused
 
     def wrong(rule: str) -> ConfigError:
         return misused(config, "loss.name", config.loss.name, losses, rule)

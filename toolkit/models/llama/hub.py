@@ -45,16 +45,17 @@ _MISTAKEN = {
 _LOOKS_PUBLISHED = re.compile(r"(meta-)?llama-\d", re.IGNORECASE)
 
 
-def _published_name(text: str) -> str | None:
-    stem = os.path.basename(text.rstrip("/"))
-    if not _LOOKS_PUBLISHED.match(stem):
-        return None
-    lowered = re.sub(r"^meta-(?=llama-3\.\d)", "", stem.lower())
-    mistaken = _MISTAKEN.get(lowered.removesuffix("-instruct"))
-    if mistaken:
-        alone = mistaken != _ONLY_INSTRUCT and not lowered.endswith("-instruct")
-        return mistaken if alone else _instruct(mistaken)
-    return closest(lowered, _PUBLISHED)
+class _MetasHub(Hub):
+    def published_name(self, text: str) -> str | None:
+        stem = os.path.basename(text.rstrip("/"))
+        if not _LOOKS_PUBLISHED.match(stem):
+            return None
+        lowered = re.sub(r"^meta-(?=llama-3\.\d)", "", stem.lower())
+        mistaken = _MISTAKEN.get(lowered.removesuffix("-instruct"))
+        if mistaken:
+            alone = mistaken != _ONLY_INSTRUCT and not lowered.endswith("-instruct")
+            return mistaken if alone else _instruct(mistaken)
+        return closest(lowered, _PUBLISHED)
 
 
-HUB = Hub("meta-llama", _PUBLISHED, _published_name, gated=True)
+HUB = _MetasHub("meta-llama", _PUBLISHED, gated=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from toolkit.models.common.hub import Hub
 
 _PUBLISHED = {
@@ -17,9 +15,4 @@ _PUBLISHED = {
 }
 
 
-def _published_name(text: str) -> str | None:
-    stem = os.path.basename(text.rstrip("/")).lower()
-    return next((name for name in _PUBLISHED if name.lower() == stem), None)
-
-
-HUB = Hub("mistralai", _PUBLISHED, _published_name)
+HUB = Hub("mistralai", _PUBLISHED)

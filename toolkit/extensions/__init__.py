@@ -4,7 +4,7 @@ A module that ``job.custom_import`` names is imported before the configuration i
 by every rank, and calls the functions here. What it registers under a name is then a value of the key that
 chooses it, with the toolkit's own: in ``--help``, in messages, in checks. ``docs/extending.md`` shows each.
 
-    from toolkit.config.extensions import Table, register_optimizer
+    from toolkit.extensions import Table, register_optimizer
 
 The module is imported where torch may not be needed: what needs torch imports it in the function that is
 registered, or checks take as long as torch's import.
@@ -12,10 +12,8 @@ registered, or checks take as long as torch's import.
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from importlib.util import find_spec
@@ -36,9 +34,9 @@ from toolkit.config.schema import (
     table_of,
     tables,
 )
-from toolkit.config.toml import Setting
 from toolkit.config.types import ActsWith, Table
-from toolkit.errors import ConfigError, Problem
+from toolkit.data.sources import check_name
+from toolkit.models.registry import ModelSpec, presets
 
 __all__ = [
     "Table",
@@ -51,7 +49,6 @@ __all__ = [
     "register_table",
 ]
 
-KEY = "job.custom_import"
 _VALUE, _TABLE = re.compile(r"[\w.-]+"), re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
@@ -103,8 +100,7 @@ def register_dataset(
     data.text_column read one of a file. They are tokenised once for each ``version``, any text, which changes
     with them.
     """
-    sources = importlib.import_module("toolkit.data.sources")  # above this room: only where it is called
-    if name not in added("training.dataset") and "/" not in name and sources.check_name(name) is None:
+    if name not in added("training.dataset") and "/" not in name and check_name(name) is None:
         raise ValueError(f"the toolkit has a dataset {name}")
     _check_callable(rows)
     if not isinstance(version, str):
@@ -124,18 +120,17 @@ def register_model_converter(
     _register("model.converters", name, build, options)
 
 
-def register_family(name: str, spec: Any) -> None:
-    """Add the models of a :class:`toolkit.models.common.spec.ModelSpec`, whose args have the family ``name``.
+def register_family(name: str, spec: ModelSpec) -> None:
+    """Add the models of ``spec``, whose args have the family ``name``.
 
     Their names and flavors are values of model.name and model.flavor.
     """
-    registry = importlib.import_module("toolkit.models.registry")  # above this room: only where it is called
     _check_name(name, _TABLE, "letters, digits and _")
     if find_spec(f"toolkit.models.{name}"):
         raise ValueError(f"the toolkit has a family {name}")
-    if not isinstance(spec, registry.ModelSpec):
+    if not isinstance(spec, ModelSpec):
         raise ValueError(f"a family is a ModelSpec, not a {type(spec).__name__}")
-    for model in sorted(spec.sizes.keys() & registry.presets().keys()):
+    for model in sorted(spec.sizes.keys() & presets().keys()):
         raise ValueError(f"model.name has a value {model} already")
     for other in sorted({args.family for sizes in spec.sizes.values() for args in sizes.values()} - {name}):
         raise ValueError(f"ModelArgs of the family {name} have family = {other!r}")
@@ -149,62 +144,6 @@ def register_table(name: str, table: type[Table]) -> None:
     ``toolkit/config``.
     """
     _add_table(name, table)
-
-
-def misused(config: Config, key: str, name: str, made: Any, rule: str) -> ConfigError:
-    """The error of ``made``, which ``name`` of ``key`` stands for and which breaks a ``rule`` of its kind."""
-    code = getattr(made, "__code__", None)
-    where = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
-    return ConfigError(Problem(f"{where}{rule}", "correct the module", key, name, config.origin(key)))
-
-
-def place_of(error: BaseException, after: str = __file__) -> str:
-    """The file and line where a user's code, called by the file ``after``, has raised an error.
-
-    It is the call where a function of this file refuses one, and empty where no such code was reached.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    while frames and frames[0].filename == after:
-        frames.pop(0)
-    here = next((n for n, it in enumerate(frames) if it.filename == __file__), len(frames))
-    own = [it for it in frames[:here] if "importlib" not in it.filename]
-    return f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
-
-
-def import_module(setting: Setting) -> bool:
-    """Import the module that ``setting`` names; False where it is imported already.
-
-    Raises:
-        ConfigError: there is no such module, or it raises an error: with its file and line.
-    """
-    name = setting.value
-    if not isinstance(name, str) or not name:
-        return False
-    if misnamed := _misnamed(name):
-        raise ConfigError(Problem(*misnamed, KEY, name, setting.origin))
-    if name in sys.modules:
-        return False
-    try:
-        module = importlib.import_module(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # whatever a user's module does wrong, sys.exit() too
-        raise ConfigError(Problem(*_described(error, name), KEY, name, setting.origin)) from error
-    if module.__file__ is None:
-        rule = f"{list(module.__path__)[0]} has no __init__.py, so that nothing of it is imported"
-        fix = "import there the files that register something, or name one of them"
-        raise ConfigError(Problem(rule, fix, KEY, name, setting.origin))
-    return True
-
-
-def _misnamed(name: str) -> tuple[str, str] | None:
-    """The rule and the fix of a name that no module of a user's can have."""
-    if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
-        fix = "name one module as import does, such as my_package or my_package.file"
-        return "is no name of a module", fix
-    if name.partition(".")[0] in sys.stdlib_module_names:
-        return "is a module of Python itself", "give yours another name"
-    return None
 
 
 def _register(key: str, name: str, build: Any, options: type[Table] | None = None) -> None:
@@ -259,7 +198,7 @@ def _add_table(name: str, table: type[Table], *marks: ActsWith) -> None:
 def _check_table(table: Any) -> None:
     """Raise ValueError for keys that no file could set, or whose defaults it could not."""
     if not (isinstance(table, type) and issubclass(table, Table)):
-        raise ValueError(f"keys are a class of toolkit.config.extensions.Table, not {table!r}")
+        raise ValueError(f"keys are a class of toolkit.extensions.Table, not {table!r}")
     for name, info in table.model_fields.items():
         if inner := table_of(info.annotation):
             _check_table(inner)
@@ -316,15 +255,3 @@ def _values(annotation: Any) -> tuple[Any, ...]:
 def _with_value(annotation: Any, name: str) -> Any:
     choice = Literal.__getitem__((*_values(annotation), name))
     return list[choice] if get_origin(annotation) is list else choice  # type: ignore[valid-type]
-
-
-def _described(error: BaseException, name: str) -> tuple[str, str]:
-    """The rule and the fix of an error at import."""
-    if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-        rule = f"there is no module {error.name} to import"
-        return rule, "put the folder that holds it into PYTHONPATH, or correct the name"
-    where = place_of(error)
-    if isinstance(error, SyntaxError):
-        where = f"{error.filename}:{error.lineno}: "
-    said = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
-    return f"{where}{type(error).__name__}: {said}", "correct the module"
