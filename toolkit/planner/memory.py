@@ -90,7 +90,7 @@ def holding(
     if not takes_ring(options, device=target, documents=config.data.document_mask):
         gathers = options.model_copy(update={"context_parallel_rotate_method": "allgather"})
         config = config.model_copy(update={"parallelism": gathers})
-    with _pretended(rank, layout.world_size):
+    with pretended(rank, layout.world_size):
         device = torch.device("cpu")
         mesh = build_mesh(device, **asdict(layout))
         model_parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
@@ -114,7 +114,7 @@ def holding(
 
 
 @contextmanager
-def _pretended(rank: int, world_size: int) -> Iterator[None]:
+def pretended(rank: int, world_size: int) -> Iterator[None]:
     """This process as ``rank`` of a world whose other ranks do not exist: collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the back end
 

@@ -1,0 +1,201 @@
+"""The tensors that live at each moment of a step, and the largest sum of their bytes.
+
+Every storage that an operation makes is noted with its size, what it is for and the moment of its birth; what
+an operation frees before it returns is not seen. It works alike on real tensors and on those of
+:mod:`toolkit.planner.fake_step`, which have sizes and no storage.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from toolkit.distributed.dtensor import clean_name, local
+
+_FSDP = "/fsdp/_fully_shard/"
+_DEPTH = 30
+"""Python frames that are searched for FSDP's: behind its hooks are a few of torch's."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes that live over a step.
+
+    Attributes:
+        peak: the most at one time.
+        moment: when that is, such as "backward of layers.5".
+        parts: its bytes by what they are for: parameters, gradients, optimizer state, gathered parameters,
+            reductions, activations (kept for backward, or just made), work of backward, work of the update.
+        curve: the moments in order, with the most bytes of each by part.
+    """
+
+    peak: int
+    moment: str
+    parts: dict[str, int]
+    curve: list[tuple[str, dict[str, int]]]
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the storages that live while it is entered. ``held`` are those from before, by their part."""
+
+    def __init__(self, held: dict[str, Iterable[Tensor]]):
+        super().__init__()
+        self.moment = "start"
+        self._parts: list[str] = []  # of each storage, in the order of birth
+        self._events: list[tuple[int, int, str]] = []  # storage, more bytes, moment
+        self._sizes: dict[int, tuple[int, int]] = {}  # handle of a living storage → storage, bytes
+        self._held = {part: [local(tensor) for tensor in tensors] for part, tensors in held.items()}
+        for part, tensors in self._held.items():
+            for tensor in tensors:
+                self._note(tensor, part)
+
+    def name(self, tensors: Iterable[Tensor], part: str) -> None:
+        """Say that these tensors, whatever made them, are a ``part``."""
+        for tensor in tensors:
+            known = self._sizes.get(local(tensor).untyped_storage()._cdata)
+            if known:
+                self._parts[known[0]] = part
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                self._note(tensor)
+        return result
+
+    def __enter__(self) -> Allocations:
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:  # no operation, and FSDP's way to free
+            done = resize(storage, size)
+            self._note_storage(storage)
+            return done
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        self._undo = lambda: setattr(torch.UntypedStorage, "resize_", resize)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._undo()
+
+    def _note(self, tensor: Tensor, part: str = "") -> None:
+        if tensor.is_sparse or type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+            return  # the tensors that it is made of are noted by themselves
+        self._note_storage(tensor.untyped_storage(), part)
+
+    def _note_storage(self, storage: torch.UntypedStorage, part: str = "") -> None:
+        handle, size = storage._cdata, storage.nbytes()
+        number, before = self._sizes.get(handle, (-1, 0))
+        if number < 0:
+            number = len(self._parts)
+            self._parts.append(part or self._part())
+            weakref.finalize(storage, self._gone, handle)
+        if size != before or handle not in self._sizes:
+            self._sizes[handle] = (number, size)
+            self._events.append((number, size - before, self.moment))
+
+    def _gone(self, handle: int) -> None:
+        number, size = self._sizes.pop(handle)
+        self._events.append((number, -size, self.moment))
+
+    def _part(self) -> str:
+        frame: Any = sys._getframe(3)
+        for _ in range(_DEPTH):
+            if frame is None:
+                break
+            if _FSDP in frame.f_code.co_filename:
+                name = frame.f_code.co_name
+                if name in ("foreach_reduce", "post_backward"):
+                    return "reductions"
+                if name in ("unshard", "foreach_all_gather", "wait_for_unshard"):
+                    return "gathered parameters"
+            frame = frame.f_back
+        if torch._C._current_graph_task_id() != -1:
+            return "work of backward"
+        return "work of the update" if self.moment == "update" else "activations"
+
+    def found(self) -> StepMemory:
+        """What was noted, up to now."""
+        now: Counter[str] = Counter()
+        total = peak = 0
+        at: Counter[str] = Counter()
+        when = "start"
+        curve: list[tuple[str, int, dict[str, int]]] = []
+        for number, change, moment in self._events:
+            now[self._parts[number]] += change
+            total += change
+            if not curve or curve[-1][0] != moment:
+                curve.append((moment, -1, {}))
+            if total > curve[-1][1]:
+                curve[-1] = (moment, total, dict(now))
+            if total > peak:
+                peak, at, when = total, now.copy(), moment
+        parts = {part: size for part, size in at.items() if size}
+        return StepMemory(peak, when, parts, [(moment, kept) for moment, _, kept in curve])
+
+
+@contextmanager
+def watched(
+    models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, state: Iterable[Tensor]
+) -> Iterator[Callable[[], StepMemory]]:
+    """Note the tensors of the steps inside; gives a function of what was found. ``state`` is the optimizer's,
+    which is made before."""
+    models = list(models)
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    buffers = [buffer for model in models for buffer in model.buffers()]
+    noted = Allocations({"parameters": parameters, "buffers": buffers, "optimizer state": state})
+    with ExitStack() as stack:
+        for model in models:
+            for name, module in _named(model):
+                stack.enter_context(_moments(module, name, noted))
+
+        def before_update(*_: Any) -> None:
+            grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            noted.name(grads, "gradients")
+            noted.moment = "update"
+
+        removed = optimizer.register_step_pre_hook(before_update)
+        stack.callback(removed.remove)
+        stack.enter_context(noted)
+        yield noted.found
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        name = clean_name(f"{name}.").removesuffix(".")
+        if name and name.count(".") == name.startswith("layers."):
+            yield name, module
+
+
+@contextmanager
+def _moments(module: nn.Module, name: str, noted: Allocations) -> Iterator[None]:
+    """Tell the moments of a module's forward and of its backward, which begins with its output's gradient."""
+
+    def forward(*_: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            noted.moment = f"forward of {name}"
+
+    def output(_: Any, __: Any, result: Any) -> None:
+        if isinstance(result, Tensor) and result.requires_grad and torch._C._current_graph_task_id() == -1:
+            result.register_hook(backward)
+
+    def backward(_: Tensor) -> None:
+        noted.moment = f"backward of {name}"
+
+    hooks = [module.register_forward_pre_hook(forward), module.register_forward_hook(output)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
