@@ -90,6 +90,7 @@ class Allocations(TorchDispatchMode):
         self._undo()
 
     def _note(self, tensor: Tensor, part: str = "") -> None:
+        tensor = local(tensor)
         if tensor.is_sparse or type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             return  # the tensors that it is made of are noted by themselves
         self._note_storage(tensor.untyped_storage(), part)
