@@ -115,7 +115,7 @@ def test_a_single_chunk_is_computed_once():
 @pytest.mark.parametrize("trained", ["both", "hidden", "weight"])
 def test_linear_losses_are_those_of_logits(trained, monkeypatch):
     """In pieces of two tokens, with a gradient for each token of its own."""
-    monkeypatch.setitem(loss_module._PIECE, "cpu", 100)
+    monkeypatch.setitem(loss_module.PIECE, "cpu", 100)
     hidden, weight, labels = problem(21)
     leaves = {"both": [hidden, weight], "hidden": [hidden], "weight": [weight]}[trained]
     for leaf in {hidden, weight} - set(leaves):

@@ -68,13 +68,13 @@ class _LossesOverLogits(torch.autograd.Function):
         return _scaled(of_logits_TV, grad_T), None
 
 
-_PIECE = {"cuda": 1 << 27}
+PIECE = {"cuda": 1 << 27}
 """Logits that are in fp32 at once; elsewhere 1 << 20, which fit into the caches of a CPU."""
 
 
 def _pieces(x: Tensor) -> Iterator[slice]:
     """Some of the rows of ``x`` after the other."""
-    rows = max(1, _PIECE.get(x.device.type, 1 << 20) // x.shape[1])
+    rows = max(1, PIECE.get(x.device.type, 1 << 20) // x.shape[1])
     return (slice(first, first + rows) for first in range(0, max(1, len(x)), rows))
 
 

@@ -50,10 +50,10 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self, held: dict[str, Iterable[Tensor]]):
         super().__init__()
-        self.moment = "start"
         self._parts: list[str] = []  # of each storage, in the order of birth
         self._events: list[tuple[int, int, str]] = []  # storage, more bytes, moment
         self._sizes: dict[int, tuple[int, int]] = {}  # handle of a living storage → storage, bytes
+        self.moment = "start"
         self._held = {part: [local(tensor) for tensor in tensors] for part, tensors in held.items()}
         for part, tensors in self._held.items():
             for tensor in tensors:
@@ -126,6 +126,19 @@ class Allocations(TorchDispatchMode):
             return "work of backward"
         return "work of the update" if self.moment == "update" else "activations"
 
+    def living(self, parts: Iterable[str]) -> int:
+        """Bytes of these parts that live now."""
+        return sum(size for number, size in self._sizes.values() if self._parts[number] in parts)
+
+    def most(self, parts: Iterable[str]) -> dict[str, int]:
+        """The most bytes of these parts at one time, by moment."""
+        total = 0
+        found: dict[str, int] = {}
+        for number, change, moment in self._events:
+            total += change if self._parts[number] in parts else 0
+            found[moment] = max(found.get(moment, total), total)
+        return found
+
     def found(self) -> StepMemory:
         """What was noted, up to now."""
         now: Counter[str] = Counter()
@@ -148,14 +161,17 @@ class Allocations(TorchDispatchMode):
 
 @contextmanager
 def watched(
-    models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, state: Iterable[Tensor]
+    models: Iterable[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    state: Iterable[Tensor],
+    noting: Callable[[dict[str, Iterable[Tensor]]], Allocations] = Allocations,
 ) -> Iterator[Callable[[], StepMemory]]:
     """Note the tensors of the steps inside; gives a function of what was found. ``state`` is the optimizer's,
-    which is made before."""
+    which is made before; ``noting`` makes what notes."""
     models = list(models)
     parameters = [parameter for model in models for parameter in model.parameters()]
     buffers = [buffer for model in models for buffer in model.buffers()]
-    noted = Allocations({"parameters": parameters, "buffers": buffers, "optimizer state": state})
+    noted = noting({"parameters": parameters, "buffers": buffers, "optimizer state": state})
     with ExitStack() as stack:
         for model in models:
             for name, module in _named(model):

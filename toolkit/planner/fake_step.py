@@ -31,12 +31,14 @@ from toolkit.train_step import TrainStep
 
 @dataclass(frozen=True)
 class FakeRun:
-    """A rank before a step; ``state`` has the optimizer's tensors."""
+    """A rank before a step; ``state`` has the optimizer's tensors. ``passes`` are the step's forwards and
+    backwards alone."""
 
     model_parts: ModelParts
     optimizer: Optimizer
     state: list[Tensor]
     step: Callable[[], Any]
+    passes: Callable[[], Any]
 
 
 class _Numbers(TorchDispatchMode):
@@ -85,6 +87,10 @@ def fake_run(
             optimizer,
             list(optimizer_tensors(named, optimizer).values()),
             lambda: step(_batches(config, batch), learning_rate=1e-3),
+            lambda: model_parts.backward(
+                [model_parts.prepare(each, device) for each in _batches(config, batch)],
+                torch.ones((), dtype=torch.float64),
+            ),
         )
 
 

@@ -163,13 +163,13 @@ def _units(model_parts: ModelParts, dtype: torch.dtype) -> Iterator[Unit]:
             names = [clean_name(name) or "the rest" for name in states if states[name] is state]
             yield Unit(
                 ", ".join(names),
-                bytes=sum(_gathered(it) * gathered_dtype(it, dtype).itemsize for it in parameters),
-                gradients=sum(_gathered(it) for it in parameters if it.requires_grad),
+                bytes=sum(gathered_numbers(it) * gathered_dtype(it, dtype).itemsize for it in parameters),
+                gradients=sum(gathered_numbers(it) for it in parameters if it.requires_grad),
                 stored_gradients=sum(local(it).numel() for it in parameters if it.requires_grad),
             )
 
 
-def _gathered(parameter: nn.Parameter) -> int:
+def gathered_numbers(parameter: nn.Parameter) -> int:
     """Numbers of a parameter once FSDP has gathered it: all but what tensor parallelism has cut off."""
     numbers = parameter.numel()
     if isinstance(parameter, DTensor):

@@ -1,0 +1,170 @@
+"""The costs of the pieces of a model: embedding, blocks and head, each forward, backward and forward again.
+
+They are noted in a fake step (:mod:`toolkit.planner.fake_step`) of a model of two blocks, in a world of as
+many ranks as tensor and context parallelism have. The first block is told apart from the others, before which
+nothing may be trained. From these pieces follow the costs of any depth, pipeline and data-parallel degree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from toolkit.config import Config
+from toolkit.config.parallelism import ActivationCheckpoint, Parallelism
+from toolkit.config.training import Model
+from toolkit.models.common.args import ModelArgs
+from toolkit.parallel.dims import ParallelDims, takes_ring
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["matmul", "attention", "other"]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """``count`` operations alike, each of ``flops`` and of ``bytes`` read and written."""
+
+    kind: Kind
+    flops: float
+    bytes: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """``count`` exchanges alike over the ranks of ``dimension``, of ``bytes`` of the whole tensor each; with
+    ``waits`` nothing is computed until it is done."""
+
+    dimension: str
+    operation: str
+    bytes: float
+    waits: bool
+    count: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations of a pass through a piece. ``fused`` are the bytes of each chain of operations that a
+    compiler makes one of: those that come from before it, and what comes out of it."""
+
+    operations: tuple[Operation, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    fused: tuple[float, ...] = ()
+
+    def flops(self, *kinds: Kind) -> float:
+        """FLOPs of these kinds, or of all."""
+        return sum(it.flops * it.count for it in self.operations if not kinds or it.kind in kinds)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A pass of one micro-batch through embedding, block or head.
+
+    Attributes:
+        numbers: parameters, of which tensor parallelism has left a part, once they are gathered.
+        gathered_bytes: of them, in the dtype in which they are gathered.
+        trained: how many of ``numbers`` are trained.
+        saved_bytes: activations that stay from forward to backward.
+        forward_bytes, backward_bytes: the most that lives beside what was there before, what is gathered,
+            and gradients.
+    """
+
+    forward: Work
+    backward: Work
+    again: Work
+    numbers: int
+    gathered_bytes: int
+    trained: int
+    saved_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """``first`` is a model's first block. ``update`` is the work of the optimizer on ``updated`` numbers."""
+
+    embedding: Piece
+    first: Piece
+    block: Piece
+    head: Piece
+    update: Work
+    updated: int
+
+
+_KNOWN: dict[str, Costs] = {}
+
+
+def costs(
+    config: Config,
+    args: ModelArgs,
+    *,
+    tp: int,
+    cp: int,
+    rows: int,
+    checkpointed: bool,
+    param_dtype: torch.dtype,
+) -> Costs:
+    """The costs of micro-batches of ``rows`` samples, on a rank of ``tp`` × ``cp``, whose blocks are
+    ``checkpointed`` as the config has it or not at all. Found once for each case.
+
+    Nothing is compiled, and attention is SDPA. Needs no process group, and must not be called where there is
+    one.
+    """
+    alike = _alike(config, args, tp=tp, cp=cp, rows=rows, checkpointed=checkpointed)
+    case = alike.model_dump_json(
+        include={"model", "training", "parallelism", "activation_checkpoint", "finetune", "optimizer", "loss"}
+    )
+    key = f"{param_dtype} {args} {case}"
+    if key not in _KNOWN:
+        from toolkit.planner.operations import found_costs
+
+        two = replace(args, n_layers=2)
+        _KNOWN[key] = found_costs(alike, two, ParallelDims(1, 1, 1, cp, tp), param_dtype)
+    return _KNOWN[key]
+
+
+def checkpointed_blocks(options: ActivationCheckpoint, blocks: int) -> range:
+    """The places of those of the ``blocks`` of a model, or of a stage, that are checkpointed."""
+    if options.mode == "none":
+        return range(0)
+    by_stride = options.mode == "selective" and not options.by_operator
+    return range(0, blocks, int(options.selective_ac_option) if by_stride else 1)
+
+
+def _alike(config: Config, args: ModelArgs, *, tp: int, cp: int, rows: int, checkpointed: bool) -> Config:
+    """The config of a run of one micro-batch whose pieces cost what those of ``config`` do."""
+    parallelism, checkpointing = config.parallelism, config.activation_checkpoint
+    kept: dict[str, Any] = {
+        name: getattr(parallelism, name)
+        for name in ("disable_loss_parallel", "context_parallel_load_balancer")
+    }
+    ring = takes_ring(parallelism, device="cuda", documents=False) and cp > 1
+    mode = checkpointing.mode if checkpointed else "none"
+    if mode == "memory_budget":  # which chooses by what its recomputation costs, as "op" does
+        mode, option = "selective", "op"
+    else:
+        option = "op" if checkpointing.by_operator else "1"
+    return config.model_copy(
+        update={
+            "model": Model(attention="sdpa"),
+            "training": config.training.model_copy(
+                update={"local_batch_size": rows, "global_batch_size": rows, "steps": 1}
+            ),
+            "parallelism": Parallelism(
+                tensor_parallel_degree=tp,
+                context_parallel_degree=cp,
+                context_parallel_rotate_method="alltoall" if ring else "allgather",
+                **kept,
+            ),
+            "activation_checkpoint": checkpointing.model_copy(
+                update={
+                    "mode": mode,
+                    "selective_ac_option": option,
+                    "enable_activation_offloading": False,
+                }
+            ),
+        }
+    )
