@@ -52,8 +52,8 @@ Result = dict[str, Any]
 """The result of :func:`compare`: plain values, so that a world can hand it back and a file keep it."""
 
 
-def configure(folder: str | Path, layout: str) -> Config:
-    """The config of a layout that keeps its files in ``folder``."""
+def configure(folder: str | Path, layout: str, sizes: meshes.Settings | None = None) -> Config:
+    """The config of a layout that keeps its files in ``folder``, with other ``sizes`` than the table's."""
     folder = Path(folder)
     write = write_pairs if "dpo" in layout.split() else write_documents
     data = {
@@ -69,7 +69,7 @@ def configure(folder: str | Path, layout: str) -> Config:
         "validation.seq_len": 16,
         "validation.local_batch_size": 3,
         **data,
-        **meshes.settings(layout),
+        **meshes.settings(layout, sizes or {}),
     }
     degrees = meshes.degrees(layout)
     dp = degrees.get("replicate", 1) * degrees.get("shard", 1)

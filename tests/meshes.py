@@ -244,9 +244,10 @@ SAMPLES = 24
 """Samples of a global batch: divides by every data-parallel degree up to 8 with three micro-batches each."""
 
 
-def settings(layout: str) -> Settings:
-    """Settings of the configuration for a layout. Raises KeyError for a word that is none."""
-    values = dict(PLAIN)
+def settings(layout: str, plain: Settings | None = None) -> Settings:
+    """Settings of the configuration for a layout, those of ``plain`` before its words. Raises KeyError for a
+    word that is none."""
+    values = {**PLAIN, **(plain or {})}
     for word in layout.split():
         degree = _DEGREE.fullmatch(word)
         values |= {_DEGREES[degree[1]]: int(degree[2])} if degree else WORDS[word]

@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         with stop_at_once():
             config = load_config(argv)
-            if config.comm.mode == "fake_backend":  # one process in place of all, which needs torch
+            if config.is_dry:  # one process in place of all, which needs torch
                 os.execv(sys.executable, [sys.executable, "-m", "toolkit.train", *argv])
             hardware = detect(config.training.device)
             launch = launch_from(os.environ, hardware)

@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = load_config(argv)
         debug = config.job.debug
-        if config.comm.mode == "fake_backend":
+        if config.is_dry:
             from toolkit.planner.dry_run import dry_run
 
             return dry_run(config, os.environ)

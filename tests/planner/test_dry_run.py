@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +21,10 @@ from toolkit.errors import ConfigError
 from toolkit.hardware import detect
 from toolkit.parallel.dims import ParallelDims
 from toolkit.parallel.mesh import build_mesh
+from toolkit.planner import fake_step
+from toolkit.planner.allocations import StepMemory
 from toolkit.planner.dry_run import _few, _modules, _ranges, _size, coordinates, strides, target, world_size
-from toolkit.planner.memory import _pretended
+from toolkit.planner.memory import pretended
 from toolkit.preflight import check
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +44,7 @@ def test_every_rank_has_its_own_coordinates(layout: ParallelDims, data: st.DataO
 def test_neighbours_are_those_of_the_mesh() -> None:
     layout = ParallelDims(pp=3, dp_replicate=2, dp_shard=2, cp=2, tp=2)
     for rank in (0, 21, 47):
-        with _pretended(rank, layout.world_size):
+        with pretended(rank, layout.world_size):
             mesh = build_mesh(torch.device("cpu"), pp=3, dp_replicate=2, dp_shard=2, cp=2, tp=2)
             groups = {name: getattr(mesh, name).get_group() for name in ("pp", "cp", "tp")}
             groups["dp_replicate"] = mesh.fsdp["dp_replicate"].get_group()
@@ -138,7 +141,9 @@ def test_what_is_said(tmp_path: Path) -> None:
     cut, norms = [1048576 + 786432, 786432, 1048576 + 786432], [512, 512, 768]
     bytes_held = [matrices // 8 * 4 + norm // 4 * 4 for matrices, norm in zip(cut, norms, strict=True)]
     sizes = [words[1:3] for words in said if words[:1] == ["parameters"]]
-    assert sizes == [[f"{size / 1024:.2f}", "KiB"] for size in bytes_held]
+    # Held, and as parts of the most that a step takes.
+    assert sizes == [[f"{size / 1024:.2f}", "KiB"] for size in bytes_held for _ in range(2)]
+    assert re.search(r"\n  peak of a step +\d+\.\d+ MiB  in (for|back)ward of ", done.stdout)
     # Of 8 micro-batches of 256 × 256 hidden states in fp32 a rank of tp hands half to each neighbour. A block
     # gathers and scatters them four times, embedding and head once; norms' gradients are summed, and three
     # numbers a token. Each unit is gathered once and its gradients reduced once, in parts of three quarters.
@@ -157,6 +162,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("RANK", "WORLD_SIZE", "NGPU", "NNODES", "LOG_RANK"):
         monkeypatch.delenv(name, raising=False)
+    # Runs of other tests take the step that this does not.
+    monkeypatch.setattr(fake_step, "step_memory", lambda *_, **__: StepMemory(0, "start", {}, []))
     return monkeypatch
 
 
@@ -172,6 +179,15 @@ def test_the_ranks_asked_for(here: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert "\nrank 2 (pp 0, dp_shard 1, tp 0), stage 0\n" in said
     assert "\nrank 13 (pp 1, dp_shard 2, tp 1), stage 1\n" in said
     assert said.count("optimizer state") == 2 and "alike" not in said
+
+
+def test_an_estimate_of_memory_is_the_same_report(
+    here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _main() == 0
+    said = capsys.readouterr().out
+    assert train.main(["--memory_estimation.enable", *DEBUG]) == 0
+    assert capsys.readouterr().out == said and "peak of a step" in said
 
 
 def test_mistakes_are_those_of_a_start(here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

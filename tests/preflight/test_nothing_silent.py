@@ -125,6 +125,7 @@ ACTS = {
     "comm.trace_buf_size",
     "comm.save_timeout_seconds",
     "comm.mode",
+    "memory_estimation.enable",
     "debug.seed",
     "debug.deterministic",
 }

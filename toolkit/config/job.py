@@ -166,8 +166,15 @@ class Comm(Table):
             "one process does not compute for several ranks; each parallelism runs on the CPU with real ones",
         ),
     ] = "default"
-    """fake_backend checks and describes a run of NGPU x NNODES ranks, the mesh and what each rank holds, in
-    one process without GPUs, and trains nothing. LOG_RANK names the ranks to describe."""
+    """fake_backend checks and describes a run of NGPU x NNODES ranks, the mesh and the memory and traffic of
+    ranks, in one process without GPUs, and trains nothing. LOG_RANK names the ranks to describe."""
+
+
+class MemoryEstimation(Table):
+    """A forecast in place of a run."""
+
+    enable: bool = False
+    """The same as comm.mode = "fake_backend", which tells the memory that a step will take."""
 
 
 class Debug(Table):

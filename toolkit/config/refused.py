@@ -7,7 +7,6 @@ NO_MX = (
     "MX formats are not supported, nor planned: only GPUs of compute capability 10.0 and above multiply "
     "them, and on none of these has this toolkit run"
 )
-NOT_BUILT = "it is not built yet"
 _NO_TORCHFT = "fault tolerance through torchft is not supported"
 _NO_MODULE = "a module that job.custom_import names registers tables and keys"
 _NO_QUANTISED = "quantised Hugging Face weights are only published for mixture-of-experts models"
@@ -27,8 +26,7 @@ REFUSED: dict[str, tuple[bool | int | str | list[str] | None, str]] = {
     "quantize.grouped_mm.float8.fqns": ([], NO_MOE),
     "quantize.grouped_mm.mx.recipe_name": ("mxfp8", NO_MOE),
     "quantize.grouped_mm.mx.fqns": ([], NO_MOE),
-    "memory_estimation.enable": (False, NOT_BUILT),
-    "memory_estimation.disable_fake_mode": (False, NOT_BUILT),
+    "memory_estimation.disable_fake_mode": (False, "a forecast takes no device and no memory"),
     "fault_tolerance.enable": (False, _NO_TORCHFT),
     "fault_tolerance.process_group": ("gloo", _NO_TORCHFT),
     "fault_tolerance.process_group_timeout_ms": (10000, _NO_TORCHFT),

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import PrivateAttr
 
 from toolkit.config.finetune import Finetune
-from toolkit.config.job import Checkpoint, Comm, Debug, Job, Metrics, Profiling
+from toolkit.config.job import Checkpoint, Comm, Debug, Job, MemoryEstimation, Metrics, Profiling
 from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism, Quantize
 from toolkit.config.refused import REFUSED
 from toolkit.config.training import (
@@ -54,6 +54,7 @@ class Config(Table):
     compile: Annotated[Compile, ActsWith("compile.enable")] = Compile()
     quantize: Quantize = Quantize()
     comm: Comm = Comm()
+    memory_estimation: MemoryEstimation = MemoryEstimation()
     validation: Annotated[Validation, ActsWith("validation.enable")] = Validation()
     debug: Debug = Debug()
 
@@ -63,6 +64,11 @@ class Config(Table):
         return isinstance(other, Config) and self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]  # some values are lists
+
+    @property
+    def is_dry(self) -> bool:
+        """Say if the run is described and not made."""
+        return self.comm.mode == "fake_backend" or self.memory_estimation.enable
 
     def with_origins(self, origins: Mapping[str, str]) -> Config:
         """Return the same values knowing that ``origins`` (dotted key → file:line or flag) set them."""

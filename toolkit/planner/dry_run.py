@@ -4,9 +4,9 @@
 
 The preflight, then the mesh, the stages of a pipeline and what single ranks hold and send. These are the
 ranks of LOG_RANK, by default the first of each pipeline stage that differs from the others: of the ranks of a
-stage the first has the largest part, where parameters do not divide evenly. No step is taken: activations are
-not counted, and neither corpus nor checkpoint is read: where they are not here, or no start could use them,
-a note says so.
+stage the first has the largest part, where parameters do not divide evenly. A step is taken on tensors
+without storage, which tells the most memory that it takes. Neither corpus nor checkpoint is read: where they
+are not here, or no start could use them, a note says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit import preflight
 from toolkit.config import Config
@@ -29,6 +29,7 @@ from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.preflight.planned_run import PlannedRun
 
 if TYPE_CHECKING:  # it imports torch, which a mistake shall not wait for
+    from toolkit.planner.allocations import StepMemory
     from toolkit.planner.memory import Holding, Part
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -60,20 +61,16 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
     if run.stages:
         print("\n".join(_describe_stages(run)))
     from toolkit.distributed.process_group import DTYPES
+    from toolkit.planner.fake_step import step_memory
     from toolkit.planner.memory import holding
 
     assert run.mesh and run.model, "the preflight found nothing wrong with the config"
     alike = _distinct(run)
     for rank in shown_ranks(environ, run.world_size, ",".join(map(str, alike))):
-        found = holding(
-            config,
-            run.model,
-            run.mesh,
-            rank,
-            param_dtype=DTYPES[run.precision],
-            target=run.hardware.device,
-        )
-        print("\n".join(_describe_rank(run, found, alike.get(rank, []))), flush=True)
+        options: dict[str, Any] = {"param_dtype": DTYPES[run.precision], "target": run.hardware.device}
+        found = holding(config, run.model, run.mesh, rank, **options)
+        step = step_memory(config, run.model, run.mesh, rank, **options)
+        print("\n".join(_describe_rank(run, found, step, alike.get(rank, []))), flush=True)
     return EXIT_FINISHED
 
 
@@ -202,7 +199,7 @@ def _distinct(run: PlannedRun) -> dict[int, list[int]]:
 # A rank
 
 
-def _describe_rank(run: PlannedRun, found: Holding, alike: Sequence[int]) -> Iterator[str]:
+def _describe_rank(run: PlannedRun, found: Holding, step: StepMemory, alike: Sequence[int]) -> Iterator[str]:
     assert run.mesh
     place = coordinates(run.mesh, found.rank)
     where = ", ".join(f"{name} {place[name]}" for name in _used(run.mesh))
@@ -213,7 +210,7 @@ def _describe_rank(run: PlannedRun, found: Holding, alike: Sequence[int]) -> Ite
     yield f"\nrank {found.rank}{f' ({where})' if where else ''}{stages}"
     if alike:
         yield f"  alike: the ranks {_few([str(rank) for rank in alike])}"
-    for name, size, said in [*_memory(run, found), *_sent(found)]:
+    for name, size, said in [*_memory(run, found), *_of_step(step), *_sent(found)]:
         yield f"  {name:<23} {_size(size):>11}  {said}".rstrip()
     rows = list(_rows(found.parts))
     width = max(len(name) for name, _, _ in rows)
@@ -247,6 +244,13 @@ def _memory(run: PlannedRun, found: Holding) -> Iterator[tuple[str, int, str]]:
         reduced = training.mixed_precision_reduce
         whole = sum(unit.gradients for unit in found.units)
         yield "whole gradients", whole * _BYTES[reduced], f"{reduced}, until the step's last micro-batch"
+
+
+def _of_step(step: StepMemory) -> Iterator[tuple[str, int, str]]:
+    """The most that a step takes, and for what."""
+    yield "peak of a step", step.peak, f"in {step.moment}"
+    for part, size in sorted(step.parts.items(), key=lambda it: -it[1]):
+        yield f"  {part}", size, ""
 
 
 def _sent(found: Holding) -> Iterator[tuple[str, int, str]]:

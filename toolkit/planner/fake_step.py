@@ -7,13 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from toolkit.build import build_model
 from toolkit.config import Config
@@ -25,8 +27,12 @@ from toolkit.parallel.dims import ParallelDims
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch
+from toolkit.planner.allocations import StepMemory, watched
 from toolkit.planner.memory import pretended
 from toolkit.train_step import TrainStep
+
+_KEEP_ALL = ("GPipe", "LoopedBFS")
+"""Schedules whose backwards begin when all forwards have ended."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +48,36 @@ class FakeRun:
 
 
 class _Numbers(TorchDispatchMode):
-    """Reads 1 wherever a number of a tensor is asked for."""
+    """Reads 1 wherever a number of a tensor without storage is asked for, and lets real ones, as a mesh has,
+    be real."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else 1
-        return function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if tensors := [it for it in tree_iter((args, kwargs)) if isinstance(it, Tensor)]:
+            if not any(isinstance(it, FakeTensor) or it.is_meta for it in tensors):
+                with unset_fake_temporarily():
+                    return function(*args, **kwargs)
+            if function is torch.ops.aten._local_scalar_dense.default:
+                return 1.0 if args[0].is_floating_point() else 1
+        return function(*args, **kwargs)
 
 
 @contextmanager
 def fake_run(
-    config: Config, args: ModelArgs, layout: ParallelDims, rank: int, *, param_dtype: torch.dtype
+    config: Config,
+    args: ModelArgs,
+    layout: ParallelDims,
+    rank: int,
+    *,
+    param_dtype: torch.dtype,
+    target: str = "cpu",
 ) -> Iterator[FakeRun]:
-    """Build ``rank`` of a run that passed the preflight. Nothing is compiled, FSDP's collectives have buffers
-    of their own, and attention is SDPA where it would be FlexAttention. Needs no process group, and must not
-    be called where there is one.
+    """Build ``rank`` of a run that passed the preflight, on the device ``target``.
+
+    Nothing is compiled, FSDP's collectives have buffers of their own, and attention is SDPA where CUDA has
+    kernels that a CPU has not. Needs no process group, and must not be called where there is one.
     """
-    config = _simplified(config)
+    config = _simplified(config, target)
     device = torch.device("cpu")
     batch = batch_shape(
         global_batch_size=config.training.global_batch_size,
@@ -74,7 +93,8 @@ def fake_run(
         for model in model_parts.models:
             model.to_empty(device=device)
         named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
-        optimizer = build_optimizer(named, config)
+        with unset_fake_temporarily():  # which reckons with real numbers, such as offsets
+            optimizer = build_optimizer(named, config)
         step = TrainStep(
             model_parts,
             optimizer,
@@ -82,20 +102,39 @@ def fake_run(
             device=device,
             in_backward=config.optimizer.early_step_in_backward,
         )
+        batches = partial(_batches, config, batch, layout.pp)
         yield FakeRun(
             model_parts,
             optimizer,
             list(optimizer_tensors(named, optimizer).values()),
-            lambda: step(_batches(config, batch), learning_rate=1e-3),
+            lambda: step(batches(), learning_rate=1e-3),
             lambda: model_parts.backward(
-                [model_parts.prepare(each, device) for each in _batches(config, batch)],
-                torch.ones((), dtype=torch.float64),
+                [model_parts.prepare(each, device) for each in batches()], torch.ones((), dtype=torch.float64)
             ),
         )
 
 
-def _simplified(config: Config) -> Config:
-    attention = "sdpa" if config.model.attention in ("auto", "flex", "varlen") else config.model.attention
+def step_memory(
+    config: Config,
+    args: ModelArgs,
+    layout: ParallelDims,
+    rank: int,
+    *,
+    param_dtype: torch.dtype,
+    target: str = "cpu",
+) -> StepMemory:
+    """Find what a step takes of ``rank``'s memory, as :func:`fake_run` has it. A row is one document: where
+    it has many, attention on a CPU takes less."""
+    with (
+        fake_run(config, args, layout, rank, param_dtype=param_dtype, target=target) as run,
+        watched(run.model_parts.models, run.optimizer, run.state) as found,
+    ):
+        run.step()
+        return found()
+
+
+def _simplified(config: Config, target: str) -> Config:
+    attention = "sdpa" if target == "cuda" else config.model.attention
     return config.model_copy(
         update={
             "compile": config.compile.model_copy(update={"enable": False}),
@@ -105,9 +144,18 @@ def _simplified(config: Config) -> Config:
     )
 
 
-def _batches(config: Config, batch: BatchShape) -> list[MicroBatch]:
-    """The micro-batches of a step, of documents where pairs are compared."""
-    shape = (batch.local, config.training.seq_len)
+def _batches(config: Config, batch: BatchShape, pp: int) -> list[MicroBatch]:
+    """The micro-batches of a step, of documents where pairs are compared. Of many, so many that memory is
+    that of all: the first, the last and one between; in a pipeline two for each rank, where its schedule does
+    not keep all of them."""
+    options = config.parallelism
+    rows, count = batch.local, min(batch.accumulation, 3)
+    if pp > 1:
+        rows = options.pipeline_parallel_microbatch_size
+        count = batch.local * batch.accumulation // rows
+        if options.pipeline_parallel_schedule not in _KEEP_ALL and not options.pipeline_parallel_schedule_csv:
+            count = min(count, 2 * pp)
+    shape = (rows, config.training.seq_len)
     pairs = config.finetune.objective == "dpo"
     return [
         {
@@ -116,5 +164,5 @@ def _batches(config: Config, batch: BatchShape) -> list[MicroBatch]:
             "positions": None,
             "documents": torch.zeros(shape, dtype=torch.int32) if pairs else None,
         }
-        for _ in range(batch.accumulation)
+        for _ in range(count)
     ]
