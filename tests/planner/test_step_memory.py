@@ -16,6 +16,7 @@ from tests import meshes
 from tests.helpers import in_layout, run_world
 from tests.mesh_runs import configure
 from tests.training import small_trainer
+from toolkit.config import Config
 from toolkit.distributed.dtensor import local
 from toolkit.distributed.process_group import DTYPES
 from toolkit.optim.optimizer_state import optimizer_tensors
@@ -37,18 +38,17 @@ SIZES: meshes.Settings = {
 }
 
 FAST = [
-    "one muon",
     "one AC-op accumulate3",
     "one dpo",
     "shard2 bfloat16",
-    "shard2 SHARD_GRAD_OP AC-full accumulate3",
     "shard2 lora tied",
     "tp2 AC-2",
-    "cp2",
-    "pp2 1F1B",
     "pp2 ZBVZeroBubble never",
 ]
 MORE = [
+    "shard2 SHARD_GRAD_OP AC-full accumulate3",
+    "cp2",
+    "pp2 1F1B",
     "one",
     "one bfloat16 AC-full",
     "one dora",
@@ -86,11 +86,15 @@ MORE = [
 ]
 
 
+def _config(folder: str | Path, layout: str) -> Config:
+    return configure(folder, layout, SIZES | {"data.document_mask": "dpo" in layout})  # pairs are documents
+
+
 def _real(folder: str, layouts: list[str]) -> dict[str, Any]:
     found = {}
     for layout in layouts:
-        config = configure(folder, layout, SIZES)
-        with in_layout(meshes.degrees(layout)), contextlib.redirect_stdout(io.StringIO()):
+        config = _config(folder, layout)
+        with in_layout(layout), contextlib.redirect_stdout(io.StringIO()):
             trainer = small_trainer(config)
             found[layout] = (trainer.args, *_measured(trainer))
     return found
@@ -139,7 +143,7 @@ def _check(layouts: list[str], folder: Path) -> dict[str, float]:
         here = [layout for layout in layouts if meshes.ranks(layout) == world]
         for rank, found in enumerate(run_world(_real, world, str(folder), here, timeout=600)):
             for layout, (args, real, most, missed) in found.items():
-                config = configure(folder, layout, SIZES)
+                config = _config(folder, layout)
                 mesh = degrees(config.parallelism, world)
                 assert mesh
                 dtype = DTYPES[config.training.mixed_precision_param]
