@@ -19,7 +19,7 @@ class Machine:
 
     Attributes:
         peak: FLOP/s by dtype, such as "bfloat16"; one that is not there it does not multiply.
-        matmul, attention: parts of the peak that are reached.
+        matmul, matmul_float8, attention: parts of the peak that are reached.
         bandwidth: bytes a second that simple operations read and write.
         node: ranks that ``link`` joins; ``network`` joins the others.
         link, network: bytes a second that one rank sends.
@@ -27,6 +27,8 @@ class Machine:
         launch: seconds of the host for one operation. They pass beside the device's where this one is
             ``asynchronous``, else before them.
         overlaps: communication goes on beside computation.
+        update_bandwidth: that of what no cache holds, parameters and the optimizer's state; 0 is the same.
+        gloo: its collectives are gloo's, whose reduce-scatter is an all-reduce, and FSDP's copies in memory.
     """
 
     name: str
@@ -43,6 +45,9 @@ class Machine:
     launch: float
     asynchronous: bool = True
     overlaps: bool = True
+    matmul_float8: float = 0.0
+    update_bandwidth: float = 0.0
+    gloo: bool = False
 
 
 @functools.cache
@@ -75,6 +80,7 @@ def _machine(name: str, row: Mapping[str, float]) -> Machine:
         memory=row["memory_gib"] * 2**30,
         peak={it: row[it] * 1e12 for it in ("bfloat16", "float32", "float8") if it in row},
         matmul=row["matmul"],
+        matmul_float8=row.get("matmul_float8", row["matmul"]),
         attention=row["attention"],
         bandwidth=row["bandwidth"] * 1e9 * row["streaming"],
         node=int(row["node"]),

@@ -22,6 +22,10 @@ class Pass:
         return self.compute + sum(self.exposed.values())
 
 
+_CASTS = 5 / 3
+"""Bytes to make 8 bits of both factors, by those of a product of three matrices of one size: 2½ of two."""
+
+
 class Rates:
     """``dtype`` is what is computed in, as machines name it."""
 
@@ -38,14 +42,15 @@ class Rates:
         }
         # What a device does not multiply in, it multiplies in fp32.
         self.peak = machine.peak.get(dtype, machine.peak["float32"])
-        self.peak_float8 = machine.peak.get("float8", self.peak)
+        in_8_bits = machine.peak.get("float8", 0.0) * machine.matmul_float8
+        self.peak_float8 = in_8_bits or machine.matmul * self.peak
 
     def run(self, work: Work, *, fused: bool = False, float8: bool = False) -> Pass:
         """The time of ``work``, of which a compiler has ``fused`` what it can, and whose products are in
         ``float8``."""
         machine = self.machine
         reached = {
-            "matmul": machine.matmul * (self.peak_float8 if float8 else self.peak),
+            "matmul": self.peak_float8 if float8 else machine.matmul * self.peak,
             "attention": machine.attention * self.peak,
         }
         products = simple = 0.0
@@ -53,13 +58,15 @@ class Rates:
         for it in work.operations:
             if it.kind != "other":
                 products += it.count * max(it.flops / reached[it.kind], it.bytes / machine.bandwidth)
+                if float8 and it.kind == "matmul":  # reads each factor twice, writes it once
+                    simple += it.count * _CASTS * it.bytes / machine.bandwidth
             elif fused:
                 continue
             else:
                 simple += it.count * it.bytes / machine.bandwidth
             launches += it.count
         if fused:
-            simple = sum(work.fused) / machine.bandwidth
+            simple += sum(work.fused) / machine.bandwidth
             launches += len(work.fused)
         host, device = launches * machine.launch, products + simple
         waited: dict[str, float] = {}
@@ -79,6 +86,8 @@ class Rates:
         if ranks == 1:
             return 0.0
         machine = self.machine
+        if machine.gloo and dimension == "dp_shard":  # copies that are counted apart, and a meeting
+            return 2 * (ranks - 1) * machine.link_latency
         here = min(ranks, max(1, machine.node // apart))  # ranks of the group on one machine
         if here == ranks:
             bandwidth, latency = machine.link, machine.link_latency
@@ -87,9 +96,10 @@ class Rates:
             latency = (machine.network_latency + (here - 1) * machine.link_latency) / here
         if operation == "send":
             return size / (machine.link if here == ranks else machine.network) + latency
-        turns = 2 if operation == "all_reduce" else 1
+        whole = operation == "all_reduce" or (machine.gloo and operation == "reduce_scatter")
+        turns = 2 if whole else 1
         return turns * (size * (ranks - 1) / ranks / bandwidth + (ranks - 1) * latency)
 
     def copy(self, size: float) -> float:
-        """The time to read or write so many bytes."""
-        return size / self.machine.bandwidth
+        """The time to read or write so many bytes of parameters or of what belongs to them."""
+        return size / (self.machine.update_bandwidth or self.machine.bandwidth)

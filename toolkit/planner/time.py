@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from toolkit.config import Config
@@ -157,16 +158,18 @@ def _stages(
 
 
 def _unit(piece: Piece, rates: Rates, *, fused: bool, float8: bool, in_backward: bool) -> _Unit:
-    forward = rates.run(piece.forward, fused=fused, float8=float8)
-    passes = [rates.run(it, fused=fused, float8=float8) for it in (piece.again, piece.backward)]
-    # Gradients are summed in fp32, of which a copy is made from what is computed in, and put together.
-    gradients = 4.0 * piece.trained
+    # A gather reads the fp32 part that is stored, writes it as it is computed in and puts the whole together;
+    # a reduction makes fp32 of the gradients and adds its part to what is stored.
+    ranks, gathered, gradients = rates.groups["dp_shard"][0], piece.gathered_bytes, 4.0 * piece.trained
+    gather = rates.copy((4 * piece.numbers + gathered) / ranks + 2 * gathered)
+    reduce = rates.copy(1.5 * gradients + 2 * gradients / ranks)
+    run = partial(rates.run, fused=fused, float8=float8)
     return _Unit(
-        forward=forward,
-        backward=_sum(passes),
-        gather=rates.send("dp_shard", "all_gather", piece.gathered_bytes),
-        reduce=rates.send("dp_shard", "reduce_scatter", gradients),
-        all_reduce=rates.send("dp_replicate", "all_reduce", gradients / rates.groups["dp_shard"][0]),
+        forward=run(piece.forward),
+        backward=_sum([run(piece.again), run(piece.backward)]),
+        gather=gather + rates.send("dp_shard", "all_gather", gathered),
+        reduce=reduce + rates.send("dp_shard", "reduce_scatter", gradients),
+        all_reduce=rates.send("dp_replicate", "all_reduce", gradients / ranks),
         in_backward=in_backward,
         trained=piece.trained,
     )
@@ -263,5 +266,6 @@ def _pipeline(
 def _update(units: Sequence[_Unit], found: Costs, rates: Rates) -> float:
     """The optimizer on what this rank stores of ``units``: the norm reads gradients, clipping scales them."""
     numbers = sum(unit.trained for unit in units) / rates.groups["dp_shard"][0]
-    step = rates.run(found.update).compute * numbers / max(1, found.updated)
-    return step + rates.copy(3 * 4.0 * numbers)
+    simple = sum(it.bytes * it.count for it in found.update.operations if it.kind == "other")
+    step = rates.run(found.update).compute + rates.copy(simple) - simple / rates.machine.bandwidth
+    return step * numbers / max(1, found.updated) + rates.copy(3 * 4.0 * numbers)
