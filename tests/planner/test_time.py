@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.layouts import LAYOUTS, Layout, forecast
 from tests.training import small_config
 from toolkit.config import Config
-from toolkit.metrics.flops import flops_per_token
+from toolkit.errors import ConfigError
+from toolkit.metrics.flops import flops_per_token, peak_flops
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import model_args
-from toolkit.planner.costs import Costs, Piece, costs
-from toolkit.planner.machines import Machine
+from toolkit.parallel.dims import ParallelDims, degrees
+from toolkit.parallel.pipeline_schedules import SCHEDULES, bubble
+from toolkit.planner import time
+from toolkit.planner.costs import Costs, Operation, Piece, Work, costs
+from toolkit.planner.fake_step import fake_run
+from toolkit.planner.machines import Machine, machine_named, machines
+from toolkit.planner.pipeline import simulate
+from toolkit.planner.rates import Pass, Rates
+from toolkit.planner.this_machine import this_machine
+from toolkit.planner.time import step_time
 
+ROOT = Path(__file__).resolve().parents[2]
 MACHINE = Machine(
     name="round", memory=1e9, peak={"float32": 1e9, "bfloat16": 4e9}, matmul=0.5, attention=0.25,
     bandwidth=1e9, node=8, link=100.0, network=10.0, link_latency=0.0, network_latency=0.0, launch=0.0,
@@ -53,3 +68,205 @@ def test_products_are_the_flops_of_the_metrics(tmp_path: Path, ranks: tuple[int,
     attended = pieces.block.forward.flops("attention") * tp * cp
     assert attended * 2 * args.n_layers * 3 == pytest.approx(tokens * square, rel=0.02)
     assert pieces.block.backward.flops("attention") == 2.5 * pieces.block.forward.flops("attention")
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_pieces_add_up_to_a_deeper_model(tmp_path: Path, mode: str) -> None:
+    tables = {"activation_checkpoint": {"mode": mode}, "model": {"n_layers": 4}, "training": {"seq_len": 64}}
+    config, args = planned(tmp_path, **tables)
+    pieces = found(config, args)
+    parts = [pieces.embedding, pieces.first, *[pieces.block] * 3, pieces.head]
+    ours = sum(
+        work.flops("matmul") for piece in parts for work in (piece.forward, piece.backward, piece.again)
+    )
+    training = config.training.model_copy(update={"local_batch_size": 2, "global_batch_size": 2})
+    deep = config.model_copy(update={"training": training})
+    with fake_run(deep, args, ParallelDims(1, 1, 1, 1, 1), 0, param_dtype=torch.bfloat16) as run:
+        with FlopCounterMode(display=False) as counter:
+            run.passes()
+        counted = counter.get_flop_counts()["Global"]
+        numbers = sum(it.numel() for model in run.model_parts.models for it in model.parameters())
+    assert ours == sum(counted.values())
+    assert sum(piece.numbers for piece in parts) == numbers
+
+
+def test_tensor_parallelism_sends_what_the_formula_says(tmp_path: Path) -> None:
+    config, args = planned(tmp_path, training={"seq_len": 64})
+    block = found(config, args, tp=2, checkpointed=False).block
+    hidden = 2 * 64 * args.dim * 2
+    for work in (block.forward, block.backward):
+        sent = {it.operation: it.count * it.bytes for it in work.collectives if it.bytes == hidden}
+        assert sent == {"all_gather": 2 * hidden, "reduce_scatter": 2 * hidden}
+        assert all(it.waits and it.dimension == "tp" for it in work.collectives)
+
+
+def test_checkpointing_keeps_the_inputs_of_blocks(tmp_path: Path) -> None:
+    config, args = planned(tmp_path, training={"seq_len": 64}, activation_checkpoint={"mode": "full"})
+    kept, again = found(config, args, checkpointed=False).block, found(config, args).block
+    assert again.saved_bytes == 2 * 64 * args.dim * 2
+    assert kept.saved_bytes > 5 * again.saved_bytes
+    assert again.again.flops() == again.forward.flops() and not kept.again.operations
+
+
+# Schedules
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("pp", "count"), [(2, 4), (4, 8), (4, 16)])
+def test_bubbles_are_those_of_the_formulas(name: str, pp: int, count: int) -> None:
+    stages = pp * SCHEDULES[name].stages
+    found = simulate(name, pp, count, forward=[1.0] * stages, backward=[2.0] * stages)
+    idle = 1 - sum(found.busy) / pp / found.seconds
+    formula = bubble(name, count, stages=stages, pp=pp)
+    if name == "DualPipeV":  # whose formula takes a forward and a backward that overlap for one action
+        assert idle < formula
+        return
+    assert idle == pytest.approx(formula)
+    if name in ("GPipe", "1F1B"):
+        assert idle == pytest.approx((pp - 1) / (count + pp - 1))
+
+
+def test_more_stages_a_rank_divide_the_bubble() -> None:
+    for each in (1, 2, 4):
+        name = "1F1B" if each == 1 else "Interleaved1F1B"
+        found = simulate(name, 4, 8, forward=[1 / each] * 4 * each, backward=[2 / each] * 4 * each)
+        assert found.seconds == pytest.approx(24 + 9 / each)
+
+
+def test_a_pipeline_waits_for_what_is_gathered_and_reduced() -> None:
+    plain: dict[str, Any] = {"forward": [1.0, 1.0], "backward": [2.0, 2.0]}
+    assert simulate("1F1B", 2, 2, **plain).seconds == 9
+    # Both ranks gather at once, beside nothing; the last unit of two is computed after it.
+    assert simulate("1F1B", 2, 2, **plain, gather=[4.0, 4.0], units=[2, 2]).seconds == 9 + 3.5
+    # The first rank reduces its last backward's second half when all else is done.
+    assert simulate("1F1B", 2, 2, **plain, reduce=[1.0, 1.0], units=[2, 2]).seconds == 9.5
+    assert simulate("1F1B", 2, 1, **plain, transfer=0.25).seconds == 6.5
+
+
+# Links and overlap
+
+
+@pytest.mark.parametrize(
+    ("dimension", "operation", "seconds"),
+    [
+        ("tp", "all_gather", 400 * 3 / 4 / 100),  # within a machine
+        ("tp", "all_reduce", 2 * 400 * 3 / 4 / 100),
+        ("cp", "all_gather", 400 / 2 / 100),
+        ("dp_shard", "all_gather", 400 * 15 / 16 / 20),  # two of a group on a machine, each with an adapter
+        ("dp_replicate", "all_reduce", 2 * 400 / 2 / 10),
+        ("pp", "send", 400 / 10),
+    ],
+)
+def test_links(tmp_path: Path, dimension: str, operation: str, seconds: float) -> None:
+    config = small_config(tmp_path)
+    rates = Rates(config, ParallelDims(pp=2, dp_replicate=2, dp_shard=8, cp=2, tp=4), MACHINE, "bfloat16")
+    assert rates.send(dimension, operation, 400) == pytest.approx(seconds)
+
+
+def test_hops_take_their_time(tmp_path: Path) -> None:
+    machine = replace(MACHINE, link_latency=1.0, network_latency=5.0)
+    rates = Rates(small_config(tmp_path), ParallelDims(1, 1, 16, 1, 1), machine, "bfloat16")
+    # Two machines of 8: a ring passes 15 hops, of which one in 8 leaves the machine.
+    assert rates.send("dp_shard", "all_gather", 0) == pytest.approx(15 * (5 + 7) / 8)
+
+
+def test_the_longer_of_flops_and_bytes(tmp_path: Path) -> None:
+    rates = Rates(small_config(tmp_path), ParallelDims(1, 1, 1, 1, 1), MACHINE, "bfloat16")
+    # Half of 4 GFLOP/s, a quarter for attention, 1 GB/s.
+    work = Work((
+        Operation("matmul", 4e9, 1e9, 2), Operation("matmul", 1e9, 3e9, 1), Operation("attention", 1e9, 0, 1),
+        Operation("other", 0, 1e9, 3),
+    ), (), (5e8,))  # fmt: skip
+    assert rates.run(work).compute == pytest.approx(2 * 2 + 3 + 1 + 3)
+    assert rates.run(work, fused=True).compute == pytest.approx(2 * 2 + 3 + 1 + 0.5)
+    slow = replace(MACHINE, launch=10.0)
+    rates = Rates(small_config(tmp_path), ParallelDims(1, 1, 1, 1, 1), slow, "bfloat16")
+    assert rates.run(work).compute == pytest.approx(7 * 10)  # the host, which the device is faster than
+
+
+def test_gathers_hide_behind_the_unit_before(tmp_path: Path) -> None:
+    rates = Rates(small_config(tmp_path), ParallelDims(1, 1, 1, 1, 1), MACHINE, "bfloat16")
+
+    def unit(gather: float, reduce: float) -> Any:
+        done = Pass(2.0, {})
+        return time._Unit(done, done, gather, reduce, 0.0, True, 1)
+
+    units = [unit(1, 1), unit(3, 1), unit(1, 4)]
+    assert time._gathering(units, rates) == 1 + (3 - 2) + 0
+    # Backward: beside the last unit the middle's gather, 3; beside that the first's, 1, and a reduction of 4;
+    # beside the first a reduction of 1; then its own.
+    assert time._reducing(units, rates, gathers=True, reduces=True, replicas=False) == 1 + 3 + 0 + 1
+    assert time._reducing(units, rates, gathers=False, reduces=True, replicas=False) == 0 + 2 + 0 + 1
+
+
+# The whole
+
+
+def test_parts_add_up(tmp_path: Path) -> None:
+    machine = replace(MACHINE, link=1e9, network=1e8)
+    tables: dict[str, Any] = {
+        "parallelism": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2},
+        "training": {"seq_len": 64, "global_batch_size": 16},
+    }
+    config, args = planned(tmp_path, **tables)
+    mesh = degrees(config.parallelism, 8)
+    assert mesh
+    found = step_time(config, args, mesh, machine, param_dtype=torch.bfloat16)
+    parts = found.compute + sum(found.exposed.values()) + found.bubble + found.optimizer
+    assert found.seconds == pytest.approx(parts) and found.bubble > 0 and found.exposed["tp"] > 0
+    assert found.timeline and found.seconds == pytest.approx(found.timeline.seconds + found.optimizer)
+    tokens = 16 * 64
+    assert found.tokens_per_second == pytest.approx(tokens / found.seconds)
+    flops = flops_per_token(args, seq_len=64)
+    assert found.mfu == pytest.approx(flops * tokens / found.seconds / (8 * 4e9))
+    assert found.mfu_causal < found.mfu
+
+
+def test_kinds_of_gpus() -> None:
+    assert machine_named("NVIDIA H100 SXM") is machine_named("h100") is machines()["h100"]
+    assert machine_named("A100-80").peak["bfloat16"] == peak_flops("NVIDIA A100-SXM4-80GB")
+    for kind in machines().values():
+        assert 0 < kind.attention < kind.matmul < 1 and kind.network < kind.link < kind.bandwidth
+    with pytest.raises(ConfigError, match="h200.*h100|kinds are"):
+        machine_named("h20000")
+
+
+def test_rates_of_this_computer(tmp_path: Path) -> None:
+    config, args = planned(tmp_path, training={"seq_len": 64})
+    here = this_machine(args, tokens=128, seq_len=64, dtype=torch.float32, attention="blockwise")
+    assert min(here.peak["float32"], here.bandwidth, here.update_bandwidth, here.attention, here.launch) > 0
+    found = step_time(config, args, ParallelDims(1, 1, 1, 1, 1), here, param_dtype=torch.float32)
+    assert 0 < found.optimizer < found.seconds < 60
+
+
+NEAR = [layout for layout in LAYOUTS if layout.mfu and "torchtitan" not in layout.source]
+
+
+@pytest.mark.parametrize("layout", NEAR[:-1], ids=lambda it: f"{it.name}, {it.ranks}")
+def test_published_layouts_are_near(layout: Layout) -> None:
+    ours = forecast(layout)
+    assert layout.mfu
+    assert (ours.mfu_causal if layout.causal else ours.mfu) == pytest.approx(layout.mfu, rel=0.15)
+
+
+PLAN = """
+import resource, time
+from dataclasses import replace
+from benchmarks.layouts import LAYOUTS, _batch, _mesh, forecast, memory
+flags = "llama3_405b" + _mesh(8, 16) + _batch(2048) + " --activation_checkpoint.mode full"
+layout = replace(LAYOUTS[0], ranks=16384, flags=flags)
+peak = memory(layout).peak
+forecast(layout)
+again = time.process_time()
+forecast(layout)
+spent = time.process_time() - again
+print(time.process_time(), spent, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, peak)
+"""
+
+
+def test_405b_on_16384_ranks_is_planned_in_a_minute() -> None:
+    done = subprocess.run([sys.executable, "-c", PLAN], check=True, capture_output=True, text=True, cwd=ROOT)
+    seconds, again, resident, peak = map(float, done.stdout.split())
+    assert seconds < 60 and again < 0.1
+    assert resident < 2 * 2**20  # KiB
+    assert peak < 80 * 2**30
