@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -90,7 +91,7 @@ class Allocations(TorchDispatchMode):
         self._undo()
 
     def _note(self, tensor: Tensor, part: str = "") -> None:
-        tensor = local(tensor)
+        tensor = storing(tensor)
         if tensor.is_sparse or type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             return  # the tensors that it is made of are noted by themselves
         self._note_storage(tensor.untyped_storage(), part)
@@ -157,6 +158,11 @@ class Allocations(TorchDispatchMode):
                 peak, at, when = total, now.copy(), moment
         parts = {part: size for part, size in at.items() if size}
         return StepMemory(peak, when, parts, [(moment, kept) for moment, _, kept in curve])
+
+
+def storing(tensor: Tensor) -> Tensor:
+    """The tensor with the storage: of a DTensor this rank's part. No operation, as ``detach`` would be."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager

@@ -146,7 +146,7 @@ def _alike(config: Config, args: ModelArgs, *, tp: int, cp: int, rows: int, chec
     if mode == "memory_budget":  # which chooses by what its recomputation costs, as "op" does
         mode, option = "selective", "op"
     else:
-        option = "op" if checkpointing.by_operator else "1"
+        option = "op" if checkpointed and checkpointing.by_operator else "1"
     return config.model_copy(
         update={
             "model": Model(attention="sdpa"),

@@ -17,10 +17,10 @@ from torch.utils.flop_counter import flop_registry
 
 from toolkit import loss
 from toolkit.config import Config
-from toolkit.distributed.dtensor import clean_name, local
+from toolkit.distributed.dtensor import clean_name
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims
-from toolkit.planner.allocations import Allocations, watched
+from toolkit.planner.allocations import Allocations, storing, watched
 from toolkit.planner.communication import gathered_dtype
 from toolkit.planner.costs import Collective, Costs, Kind, Operation, Piece, Work
 from toolkit.planner.fake_step import fake_run
@@ -131,7 +131,7 @@ class Operations(Allocations):
         return self._at((piece, phase)).work()
 
     def _storages(self, tensors: list[Tensor]) -> dict[int, int]:
-        held = [(local(it), _bytes(it)) for it in tensors]
+        held = [(storing(it), _bytes(it)) for it in tensors]
         return {self._sizes.get(it.untyped_storage()._cdata, (-1, 0))[0]: size for it, size in held}
 
     def _at(self, where: tuple[str, str]) -> _Noted:
@@ -246,7 +246,7 @@ def _piece(
 
 
 def _bytes(tensor: Tensor) -> int:
-    tensor = local(tensor)
+    tensor = storing(tensor)
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 
 
+@functools.cache  # a file is read for it
 def torch_version() -> tuple[int, int] | None:
     """Major and minor, without importing it."""
     try:
