@@ -15,13 +15,14 @@ CHECKED_DEVICE = "TOOLKIT_CHECKED_DEVICE"
 @dataclass(frozen=True)
 class Hardware:
     """``device`` is "cuda" or "cpu"; ``count`` the processes that a launch starts by default;
-    ``capability`` the compute capability of CUDA, 0 without it."""
+    ``capability`` the compute capability of CUDA and ``memory`` the bytes of the smallest GPU, 0 without."""
 
     device: str
     name: str
     count: int
     native_bf16: bool
     capability: float = 0.0
+    memory: int = 0
 
 
 def cores() -> int:
@@ -39,14 +40,15 @@ def cpu_multiplies_bf16() -> bool:
     return bool(flags & {"amx_bf16", "avx512_bf16"})
 
 
-def _visible_gpus() -> list[tuple[str, float]]:
-    """(name, compute capability) of each GPU that CUDA_VISIBLE_DEVICES leaves visible."""
+def _visible_gpus() -> list[tuple[str, float, int]]:
+    """(name, compute capability, bytes) of each GPU that CUDA_VISIBLE_DEVICES leaves visible."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return []
     try:
         listing = subprocess.run(
-            ["nvidia-smi", "--query-gpu=index,uuid,name,compute_cap", "--format=csv,noheader"],
+            ["nvidia-smi", "--query-gpu=index,uuid,name,compute_cap,memory.total",
+             "--format=csv,noheader,nounits"],
             capture_output=True, text=True, timeout=20, check=True,
         ).stdout  # fmt: skip
     except (OSError, subprocess.SubprocessError):
@@ -55,7 +57,7 @@ def _visible_gpus() -> list[tuple[str, float]]:
     if visible is not None:
         wanted = [item.strip() for item in visible.split(",")]
         rows = [row for item in wanted for row in rows if row[0] == item or row[1].startswith(item)]
-    return [(row[2], float(row[3])) for row in rows]
+    return [(row[2], float(row[3]), int(row[4]) << 20 if row[4].isdigit() else 0) for row in rows]
 
 
 @functools.cache  # a call of nvidia-smi takes from a tenth of a second to some seconds
@@ -66,6 +68,7 @@ def detect(wish: str = "auto") -> Hardware:
     """
     gpus = [] if wish == "cpu" else _visible_gpus()
     if gpus:
-        capability = min(capability for _, capability in gpus)
-        return Hardware("cuda", gpus[0][0], len(gpus), native_bf16=capability >= 8.0, capability=capability)
+        capability, memory = min(it[1] for it in gpus), min(it[2] for it in gpus)
+        native = capability >= 8.0
+        return Hardware("cuda", gpus[0][0], len(gpus), native, capability=capability, memory=memory)
     return Hardware("cpu", "CPU", 2, native_bf16=cpu_multiplies_bf16())

@@ -102,7 +102,14 @@ def main(argv: Sequence[str]) -> int:
         from toolkit.launcher.fault_reports import traces_prefix
 
         reports = traces_prefix(config.job, config.comm)
+    forecast = None
+    if hardware.memory and tell:
+        from toolkit.launcher.forecast import begin_forecast, end_forecast
+
+        forecast = begin_forecast(argv, launch.world_size)
     code = supervise([sys.executable, "-u", "-m", "toolkit.train", *argv], launch, reports)
+    if forecast:
+        end_forecast(config, forecast)
     if code == EXIT_FINISHED and tell and os.environ.get("SAMPLE"):
         _show_text(config, os.environ["SAMPLE"])
     return code

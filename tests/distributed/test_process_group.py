@@ -70,7 +70,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("device", "code"), [("auto", 2), ("cpu", 0)])
 def test_no_run_says_gpu_and_trains_on_the_cpu(device: str, code: int, tmp_path: Path) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '0, GPU-1, NVIDIA H100, 9.0'\n")
+    tool.write_text("#!/bin/sh\necho '0, GPU-1, NVIDIA H100, 9.0, 81559'\n")
     tool.chmod(0o755)
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     ended = subprocess.run(

@@ -65,7 +65,7 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
     from toolkit.planner.memory import holding
 
     assert run.mesh and run.model, "the preflight found nothing wrong with the config"
-    alike = _distinct(run)
+    alike = distinct(run)
     for rank in shown_ranks(environ, run.world_size, ",".join(map(str, alike))):
         options: dict[str, Any] = {"param_dtype": DTYPES[run.precision], "target": run.hardware.device}
         found = holding(config, run.model, run.mesh, rank, **options)
@@ -180,7 +180,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in ends)
 
 
-def _distinct(run: PlannedRun) -> dict[int, list[int]]:
+def distinct(run: PlannedRun) -> dict[int, list[int]]:
     """The first rank of each pipeline rank whose stages are unlike those before, and the ranks like it."""
     if run.stages is None:
         return {0: []}

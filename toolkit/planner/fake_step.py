@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from toolkit import loss
 from toolkit.build import build_model
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, batch_shape
@@ -86,6 +88,8 @@ def fake_run(
     )
     assert batch, "the preflight found that the batch divides"
     with pretended(rank, layout.world_size), ExitStack() as stack:
+        if target in loss.PIECE:
+            stack.enter_context(mock.patch.dict(loss.PIECE, cpu=loss.PIECE[target]))
         mesh = build_mesh(device, **asdict(layout))
         model_parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
