@@ -49,7 +49,7 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
     """
     device = config.training.device
     run = PlannedRun(config, world_size(environ, device), target(environ, device))
-    preflight.raise_problems(config, world_size=run.world_size, hardware=run.hardware, only=_needed(run))
+    preflight.raise_problems(config, world_size=run.world_size, hardware=run.hardware, only=needed(run))
     if config.job.print_config:
         print(config.to_toml())
     print("dry    nothing is trained, and no corpus or checkpoint is read")
@@ -74,7 +74,7 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
     return EXIT_FINISHED
 
 
-def _needed(run: PlannedRun) -> list[str]:
+def needed(run: PlannedRun) -> list[str]:
     """The rules that a description cannot do without: those of the config, and those about the files that say
     what the model is, where nothing else does."""
     found = [it.check.__name__ for it in preflight.rules_of(run) if it.error is ConfigError]
