@@ -29,6 +29,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "metrics": {"log_freq": 1, "enable_tensorboard": False},
 }
 
+MESHES: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "tp": {"tensor_parallel_degree": 2},
+    "pp": {
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_microbatch_size": 2,
+        "pipeline_parallel_first_stage_less_layers": 0,
+        "pipeline_parallel_last_stage_less_layers": 0,
+    },
+}
+"""Tables of ``parallelism`` by name, for two ranks."""
+
 
 def small_config(folder: str | Path, **tables: dict[str, Any]) -> Config:
     """A config of a tiny model that writes into ``folder``, with ``tables`` laid over it."""

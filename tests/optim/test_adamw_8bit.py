@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import run_world
-from tests.training import small_config, small_trainer
+from tests.training import MESHES, small_config, small_trainer
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.config import Config
 from toolkit.config.training import Optimizer
@@ -136,16 +136,6 @@ def test_a_step_in_backward_is_the_step_after_it() -> None:
 
 # On meshes
 
-MESHES: dict[str, dict[str, Any]] = {
-    "fsdp": {},
-    "tp": {"tensor_parallel_degree": 2},
-    "pp": {
-        "pipeline_parallel_degree": 2,
-        "pipeline_parallel_microbatch_size": 2,
-        "pipeline_parallel_first_stage_less_layers": 0,
-        "pipeline_parallel_last_stage_less_layers": 0,
-    },
-}
 STEPS, SAVED = 4, 2
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tests import mesh_runs, meshes
 from tests.helpers import in_layout, run_world
 from tests.preflight.bad_runs import CPU
-from tests.training import small_config, small_trainer
+from tests.training import MESHES, small_config, small_trainer
 from toolkit.config import Config
 from toolkit.config.training import Optimizer
 from toolkit.optim import muon
@@ -264,16 +264,6 @@ def test_many_buckets_give_the_bits_of_one_which_takes_two_collectives(folder: s
 
 # From checkpoints
 
-MESHES: dict[str, dict[str, Any]] = {
-    "fsdp": {},
-    "tp": {"tensor_parallel_degree": 2},
-    "pp": {
-        "pipeline_parallel_degree": 2,
-        "pipeline_parallel_microbatch_size": 2,
-        "pipeline_parallel_first_stage_less_layers": 0,
-        "pipeline_parallel_last_stage_less_layers": 0,
-    },
-}
 SAVED, LAST = 2, 6
 
 
