@@ -1,4 +1,4 @@
-"""What lives at a moment of a step."""
+"""Parts of a step's memory that are easily missed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,161 @@
+"""The search for a layout: its estimate of memory, its order, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from toolkit.config import Config, load_config
+from toolkit.models.common.args import ModelArgs, parameter_count
+from toolkit.models.from_config import model_args
+from toolkit.parallel.dims import degrees
+from toolkit.planner.estimate import estimate, in_flight, samples, stored_bytes
+from toolkit.planner.fake_step import step_memory
+from toolkit.planner.layouts import with_settings
+from toolkit.planner.machines import machine_named
+from toolkit.planner.search import room, search
+from toolkit.preflight import raise_problems
+from tools.plan import main
+
+ROOT = Path(__file__).parents[2]
+DEBUG = ROOT / "train_configs/debug_model.toml"
+_ONE_B = """--model.name llama3.2 --model.flavor 1B --model.n_layers 4 --training.seq_len 2048
+--training.global_batch_size 8 --training.local_batch_size 1 --activation_checkpoint.mode none"""
+_TOML = """extends = "{debug}"
+[model]
+n_layers = 2
+[training]
+global_batch_size = 2
+[parallelism]
+sharding_strategy = "FULL_SHARD"
+"""
+H100 = machine_named("h100")
+
+
+def configured(flags: str) -> tuple[Config, ModelArgs]:
+    config = load_config(flags.split())
+    return config, model_args(config, tokenizer_vocab=None)
+
+
+LAYOUTS = {
+    "fsdp": "",
+    "tp op": "--parallelism.tensor_parallel_degree 2 --activation_checkpoint.mode selective "
+    "--activation_checkpoint.selective_ac_option op",
+    "pp full": "--parallelism.pipeline_parallel_degree 2 --activation_checkpoint.mode full",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_estimate_is_near_a_fake_step(layout: str) -> None:
+    config, args = configured(f"{_ONE_B} {LAYOUTS[layout]}")
+    mesh = degrees(config.parallelism, 4)
+    assert mesh
+    dtype = torch.bfloat16
+    found = estimate(config, args, mesh, stored_bytes(config, args, dtype), dtype)
+    rank = found.rank * (4 // mesh.pp)
+    peak = step_memory(config, args, mesh, rank, param_dtype=dtype, target="cuda").peak
+    assert found.bytes == pytest.approx(peak, rel=0.05)
+
+
+def test_ranks_of_a_pipeline_keep_what_their_schedule_has_in_flight() -> None:
+    assert [in_flight("1F1B", 4, rank, 4, 8) for rank in range(4)] == [4, 3, 2, 1]
+    assert in_flight("GPipe", 4, 3, 4, 8) == 8
+    assert in_flight("Interleaved1F1B", 2, 0, 4, 4) == 5  # 2 rounds' forwards, 2 to the last rank, 1 in work
+
+
+def _states_fit(flags: str, world: int, memory: float) -> bool:
+    config, args = configured(flags)
+    mesh = degrees(config.parallelism, world)
+    assert mesh
+    dtype = torch.bfloat16
+    found = estimate(config, args, mesh, stored_bytes(config, args, dtype), dtype)
+    return found.bytes <= room(replace(H100, memory=memory * 2**30))
+
+
+_WIDE = """--model.name llama3 --model.flavor 8B --model.n_heads 16 --model.n_kv_heads 16
+--model.vocab_size 32000 --training.seq_len 512 --training.local_batch_size 1 --training.global_batch_size 4
+--activation_checkpoint.mode full"""
+_DDP = f"{_WIDE} --parallelism.data_parallel_replicate_degree 4 --model.dim 1536 --model.ffn_dim 4096"
+_FSDP = f"{_WIDE} --model.dim 2560 --model.ffn_dim 6912"
+
+
+def test_on_16_gb_ddp_reaches_700_million_parameters_and_fsdp_on_four_gpus_3_billion() -> None:
+    for flags, layers, more in ((_DDP, 21, 28), (_FSDP, 36, 48)):
+        sizes = [parameter_count(configured(f"{flags} --model.n_layers {it}")[1]) for it in (layers, more)]
+        low, high = (0.68e9, 0.9e9) if flags is _DDP else (2.8e9, 4e9)
+        assert low <= sizes[0] < sizes[1] <= high
+        assert _states_fit(f"{flags} --model.n_layers {layers}", 4, 16)
+        assert not _states_fit(f"{flags} --model.n_layers {more}", 4, 16)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("plan") / "asked.toml"
+    file.write_text(_TOML.format(debug=DEBUG))
+    return file
+
+
+def test_what_is_found_keeps_the_batch_and_is_sorted(asked: Path) -> None:
+    config = load_config(["--job.config_file", str(asked)])
+    args = model_args(config, tokenizer_vocab=4096)
+    machine = replace(H100, node=1)
+    found = search(config, args, 2, machine, param_dtype=torch.bfloat16, top=4)
+    times = [each.seconds for each in found.ranked]
+    assert times == sorted(times) and len(times) == 4
+    for each in found.ranked:
+        rows, count = samples(each.config, each.layout)
+        assert rows * count * each.layout.dp == 2
+        assert with_settings(config, each.settings) == each.config
+        assert each.layout.tp == 1 and each.bytes <= found.room
+    assert found.losers["node"].count == 1
+    assert not dist.is_initialized()
+
+
+def test_the_written_layout_passes_the_preflight(
+    asked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "planned.toml"
+    words = [str(asked), "--gpu", "h100", "--gpus", "2", "--gpus-per-node", "1", "--tokens", "1e9"]
+    assert main([*words, "--price", "2.5", "--explain", "--write", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert all(it in said for it in ("cost", "Why the others lose", "by a fake step", "tp across nodes"))
+    config = load_config(["--job.config_file", str(file)])
+    raise_problems(config, world_size=2)
+    first = next(line for line in said.splitlines() if line.startswith("1 "))
+    assert str(degrees(config.parallelism, 2)) in first
+    assert main([*words, "--write", str(file)]) == 2 and "already" in capsys.readouterr().err
+
+
+REFUSED = {
+    "h1000": ("--gpu h1000 --gpus 8", "did you mean h100"),
+    "none": ("--gpu h100 --gpus 0", "whole number from 1"),
+    "eleven": ("--gpu h100 --gpus 11", "it does on 10 h100"),
+    "price": ("--gpu h100 --gpus 8 --price 2", "--price needs --tokens"),
+    "fp32": ("--gpu v100 --gpus 8 --training.mixed_precision_param bfloat16", "only float32"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_one_message(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, said = REFUSED[case]
+    try:
+        code = main([str(DEBUG), *words.split()])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_7b_does_not_fit_one_gpu_of_80_gb(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ROOT / "train_configs/llama2_7b.toml"
+    assert main([str(config), "--gpu", "h100", "--gpus", "1"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "6,738,415,616 parameters do not fit on 1 h100: weights, gradients and Adam alone are 100.4 GiB"
+        in said
+    )
+    assert "it does on 2 h100" in said

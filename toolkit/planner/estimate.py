@@ -1,0 +1,248 @@
+"""The memory of a rank's step by arithmetic, for a search that looks at thousands of layouts.
+
+The pieces are those of :mod:`toolkit.planner.costs`: what a block, the embedding and the head keep and need.
+Layers, stages, shards and micro-batches in flight are counted here. A fake step of the layout is the truth
+of its finalists.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from toolkit.config import Config
+from toolkit.config.parallelism import Parallelism
+from toolkit.models.common.args import ModelArgs
+from toolkit.parallel.dims import ParallelDims, reshard_after_forward
+from toolkit.parallel.pipeline_schedules import pipeline_stages
+from toolkit.planner.costs import Costs, Piece, checkpointed_blocks, costs
+from toolkit.planner.pipeline import orders
+
+if TYPE_CHECKING:
+    import torch
+
+_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Bytes of parameters, gradients and optimizer state for each number of a block and of the ends."""
+
+    block: tuple[float, float, float]
+    ends: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of the fullest ``rank`` of a pipeline, by what they are for."""
+
+    rank: int
+    parts: dict[str, float]
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.parts.values())
+
+
+def stored_bytes(config: Config, args: ModelArgs, param_dtype: torch.dtype) -> Stored:
+    """Find them in models of one and of two blocks on one rank, whatever optimizer, adapter or dtype."""
+    from toolkit.planner.memory import holding
+
+    training = config.training.model_copy(
+        update={"local_batch_size": 1, "global_batch_size": 1, "enable_cpu_offload": False}
+    )
+    alone = config.model_copy(update={"parallelism": Parallelism(), "training": training})
+    one_rank = ParallelDims(1, 1, 1, 1, 1)
+    found = []
+    for layers in (1, 2):
+        held = holding(alone, replace(args, n_layers=layers), one_rank, 0, param_dtype=param_dtype)
+        numbers = sum(math.prod(part.whole) for part in held.parts)
+        sizes = (held.parameter_bytes, held.gradient_bytes, held.optimizer_bytes)
+        found.append((numbers, sizes))
+    (one, sizes_1), (two, sizes_2) = found
+    block = two - one
+    grown = [after - before for before, after in zip(sizes_1, sizes_2, strict=True)]
+    rest = [before - more for before, more in zip(sizes_1, grown, strict=True)]
+    a, b, c = (size / block for size in grown)
+    d, e, f = (size / (one - block) for size in rest)
+    return Stored((a, b, c), (d, e, f))
+
+
+def estimate(
+    config: Config, args: ModelArgs, layout: ParallelDims, stored: Stored, param_dtype: torch.dtype
+) -> Estimate:
+    """The memory of the fullest rank of a run that passed the preflight, to about a twentieth."""
+    rows, _ = samples(config, layout)
+    plain, again = (
+        costs(config, args, tp=layout.tp, cp=layout.cp, rows=rows, checkpointed=mode, param_dtype=param_dtype)
+        for mode in (False, config.activation_checkpoint.mode != "none")
+    )
+    ranks = {0, min(1, layout.pp - 1), layout.pp - 1}  # most in flight, most blocks, the head
+    return max(
+        (_of_rank(config, args, layout, stored, plain, again, rank, param_dtype.itemsize) for rank in ranks),
+        key=lambda found: found.bytes,
+    )
+
+
+def samples(config: Config, layout: ParallelDims) -> tuple[int, int]:
+    """Samples of a micro-batch of a rank, and its micro-batches of a step."""
+    rows = config.training.global_batch_size // layout.dp
+    if layout.pp > 1:
+        size = config.parallelism.pipeline_parallel_microbatch_size
+    else:
+        size = min(config.training.local_batch_size, rows)
+    return size, rows // size
+
+
+@functools.lru_cache(maxsize=4096)
+def in_flight(schedule: str, pp: int, rank: int, stages: int, micro_batches: int) -> int:
+    """The most forwards of a stage whose backward has not been, on a ``rank`` of the pipeline."""
+    alive = most = 0
+    for kind, _, _ in orders(schedule, pp, stages, micro_batches)[rank]:
+        alive += (kind == "F") - (kind in ("B", "W"))
+        most = max(most, alive)
+    return most
+
+
+def _of_rank(
+    config: Config,
+    args: ModelArgs,
+    layout: ParallelDims,
+    stored: Stored,
+    plain: Costs,
+    again: Costs,
+    rank: int,
+    itemsize: int,
+) -> Estimate:
+    options, training = config.parallelism, config.training
+    rows, micro_batches = samples(config, layout)
+    if layout.pp > 1:
+        stages = pipeline_stages(options, args.n_layers)
+        held = [name for stage in stages.of_ranks[rank] for name in stages.modules[stage]]
+        count, each = len(stages.modules), len(stages.of_ranks[rank])
+        alive = in_flight(options.pipeline_parallel_schedule, layout.pp, rank, count, micro_batches) / each
+        received = micro_batches * (2 * each - ("tok_embeddings" in held) - ("output" in held))
+    else:
+        held = ["tok_embeddings", *(f"layers.{index}" for index in range(args.n_layers)), "output"]
+        alive, received = 1.0, 0
+    blocks = sum(name.startswith("layers.") for name in held)
+    embedding, head = plain.embedding, plain.head
+    if args.tie_embeddings and layout.pp > 1:  # the last stage has a copy of its own
+        table = {name: getattr(embedding, name) for name in ("numbers", "trained", "gathered_bytes")}
+        head = replace(head, **table)
+    ends = [it for name, it in (("tok_embeddings", embedding), ("output", head)) if name in held]
+    parameters, gradients, state = (
+        (of_block * blocks * plain.block.numbers + of_ends * sum(piece.numbers for piece in ends))
+        / (layout.dp_shard * layout.cp)
+        for of_block, of_ends in zip(stored.block, stored.ends, strict=True)
+    )
+    if training.enable_cpu_offload:
+        parameters = gradients = state = 0.0
+    checkpointed = len(checkpointed_blocks(config.activation_checkpoint, blocks))
+    saved = alive * (
+        checkpointed * again.block.saved_bytes
+        + (blocks - checkpointed) * plain.block.saved_bytes
+        + sum(piece.saved_bytes for piece in ends)
+    )
+    hidden = rows * training.seq_len * args.dim * itemsize / (layout.tp * layout.cp)
+    saved += hidden * (alive if layout.pp > 1 else 0)
+    block = again.block if checkpointed else plain.block
+    every = [block] * blocks + ends
+    whole = layout.pp > 1 or (not options.fsdp_sync_each_batch and micro_batches > 1)
+    kept = reshard_after_forward(options) == "never"
+    root = float(embedding.gathered_bytes) if args.tie_embeddings and layout.pp == 1 else 0.0
+    number = _BYTES[training.mixed_precision_reduce]
+    waiting = float(number * sum(it.trained for it in every)) if whole else 0.0
+
+    def moment(
+        work: float,
+        *,
+        near: Sequence[Piece] = (),
+        summed: int = 0,
+        activations: float = saved,
+        end: bool = False,
+    ) -> dict[str, float]:
+        """What lives while ``near`` are gathered and gradients of so many numbers ``summed``."""
+        of_step = micro_batches > 1 and not whole
+        gathered = sum(it.gathered_bytes for it in (every if kept else near))
+        return {
+            "parameters": parameters,
+            "gradients": gradients if of_step or (end and not whole) else 0.0,
+            "optimizer state": state,
+            "activations": activations,
+            "received": hidden * received,
+            "gathered parameters": gathered if kept else gathered + root,
+            "reductions": waiting or number * summed * (1 + 1 / (layout.dp_shard * layout.cp)),
+            "work of backward": float(work),
+        }
+
+    following = max(block.trained, head.trained if head in ends else 0)
+    moments = [
+        moment(block.backward_bytes, near=[block, block], summed=following),
+        moment(embedding.backward_bytes, summed=embedding.trained, activations=0.0, end=True),
+    ]
+    if head in ends:
+        tokens, chunk = rows * training.seq_len // layout.cp, training.loss_chunk_tokens
+        logits = tokens * args.vocab_size // layout.tp * itemsize if not chunk or tokens <= chunk else 0
+        works = (head.forward_bytes, head.backward_bytes + 2 * hidden + logits)
+        moments += [moment(work, near=[head, block]) for work in works]
+        moments.append(moment(0.0 if whole else head.gathered_bytes, near=[block], summed=head.trained))
+    return Estimate(rank, max(moments, key=lambda parts: sum(parts.values())))
+
+
+def fake_peak(
+    config: Config, args: ModelArgs, layout: ParallelDims, memory: Estimate, param_dtype: torch.dtype
+) -> float:
+    """The peak of the step of the rank that ``memory`` is of, run on tensors without storage. Of a deep model
+    two steps with few blocks are, from which it follows, for each block adds as much."""
+    from toolkit.planner.fake_step import step_memory
+
+    rank = memory.rank * (layout.world_size // layout.pp)
+
+    def run(changed: Config, layers: int) -> float:
+        less = replace(args, n_layers=layers)
+        found = step_memory(changed, less, layout, rank, param_dtype=param_dtype, target="cuda")
+        return float(found.peak)
+
+    micro_batches = samples(config, layout)[1]
+    received = memory.parts["received"] * max(0.0, 1 - 2 * layout.pp / micro_batches)  # of no fake step
+    depths = _depths(config, args.n_layers)
+    blocks = [_blocks(it, layers, memory.rank) for it, layers in [*depths, (config, args.n_layers)]]
+    if not blocks[0] < blocks[1] < blocks[2]:
+        return run(config, args.n_layers) + received
+    few, more = (run(*it) for it in depths)
+    peak = few + (more - few) * (blocks[2] - blocks[0]) / (blocks[1] - blocks[0]) + received
+    # With one micro-batch gradients grow as activations go, and what is more at the end may be less here.
+    return max(peak, memory.bytes) if micro_batches == 1 else peak
+
+
+def _depths(config: Config, n_layers: int) -> list[tuple[Config, int]]:
+    """The config with few blocks on a rank and with some more, and the layers of the model for it."""
+    options, checkpointing = config.parallelism, config.activation_checkpoint
+    if options.pipeline_parallel_degree == 1:
+        by_stride = checkpointing.mode == "selective" and not checkpointing.by_operator
+        stride = int(checkpointing.selective_ac_option) if by_stride else 1
+        return [(config, 3 * stride), (config, 4 * stride)]
+    stages = len(pipeline_stages(options, n_layers).modules)
+    ends = options.pipeline_parallel_first_stage_less_layers
+    ends += options.pipeline_parallel_last_stage_less_layers
+    return [(_deep(config, each), each * stages - ends) for each in (2, 3)]
+
+
+def _deep(config: Config, layers: int) -> Config:
+    """With so many layers a stage, where the config says how many."""
+    if config.parallelism.pipeline_parallel_layers_per_stage is None:
+        return config
+    changed = config.parallelism.model_copy(update={"pipeline_parallel_layers_per_stage": layers})
+    return config.model_copy(update={"parallelism": changed})
+
+
+def _blocks(config: Config, n_layers: int, rank: int) -> int:
+    """Blocks of a rank of the pipeline."""
+    if config.parallelism.pipeline_parallel_degree == 1:
+        return n_layers
+    stages = pipeline_stages(config.parallelism, n_layers)
+    return sum(it.startswith("layers.") for part in stages.of_ranks[rank] for it in stages.modules[part])
