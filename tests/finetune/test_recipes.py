@@ -13,6 +13,7 @@ import torch
 
 from tests.preflight.bad_runs import H100
 from toolkit.config import Config, load_config
+from toolkit.planner.fit import forecast
 from toolkit.planner.memory import holding
 from toolkit.preflight import check
 from toolkit.preflight.planned_run import PlannedRun
@@ -62,13 +63,18 @@ def test_every_recipe_is_tried() -> None:
     assert {path.stem for path in FOLDER.glob("*.toml")} == {*MODELS, "chat"}
 
 
+def _world(head: str) -> int:
+    """The ranks of a recipe's launch line."""
+    numbers = re.search(r"NGPU=(\d+)|--nnodes=(\d+) --nproc_per_node=(\d+)", head)
+    assert numbers
+    return math.prod(int(number) for number in numbers.groups() if number)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_it_runs_on_the_gpus_of_its_launch_line_in_the_memory_that_it_says(name: str, tmp_path: Path) -> None:
     head = (FOLDER / f"{name}.toml").read_text().partition("\n\n")[0]
     assert f"train_configs/fine_tune/{name}.toml" in head
-    numbers = re.search(r"NGPU=(\d+)|--nnodes=(\d+) --nproc_per_node=(\d+)", head)
-    assert numbers
-    world = math.prod(int(number) for number in numbers.groups() if number)
+    world = _world(head)
     config = configure(name, tmp_path)
     said = [str(problem) for problem in check(config, world_size=world, hardware=H100)]
     assert said == []
@@ -78,6 +84,18 @@ def test_it_runs_on_the_gpus_of_its_launch_line_in_the_memory_that_it_says(name:
     takes = rank.parameter_bytes + rank.gradient_bytes + rank.optimizer_bytes
     stated = re.search(r"take ([\d.]+) GiB a GPU", head)
     assert stated and float(stated[1]) == round(takes / 2**30, 1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_takes_what_it_says_and_fits(name: str, tmp_path: Path) -> None:
+    head = (FOLDER / f"{name}.toml").read_text().partition("\n\n")[0]
+    run = PlannedRun(configure(name, tmp_path), _world(head), H100)
+    stated, sizes = re.search(r"a step ([\d.]+) at most", head), re.findall(r"of (\d+) GB", head)
+    assert stated and sizes
+    peak = forecast(run).peak
+    assert float(stated[1]) == round(peak / 2**30, 1)
+    assert peak <= 0.97 * float(sizes[-1]) * 1e9  # CUDA's context takes half a GiB
 
 
 def test_the_settings_of_the_70b_run_are_those_of_its_source() -> None:
