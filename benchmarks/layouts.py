@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,8 +21,8 @@ from benchmarks.machine import describe
 from toolkit.config import load_config
 from toolkit.models.from_config import model_args
 from toolkit.parallel.dims import degrees
-from toolkit.planner.allocations import StepMemory, watched
-from toolkit.planner.fake_step import fake_run
+from toolkit.planner.allocations import StepMemory
+from toolkit.planner.fake_step import step_memory
 from toolkit.planner.machines import machine_named
 from toolkit.planner.time import StepTime, step_time
 
@@ -89,7 +90,11 @@ _PAPER = (
     "The paper names no compiler: eager here. One block a stage, as its first and last stage have one less. "
     "Its count of attention is not said; only what is seen fits its third row."
 )
-_FITS = "As the row above, in a form that fits here: chosen operators are computed again."
+_FITS = "As the row above, but chosen operators are computed again, which keeps less than a third."
+_LONG = (
+    " Of its memory 56 GiB are dense masks of micro-batches in flight, which a CPU takes and a GPU does not: "
+    "without them it fits."
+)
 _SLOWER = "Its H100 have 500 W in place of 700, 2.4 TB/s in place of 3.35 and 96 GB."
 LAYOUTS = [
     Layout(
@@ -148,7 +153,7 @@ LAYOUTS = [
         "h100",
         16384,
         "llama3_405b" + _mesh(8, 16, 16, layers=1) + _batch(128, length=131072) + _OP,
-        _FITS,
+        _FITS + _LONG,
         mfu=0.38,
         causal=True,
     ),
@@ -196,7 +201,8 @@ LAYOUTS = [
         "h100",
         64,
         "llama3_70b" + _mesh(4, 4, 2, layers=4) + _EVEN + _batch(128) + _KEEP + _COMPILE,
-        "Assumed: 128 samples, 5 stages a rank.",
+        "Assumed: 128 samples, 5 stages a rank, nothing computed again. What tensor parallelism gathers for "
+        "a product is kept here until backward; there it is gathered again, and fits.",
         tokens=1118,
         mfu=0.543,
     ),
@@ -285,10 +291,7 @@ def forecast(layout: Layout) -> StepTime:
 def memory(layout: Layout) -> StepMemory:
     """The memory of rank 0, whose stages have the most micro-batches in flight."""
     config, args, mesh = _planned(layout)
-    with fake_run(config, args, mesh, 0, param_dtype=torch.bfloat16) as run:
-        with watched(run.model_parts.models, run.optimizer, run.state) as found:
-            run.step()
-        return found()
+    return step_memory(config, args, mesh, 0, param_dtype=torch.bfloat16, target="cuda")
 
 
 def _planned(layout: Layout):  # type: ignore[no-untyped-def]
@@ -299,8 +302,9 @@ def _planned(layout: Layout):  # type: ignore[no-untyped-def]
     return config, model_args(config, tokenizer_vocab=None), mesh
 
 
-def row(layout: Layout) -> str:
-    """The layout as a line of the table."""
+def row(number: int) -> str:
+    """A layout as a line of the table."""
+    layout = LAYOUTS[number]
     started = time.process_time()
     ours, peak = forecast(layout), memory(layout).peak
     spent = time.process_time() - started
@@ -317,11 +321,10 @@ def row(layout: Layout) -> str:
     exposed = sum(ours.exposed.values()) / ours.seconds
     room = machine_named(layout.gpu).memory
     cells = [
-        layout.name, layout.source, f"{layout.ranks:,} {layout.gpu}", published, said,
+        str(number), layout.name, f"{layout.ranks:,} {layout.gpu}", published, said,
         f"{layout.tokens:,.0f}" if layout.tokens else "–", f"{each:,.0f}", f"{distance:+.0%}",
         f"{exposed:.0%} / {ours.bubble / ours.seconds:.0%}",
-        f"{peak / GIB:.1f} of {room / GIB:.0f}{'' if peak <= room else ': does not fit'}",
-        f"{spent:.0f}", layout.why,
+        f"{peak / GIB:.1f} of {room / GIB:.0f}{'' if peak <= room else ': does not fit'}", f"{spent:.0f}",
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
@@ -335,13 +338,22 @@ fitted to a row. MFU and tokens/s are a GPU's; the distance is that of MFU where
 tokens/s. MFU of the Llama 3 paper counts attention as it is seen, that of the others over the full square.
 Waits: communication that nothing runs beside, and the pipeline's bubble, as parts of the step. Memory is rank
 0's peak in GiB by a fake step, without the allocator's rounding and the CUDA context. Planning is in seconds
-of one core, for forecast and fake step.
+of a core, for forecast and fake step.
 
 """
 COLUMNS = (
-    "layout", "source", "GPUs", "MFU published", "ours", "tokens/s published", "ours", "distance", "waits",
-    "memory", "planning", "why",
+    "", "layout", "GPUs", "MFU published", "ours", "tokens/s published", "ours", "distance", "waits",
+    "memory", "planning",
 )  # fmt: skip
+
+
+def write_docs(table: Sequence[str], page: Path = Path("docs/step_time.md")) -> None:
+    """Put the table between its marks in a page."""
+    before, mark, after = page.read_text(encoding="utf-8").partition(
+        "<!-- benchmarks/results/layouts.md -->\n"
+    )
+    rest = after[after.index("<!-- end -->") :]
+    page.write_text(before + mark + "\n".join(table) + "\n" + rest, encoding="utf-8")
 
 
 def main() -> None:
@@ -349,16 +361,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/layouts.md"))
     parser.add_argument("rows", nargs="*", type=int, help="numbers of rows, to print them alone")
     asked = parser.parse_args()
-    if asked.rows:
-        for number in asked.rows:
-            print(row(LAYOUTS[number]), flush=True)
-        return
-    lines = []
-    for layout in LAYOUTS:
-        lines.append(row(layout))
+    machine, lines = describe(), []
+    for number in asked.rows or range(len(LAYOUTS)):
+        lines.append(row(number))
         print(lines[-1], flush=True)
+    if asked.rows:
+        return
     head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    asked.output.write_text(HEAD.format(machine=describe()) + "\n".join([*head, *lines]) + "\n")
+    why = [f"- {number}: {it.source}. {it.why}".rstrip() for number, it in enumerate(LAYOUTS)]
+    text = [*head, *lines, "", "Sources, and reasons of distances:", "", *why]
+    asked.output.write_text(HEAD.format(machine=machine) + "\n".join(text) + "\n")
+    write_docs([*head, *lines])
 
 
 if __name__ == "__main__":

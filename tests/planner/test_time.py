@@ -21,7 +21,6 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import model_args
 from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import SCHEDULES, bubble
-from toolkit.planner import time
 from toolkit.planner.costs import Costs, Operation, Piece, Work, costs
 from toolkit.planner.fake_step import fake_run
 from toolkit.planner.machines import Machine, machine_named, machines
@@ -29,6 +28,7 @@ from toolkit.planner.pipeline import simulate
 from toolkit.planner.rates import Pass, Rates
 from toolkit.planner.this_machine import this_machine
 from toolkit.planner.time import step_time
+from toolkit.planner.units import Unit, gathering, reducing
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = Machine(
@@ -189,14 +189,14 @@ def test_gathers_hide_behind_the_unit_before(tmp_path: Path) -> None:
 
     def unit(gather: float, reduce: float) -> Any:
         done = Pass(2.0, {})
-        return time._Unit(done, done, gather, reduce, 0.0, True, 1)
+        return Unit(done, done, gather, reduce, 0.0, True, 1)
 
     units = [unit(1, 1), unit(3, 1), unit(1, 4)]
-    assert time._gathering(units, rates) == 1 + (3 - 2) + 0
+    assert gathering(units, rates) == 1 + (3 - 2) + 0
     # Backward: beside the last unit the middle's gather, 3; beside that the first's, 1, and a reduction of 4;
     # beside the first a reduction of 1; then its own.
-    assert time._reducing(units, rates, gathers=True, reduces=True, replicas=False) == 1 + 3 + 0 + 1
-    assert time._reducing(units, rates, gathers=False, reduces=True, replicas=False) == 0 + 2 + 0 + 1
+    assert reducing(units, rates, gathers=True, reduces=True, replicas=False) == 1 + 3 + 0 + 1
+    assert reducing(units, rates, gathers=False, reduces=True, replicas=False) == 0 + 2 + 0 + 1
 
 
 # The whole

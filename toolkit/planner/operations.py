@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from toolkit import loss
 from toolkit.config import Config
 from toolkit.distributed.dtensor import clean_name
 from toolkit.models.common.args import ModelArgs
@@ -182,9 +180,9 @@ def found_costs(config: Config, args: ModelArgs, layout: ParallelDims, param_dty
         made.append(Operations(held, dims))
         return made[0]
 
-    with fake_run(config, args, layout, 0, param_dtype=param_dtype) as run:
+    with fake_run(config, args, layout, 0, param_dtype=param_dtype, target="cuda") as run:
         [model] = run.model_parts.models
-        with _whole_pieces(), watched([model], run.optimizer, run.state, noting):
+        with watched([model], run.optimizer, run.state, noting):
             run.passes()
             run.optimizer.step()
         [noted] = made
@@ -195,18 +193,6 @@ def found_costs(config: Config, args: ModelArgs, layout: ParallelDims, param_dty
         }
         updated = sum(gathered_numbers(it) // layout.cp for it in model.parameters() if it.requires_grad)
         return Costs(**pieces, update=noted.done("update", "update"), updated=updated)
-
-
-@contextmanager
-def _whole_pieces() -> Iterator[None]:
-    """The loss in the pieces of a GPU, which on a CPU are many."""
-    before = loss.PIECE.copy()
-    loss.PIECE["cpu"] = loss.PIECE["cuda"]
-    try:
-        yield
-    finally:
-        loss.PIECE.clear()
-        loss.PIECE.update(before)
 
 
 def _piece(

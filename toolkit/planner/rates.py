@@ -1,4 +1,4 @@
-"""What work and communication take on a machine whose ranks a mesh lays out, tp innermost."""
+"""The time of work and of communication on a machine whose ranks a mesh lays out, tp innermost."""
 
 from __future__ import annotations
 

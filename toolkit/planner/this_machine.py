@@ -22,8 +22,11 @@ _WINDOW = 0.03
 """Seconds."""
 _MANY = 4
 _UPDATED = 1 << 22
+_HEAD = 64
 _SENT = 1 << 19
 """Bytes of a part of a gather."""
+_BETWEEN = 384
+"""Rows and columns of the factors of a product between."""
 
 
 def this_machine(
@@ -32,17 +35,31 @@ def this_machine(
     """Measure products, attention and simple operations of the sizes of a model's micro-batch, of ``tokens``
     a rank. Where there is a process group all of its ranks call, and are measured at the same time; then
     sending is measured too."""
-    dim, width = args.dim, max(1, args.ffn_dim // tp)
-    x, w, y = (torch.randn(*size, dtype=dtype) for size in ((tokens, dim), (width, dim), (tokens, width)))
+    dim, width = args.dim, args.ffn_dim // tp
+    heads, kv_heads = max(1, args.n_heads // tp), max(1, args.n_kv_heads // tp)
+    queries, keys = heads * args.head_dim, kv_heads * args.head_dim
+    shapes = [
+        (dim, queries),
+        (dim, keys),
+        (dim, keys),
+        (queries, dim),
+        (dim, width),
+        (dim, width),
+        (width, dim),
+    ]
+    factors = [
+        tuple(torch.randn(*it, dtype=dtype) for it in ((tokens, i), (o, i), (tokens, o))) for i, o in shapes
+    ]
 
     def products() -> None:
-        F.linear(x, w)
-        torch.mm(y, w)
-        torch.mm(y.t(), x)
+        for x, w, y in factors:
+            F.linear(x, w)
+            torch.mm(y, w)
+            torch.mm(y.t(), x)
 
-    matmul = 6 * tokens * dim * width / _seconds(products)
+    matmul = 6 * tokens * sum(i * o for i, o in shapes) / _seconds(products)
+    y = factors[-2][2]
     rows, length = max(1, tokens // seq_len), min(tokens, seq_len)
-    heads, kv_heads = max(1, args.n_heads // tp), max(1, args.n_kv_heads // tp)
     q, k, v = (
         torch.randn(rows, length, count, args.head_dim, dtype=dtype, requires_grad=True)
         for count in (heads, kv_heads, kv_heads)
@@ -59,7 +76,7 @@ def this_machine(
     def simple() -> None:
         for each in many:
             F.silu(each) * y
-            each.t().contiguous()
+            each.view(tokens, -1, 2 if width % _HEAD else _HEAD).transpose(0, 1).contiguous()
 
     moved = 7 * _MANY * y.nbytes / _seconds(simple)
     link, latency = _sending() if dist.is_initialized() and dist.get_world_size() > 1 else (1e12, 0.0)
@@ -160,9 +177,22 @@ def _parameters(dtype: torch.dtype) -> float:
 
 
 def _sending() -> tuple[float, float]:
-    """Bytes a second that a rank sends in a ring, and the seconds of a hop."""
+    """Bytes a second that a rank sends in a ring, and the seconds of a hop, between products, after which
+    ranks are not quite at the same time there and their caches hold something else."""
     size = dist.get_world_size()
-    few, part, whole = (torch.zeros(count) for count in (size, _SENT // 4, size * _SENT // 4))
-    hop = _alike(lambda: dist.all_reduce(few), 50) / (2 * (size - 1))
-    taken = _alike(lambda: dist.all_gather_into_tensor(whole, part), 20) / (size - 1)
-    return _SENT / max(taken - hop, 1e-9), hop
+    few, part, factor = torch.zeros(size), torch.zeros(_SENT // 4), torch.ones(_BETWEEN, _BETWEEN)
+    operations: Any = torch.ops._c10d_functional  # as tensor parallelism gathers
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+
+    def gather() -> None:
+        torch.mm(factor, factor)
+        operations.wait_tensor(operations.all_gather_into_tensor(part, size, name))
+
+    def meet() -> None:
+        torch.mm(factor, factor)
+        dist.all_reduce(few)
+
+    alone = _alike(lambda: torch.mm(factor, factor), 20)
+    hop = max(_alike(meet, 20) - alone, 1e-6) / (2 * (size - 1))
+    taken = max(_alike(gather, 20) - alone, 1e-6) / (size - 1)
+    return _SENT / max(taken - hop, taken / 10), hop

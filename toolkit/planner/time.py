@@ -10,9 +10,8 @@ after the other on each rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from toolkit.config import Config
@@ -20,15 +19,18 @@ from toolkit.data.batch_size import batch_shape
 from toolkit.metrics.flops import flops_per_token
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
-from toolkit.parallel.pipeline_schedules import module_names, pipeline_stages
+from toolkit.parallel.pipeline_schedules import Stages, module_names, pipeline_stages
 from toolkit.planner.costs import Costs, Piece, checkpointed_blocks, costs
 from toolkit.planner.machines import Machine
 from toolkit.planner.pipeline import Timeline, simulate
 from toolkit.planner.rates import Pass, Rates
+from toolkit.planner.units import Unit, added, around_backward, gathering, unit_of
 
 if TYPE_CHECKING:
     import torch
 
+_OF_FILES = {"PipelineScheduleSingle": "1F1B", "PipelineScheduleMulti": "LoopedBFS"}
+"""The schedules that stand in for those of files."""
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
@@ -59,19 +61,6 @@ class StepTime:
     timeline: Timeline | None
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Passes of an FSDP unit, seconds of its collectives, and its numbers that are trained."""
-
-    forward: Pass
-    backward: Pass
-    gather: float
-    reduce: float
-    all_reduce: float
-    in_backward: bool  # gathered there again
-    trained: int
-
-
 def step_time(
     config: Config, args: ModelArgs, layout: ParallelDims, machine: Machine, *, param_dtype: torch.dtype
 ) -> StepTime:
@@ -96,16 +85,18 @@ def step_time(
             param_dtype=param_dtype,
         )  # fmt: skip
 
-    whole = [module_names(args.n_layers)]
-    modules = pipeline_stages(options, args.n_layers).modules if layout.pp > 1 else whole
-    stages = _stages(modules, config, rates, found(False), found(True))
+    cut = Stages([module_names(args.n_layers)], [[0]])
+    if layout.pp > 1:
+        cut = pipeline_stages(options, args.n_layers)
+    stages = _stages(cut.modules, config, rates, found(False), found(True))
     timeline = None
     if layout.pp > 1:
         hidden = rows * training.seq_len // (layout.cp * layout.tp) * args.dim * _BYTES[dtype]
         timeline, passes = _pipeline(stages, config, rates, count, hidden)
     else:
         passes = _accumulated(stages[0], config, rates, count)
-    optimizer = max(_update(stage, found(True), rates) for stage in stages) * len(stages) / layout.pp
+    held = [[unit for stage in each for unit in stages[stage]] for each in cut.of_ranks]
+    optimizer = max(_update(units, found(True), rates) for units in held)
     busy = passes.seconds
     seconds = (timeline.seconds if timeline else busy) + optimizer
     tokens = batch.total * training.seq_len
@@ -129,17 +120,17 @@ def step_time(
 
 def _stages(
     modules: Sequence[Sequence[str]], config: Config, rates: Rates, kept: Costs, again: Costs
-) -> list[list[_Unit]]:
+) -> list[list[Unit]]:
     """The units of each stage, in the order of their forwards."""
-    made: dict[int, _Unit] = {}
+    made: dict[int, Unit] = {}
     float8 = any("float8" in it for it in config.model.converters)
 
-    def unit(piece: Piece) -> _Unit:
+    def unit(piece: Piece) -> Unit:
         if id(piece) not in made:
             fused = config.compile.blocks
             if piece is kept.head:
                 fused = config.compile.enable and "loss" in config.compile.components
-            made[id(piece)] = _unit(
+            made[id(piece)] = unit_of(
                 piece, rates, fused=fused, float8=float8 and piece not in (kept.head, kept.embedding),
                 in_backward=piece is not kept.embedding,
             )  # fmt: skip
@@ -157,96 +148,38 @@ def _stages(
     return found
 
 
-def _unit(piece: Piece, rates: Rates, *, fused: bool, float8: bool, in_backward: bool) -> _Unit:
-    # A gather reads the fp32 part that is stored, writes it as it is computed in and puts the whole together;
-    # a reduction makes fp32 of the gradients and adds its part to what is stored.
-    ranks, gathered, gradients = rates.groups["dp_shard"][0], piece.gathered_bytes, 4.0 * piece.trained
-    gather = rates.copy((4 * piece.numbers + gathered) / ranks + 2 * gathered)
-    reduce = rates.copy(1.5 * gradients + 2 * gradients / ranks)
-    run = partial(rates.run, fused=fused, float8=float8)
-    return _Unit(
-        forward=run(piece.forward),
-        backward=_sum([run(piece.again), run(piece.backward)]),
-        gather=gather + rates.send("dp_shard", "all_gather", gathered),
-        reduce=reduce + rates.send("dp_shard", "reduce_scatter", gradients),
-        all_reduce=rates.send("dp_replicate", "all_reduce", gradients / ranks),
-        in_backward=in_backward,
-        trained=piece.trained,
-    )
-
-
-def _sum(passes: Iterable[Pass], times: float = 1.0) -> Pass:
-    compute, exposed = 0.0, dict[str, float]()
-    for each in passes:
-        compute += each.compute * times
-        for dimension, seconds in each.exposed.items():
-            exposed[dimension] = exposed.get(dimension, 0.0) + seconds * times
-    return Pass(compute, exposed)
-
-
-# FSDP
-
-
-def _gathering(units: Sequence[_Unit], rates: Rates) -> float:
-    """What gathering exposes of a forward: the first unit's, and of the others what is longer than the unit
-    before takes."""
-    if not rates.machine.overlaps:
-        return sum(unit.gather for unit in units)
-    later = zip(units, units[1:], strict=False)
-    return units[0].gather + sum(max(0.0, it.gather - before.forward.seconds) for before, it in later)
-
-
-def _reducing(units: Sequence[_Unit], rates: Rates, *, gathers: bool, reduces: bool, replicas: bool) -> float:
-    """What communication exposes of a backward: beside a unit the one before it is gathered and the one after
-    it reduced; the first unit's reduction is beside nothing."""
-    exposed = owed = 0.0
-    for place in reversed(range(len(units))):
-        unit = units[place]
-        before = units[place - 1] if place else None
-        beside = owed + (before.gather if gathers and before and before.in_backward else 0.0)
-        exposed += max(0.0, beside - (unit.backward.seconds if rates.machine.overlaps else 0.0))
-        owed = (unit.reduce if reduces else 0.0) + (unit.all_reduce if replicas else 0.0)
-    return exposed + owed
-
-
-def _around(
-    units: Sequence[_Unit], rates: Rates, *, gathers: bool, last: bool, each: bool
-) -> dict[str, float]:
-    """What FSDP exposes of a backward, by dimension, in the ``last`` one of a step or another."""
-    without = _reducing(units, rates, gathers=gathers, reduces=last or each, replicas=False)
-    with_replicas = _reducing(units, rates, gathers=gathers, reduces=last or each, replicas=last)
-    return {"dp_shard": without, "dp_replicate": with_replicas - without}
-
-
-def _accumulated(units: Sequence[_Unit], config: Config, rates: Rates, count: int) -> Pass:
+def _accumulated(units: Sequence[Unit], config: Config, rates: Rates, count: int) -> Pass:
     """The micro-batches of a step without a pipeline."""
     options = config.parallelism
     keeps, each = reshard_after_forward(options) == "never", options.fsdp_sync_each_batch
-    gathers = Pass(0.0, {"dp_shard": _gathering(units, rates)})
-    ends = [Pass(0.0, _around(units, rates, gathers=not keeps, last=it, each=each)) for it in (False, True)]
-    return _sum(
+    gathers = Pass(0.0, {"dp_shard": gathering(units, rates)})
+    ends = [
+        Pass(0.0, around_backward(units, rates, gathers=not keeps, last=it, each=each))
+        for it in (False, True)
+    ]
+    return added(
         [
-            _sum([pass_ for unit in units for pass_ in (unit.forward, unit.backward)], count),
-            _sum([gathers], 1 if keeps else count),
-            _sum([ends[False]], count - 1),
+            added([pass_ for unit in units for pass_ in (unit.forward, unit.backward)], count),
+            added([gathers], 1 if keeps else count),
+            added([ends[False]], count - 1),
             ends[True],
         ]
     )
 
 
 def _pipeline(
-    stages: Sequence[Sequence[_Unit]], config: Config, rates: Rates, count: int, hidden: float
+    stages: Sequence[Sequence[Unit]], config: Config, rates: Rates, count: int, hidden: float
 ) -> tuple[Timeline, Pass]:
     """The timeline of the schedule, and the mean of the ranks' passes; ``hidden`` are the bytes that go from
     rank to rank."""
     options = config.parallelism
-    passes = [(_sum(it.forward for it in units), _sum(it.backward for it in units)) for units in stages]
+    passes = [(added(it.forward for it in units), added(it.backward for it in units)) for units in stages]
     gathers = [sum(it.gather for it in units) for units in stages]
     more = [0.0] * len(stages)
     if reshard_after_forward(options) != "never":  # gathered in each pass
-        more, gathers = [_gathering(units, rates) for units in stages], more
+        more, gathers = [gathering(units, rates) for units in stages], more
     timeline = simulate(
-        options.pipeline_parallel_schedule,
+        _OF_FILES.get(options.pipeline_parallel_schedule, options.pipeline_parallel_schedule),
         options.pipeline_parallel_degree,
         count,
         forward=[forward.seconds + it for (forward, _), it in zip(passes, more, strict=True)],
@@ -259,11 +192,11 @@ def _pipeline(
     exposed = Pass(
         0.0, {"dp_shard": 2 * count * sum(more) + timeline.waits * options.pipeline_parallel_degree}
     )
-    total = [_sum([it for both in passes for it in both], count), exposed]
-    return timeline, _sum(total, 1 / options.pipeline_parallel_degree)
+    total = [added([it for both in passes for it in both], count), exposed]
+    return timeline, added(total, 1 / options.pipeline_parallel_degree)
 
 
-def _update(units: Sequence[_Unit], found: Costs, rates: Rates) -> float:
+def _update(units: Sequence[Unit], found: Costs, rates: Rates) -> float:
     """The optimizer on what this rank stores of ``units``: the norm reads gradients, clipping scales them."""
     numbers = sum(unit.trained for unit in units) / rates.groups["dp_shard"][0]
     simple = sum(it.bytes * it.count for it in found.update.operations if it.kind == "other")
