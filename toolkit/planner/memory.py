@@ -7,6 +7,7 @@ storage.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -118,11 +119,13 @@ def pretended(rank: int, world_size: int) -> Iterator[None]:
     """This process as ``rank`` of a world whose other ranks do not exist: collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the back end
 
+    hook = sys.excepthook  # around which torch puts one that names the rank
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def _part(name: str, parameter: nn.Parameter) -> Part:
