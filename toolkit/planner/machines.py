@@ -65,7 +65,7 @@ def machine_named(name: str) -> Machine:
         ConfigError: there is none; the message names the nearest.
     """
     known = machines()
-    plain = "".join(it for it in name.lower() if it.isalnum()).removeprefix("nvidia")
+    plain = "".join(it for it in name.lower() if it.isalnum()).removeprefix("nvidia").removesuffix("gb")
     for kind, machine in known.items():
         if plain in (kind.replace("-", ""), kind.replace("-", "") + "sxm"):
             return machine
