@@ -101,8 +101,8 @@ def _real(folder: str, layouts: list[str]) -> dict[str, Any]:
 
 
 def _measured(trainer: Trainer) -> tuple[StepMemory, int, int]:
-    """What is noted of the third step; of the second the most that the allocator had given out, and how much
-    of it seemed to be kept: what gloo's threads give back is not seen."""
+    """Note the third step; of the second find the most that the allocator had given out, and how much of it
+    seemed to be kept: what gloo's threads give back is not seen."""
     batches = iter(trainer.loader)
 
     def step() -> None:

@@ -141,7 +141,7 @@ class Allocations(TorchDispatchMode):
         return found
 
     def found(self) -> StepMemory:
-        """What was noted, up to now."""
+        """Add up what was noted until now."""
         now: Counter[str] = Counter()
         total = peak = 0
         at: Counter[str] = Counter()

@@ -76,10 +76,10 @@ def fake_run(
 ) -> Iterator[FakeRun]:
     """Build ``rank`` of a run that passed the preflight, on the device ``target``.
 
-    Nothing is compiled, FSDP's collectives have buffers of their own, and attention is SDPA where CUDA has
-    kernels that a CPU has not. Needs no process group, and must not be called where there is one.
+    Nothing is compiled, FSDP's collectives have buffers of their own, and attention is one that a CPU has and
+    that keeps as much. Needs no process group, and must not be called where there is one.
     """
-    config = _simplified(config, target)
+    config = _simplified(config, target, cp=layout.cp)
     device = torch.device("cpu")
     batch = batch_shape(
         global_batch_size=config.training.global_batch_size,
@@ -137,8 +137,10 @@ def step_memory(
         return found()
 
 
-def _simplified(config: Config, target: str) -> Config:
-    attention = "sdpa" if target == "cuda" else config.model.attention
+def _simplified(config: Config, target: str, *, cp: int) -> Config:
+    attention = config.model.attention
+    if target == "cuda":  # SDPA would take masks of parts of sequences, which CUDA's kernels do not
+        attention = "blockwise" if cp > 1 else "sdpa"
     return config.model_copy(
         update={
             "compile": config.compile.model_copy(update={"enable": False}),
