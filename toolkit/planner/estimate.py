@@ -165,7 +165,7 @@ def _of_rank(
         activations: float = saved,
         end: bool = False,
     ) -> dict[str, float]:
-        """What lives while ``near`` are gathered and gradients of so many numbers ``summed``."""
+        """Count what lives while ``near`` are gathered and gradients of so many numbers ``summed``."""
         of_step = micro_batches > 1 and not whole
         gathered = sum(it.gathered_bytes for it in (every if kept else near))
         return {

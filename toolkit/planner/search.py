@@ -37,7 +37,7 @@ FRAGMENTED = 0.05
 """Part of a GPU's memory that lies between the blocks of the allocator."""
 _VERIFIED = 3
 _CLOSE = 1.1
-"""What is up to so much too large by the estimate, which may be wrong, is looked at."""
+"""By so much the estimate may be too large: up to there a layout is looked at."""
 _LAYOUT_RULES = ("mesh", "batch", "tensor_context_parallel", "pipeline", "fsdp")
 
 
@@ -62,7 +62,7 @@ class Candidate:
 
     @property
     def key(self) -> tuple[float, float]:
-        """What candidates are sorted by."""
+        """The order of candidates."""
         return self.seconds, self.bytes
 
 
@@ -162,7 +162,7 @@ def _verify(
 
 
 def _why(loser: Candidate, winner: Candidate) -> str:
-    """What the ``loser`` has more of than the ``winner``."""
+    """Name the part of a step of which the ``loser`` has more than the ``winner``."""
     assert loser.time and winner.time
     parts, least = (
         {"compute": it.compute, "bubble": it.bubble, **it.exposed} for it in (loser.time, winner.time)
@@ -245,7 +245,7 @@ def _candidates(
 
 
 def _broken(config: Config, world: int, hardware: Hardware) -> list[Problem]:
-    """What the preflight's rules about layouts have against it, whatever the checkpointing."""
+    """Problems that the preflight's rules about layouts find, whatever the checkpointing."""
     run = PlannedRun(with_settings(config, {"activation_checkpoint.mode": "none"}), world, hardware)
     rules = [it for it in preflight.rules_of(run) if it.check.__module__.rpartition(".")[2] in _LAYOUT_RULES]
     return [problem for it in rules for problem in it.check(run)]
