@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
         lines += table(found, asked.gpus, asked.tokens, asked.price)
         lines += ["", *losers(found)]
         if asked.explain:
-            lines += ["", *explained(found.ranked[0], args, machine, found.room)]
+            lines += ["", *explained(found, args, machine)]
         print("\n".join(lines))
         if asked.write:
             _write(asked.write, asked.config, config, found.ranked[0], words)
@@ -147,7 +147,8 @@ def _search(config: Config, args: ModelArgs, world: int, machine: Machine, top: 
             return found
         lost = found.losers.get("fit")
     if lost is not None:  # the more the better
-        size = f"the least takes {gib(lost.best.bytes)}" if lost.best else _states(args, world)
+        size = f"weights, gradients and optimizer state alone are {gib(found.states / world)}"
+        size = f"the least takes {gib(lost.best.bytes)}" if lost.best else size
         rule = f"{parameter_count(args):,} parameters do not fit on {world} {machine.name}: {size} a GPU, of "
         rule += f"{gib(found.room)} that tensors may take"
         others = [world << more for more in range(1, MAX_RANKS.bit_length()) if world << more <= MAX_RANKS]
@@ -161,10 +162,6 @@ def _search(config: Config, args: ModelArgs, world: int, machine: Machine, top: 
         raise ConfigError(refused)
     fix = f"it does on {nearest} {machine.name}" if nearest else "take GPUs with more memory"
     raise ConfigError(Problem(rule, fix, "--gpus", world))
-
-
-def _states(args: ModelArgs, world: int) -> str:
-    return f"weights, gradients and Adam alone are {gib(16 * parameter_count(args) / world)}"
 
 
 def _write(path: Path, extended: Path, config: Config, best: Candidate, words: Sequence[str]) -> None:

@@ -154,8 +154,6 @@ def test_7b_does_not_fit_one_gpu_of_80_gb(capsys: pytest.CaptureFixture[str]) ->
     config = ROOT / "train_configs/llama2_7b.toml"
     assert main([str(config), "--gpu", "h100", "--gpus", "1"]) == 2
     said = capsys.readouterr().err
-    assert (
-        "6,738,415,616 parameters do not fit on 1 h100: weights, gradients and Adam alone are 100.4 GiB"
-        in said
-    )
+    assert "6,738,415,616 parameters do not fit on 1 h100" in said
+    assert "weights, gradients and optimizer state alone are 100.4 GiB" in said
     assert "it does on 2 h100" in said

@@ -91,17 +91,16 @@ def losers(found: Found) -> Iterator[str]:
             yield f"  {lost.count:>6,}  {why}"
 
 
-def explained(best: Candidate, args: ModelArgs, machine: Machine, room: float) -> Iterator[str]:
-    """The arithmetic of the ``best`` layout, where ``room`` bytes are for tensors."""
+def explained(found: Found, args: ModelArgs, machine: Machine) -> Iterator[str]:
+    """The arithmetic of the first layout."""
+    best, room = found.ranked[0], found.room
     config, layout, time = best.config, best.layout, best.time
     assert time
     parts, numbers = best.memory.parts, parameter_count(args)
-    bytes_each = 2 if config.training.dtype == "bfloat16" else 8 if config.training.dtype == "float64" else 4
-    whole = numbers * 4 * bytes_each
     yield f"{best.layout}, {' '.join(choices(best))}, in numbers:"
     yield (
-        f"  weights, gradients and two moments of Adam: {numbers:,} parameters × 4 × {bytes_each} bytes = "
-        f"{gib(whole)}, which {'fits' if whole < room else 'does not fit'} into one {machine.name}"
+        f"  weights, gradients, optimizer state: {numbers:,} parameters × {found.states / numbers:.3g} bytes "
+        f"= {gib(found.states)}, which one {machine.name} {'has' if found.states < room else 'has not'}"
     )
     yield f"  the fullest rank (of the pipeline's {layout.pp} the {best.memory.rank + 1}.) has"
     for name, size in parts.items():

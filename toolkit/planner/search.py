@@ -17,7 +17,7 @@ from toolkit.config import Config
 from toolkit.errors import ConfigError, Problem, divisors
 from toolkit.hardware import Hardware
 from toolkit.metrics.flops import flops_per_token
-from toolkit.models.common.args import ModelArgs, block_parameters
+from toolkit.models.common.args import ModelArgs, block_parameters, parameter_count
 from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import bubble, pipeline_stages
 from toolkit.planner.estimate import Estimate, Stored, estimate, fake_peak, samples, stored_bytes
@@ -85,9 +85,10 @@ class Loser:
 @dataclass
 class Found:
     """``ranked`` layouts that fit into ``room`` bytes, ``losers`` by the name of their class, and how many
-    layouts were ``timed``."""
+    layouts were ``timed``. ``states`` are the bytes of parameters, gradients and optimizer on all ranks."""
 
     room: float
+    states: float = 0.0
     ranked: list[Candidate] = field(default_factory=list)
     losers: dict[str, Loser] = field(default_factory=dict)
     timed: int = 0
@@ -121,6 +122,8 @@ def search(
     found = Found(room(machine))
     config = fixed_batch(config, world)
     stored = stored_bytes(config, args, param_dtype)
+    in_blocks = args.n_layers * sum(block_parameters(args))
+    found.states = sum(stored.block) * in_blocks + sum(stored.ends) * (parameter_count(args) - in_blocks)
     fitting = []
     for candidate in _candidates(config, args, world, machine, stored, param_dtype, found):
         if candidate.bytes > found.room * _CLOSE:
