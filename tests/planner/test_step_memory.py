@@ -49,6 +49,7 @@ MORE = [
     "shard2 SHARD_GRAD_OP AC-full accumulate3",
     "cp2",
     "pp2 1F1B",
+    "pp2 1F1B accumulate3",
     "one",
     "one bfloat16 AC-full",
     "one dora",
@@ -132,8 +133,8 @@ def _joined(parts: dict[str, int], layout: str) -> dict[str, int]:
     the transfer has ended, which in the forecast it does at once."""
     if not layout.startswith("pp"):
         return parts
-    work = parts.get("activations", 0) + parts.get("work of backward", 0)
-    return parts | {"activations": work, "work of backward": 0}
+    joined = ("activations", "work of backward", "buffers of transfers")
+    return parts | dict.fromkeys(joined, 0) | {"activations": sum(parts.get(it, 0) for it in joined)}
 
 
 def _check(layouts: list[str], folder: Path) -> dict[str, float]:

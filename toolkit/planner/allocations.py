@@ -45,6 +45,13 @@ class StepMemory:
     parts: dict[str, int]
     curve: list[tuple[str, dict[str, int]]]
 
+    def beside(self, part: str, size: int) -> StepMemory:
+        """The same with ``size`` bytes of another ``part`` throughout."""
+        if not size:
+            return self
+        curve = [(moment, parts | {part: size}) for moment, parts in self.curve]
+        return StepMemory(self.peak + size, self.moment, self.parts | {part: size}, curve)
+
 
 class Allocations(TorchDispatchMode):
     """Notes the storages that live while it is entered. ``held`` are those from before, by their part."""

@@ -208,13 +208,12 @@ def fake_peak(
         return float(found.peak)
 
     micro_batches = samples(config, layout)[1]
-    received = memory.parts["received"] * max(0.0, 1 - 2 * layout.pp / micro_batches)  # of no fake step
     depths = _depths(config, args.n_layers)
     blocks = [_blocks(it, layers, memory.rank) for it, layers in [*depths, (config, args.n_layers)]]
     if not blocks[0] < blocks[1] < blocks[2]:
-        return run(config, args.n_layers) + received
+        return run(config, args.n_layers)
     few, more = (run(*it) for it in depths)
-    peak = few + (more - few) * (blocks[2] - blocks[0]) / (blocks[1] - blocks[0]) + received
+    peak = few + (more - few) * (blocks[2] - blocks[0]) / (blocks[1] - blocks[0])
     # With one micro-batch gradients grow as activations go, and what is more at the end may be less here.
     return max(peak, memory.bytes) if micro_batches == 1 else peak
 

@@ -29,6 +29,7 @@ from toolkit.parallel.dims import ParallelDims
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch
+from toolkit.parallel.pipeline_parallel import Pipeline
 from toolkit.planner.allocations import StepMemory, watched
 from toolkit.planner.memory import pretended
 from toolkit.train_step import TrainStep
@@ -81,12 +82,7 @@ def fake_run(
     """
     config = _simplified(config, target, cp=layout.cp)
     device = torch.device("cpu")
-    batch = batch_shape(
-        global_batch_size=config.training.global_batch_size,
-        local_batch_size=config.training.local_batch_size,
-        dp=layout.dp,
-    )
-    assert batch, "the preflight found that the batch divides"
+    batch = _batch(config, layout)
     with pretended(rank, layout.world_size), ExitStack() as stack:
         if target in loss.PIECE:
             stack.enter_context(mock.patch.dict(loss.PIECE, cpu=loss.PIECE[target]))
@@ -134,7 +130,20 @@ def step_memory(
         watched(run.model_parts.models, run.optimizer, run.state) as found,
     ):
         run.step()
-        return found()
+        memory = found()
+        return memory.beside("buffers of transfers", _not_received(config, layout, run.model_parts))
+
+
+def _not_received(config: Config, layout: ParallelDims, model_parts: ModelParts) -> int:
+    """Bytes that a pipeline keeps ready for the transfers of those micro-batches that were left out."""
+    if not isinstance(model_parts, Pipeline):
+        return 0
+    batch = _batch(config, layout)
+    left = batch.local * batch.accumulation // model_parts.micro_batch - _count(config, batch, layout.pp)
+    ends = (0 in model_parts.stages) + (model_parts.last in model_parts.stages)
+    length = config.training.seq_len // layout.cp
+    hidden = model_parts._hidden(model_parts.micro_batch, length, "meta")
+    return left * (2 * len(model_parts.stages) - ends) * hidden.nbytes
 
 
 def _simplified(config: Config, target: str, *, cp: int) -> Config:
@@ -150,17 +159,29 @@ def _simplified(config: Config, target: str, *, cp: int) -> Config:
     )
 
 
-def _batches(config: Config, batch: BatchShape, pp: int) -> list[MicroBatch]:
-    """The micro-batches of a step, of documents where pairs are compared. Of many, so many that memory is
-    that of all: the first, the last and one between; in a pipeline two for each rank, where its schedule does
-    not keep all of them."""
+def _batch(config: Config, layout: ParallelDims) -> BatchShape:
+    training = config.training
+    batch = batch_shape(
+        global_batch_size=training.global_batch_size, local_batch_size=training.local_batch_size, dp=layout.dp
+    )
+    assert batch, "the preflight found that the batch divides"
+    return batch
+
+
+def _count(config: Config, batch: BatchShape, pp: int) -> int:
+    """The micro-batches of the fake step. Of many, so many that memory is that of all: the first, the last
+    and one between; in a pipeline two for each rank, where its schedule does not keep all of them."""
+    if pp == 1:
+        return min(batch.accumulation, 3)
     options = config.parallelism
-    rows, count = batch.local, min(batch.accumulation, 3)
-    if pp > 1:
-        rows = options.pipeline_parallel_microbatch_size
-        count = batch.local * batch.accumulation // rows
-        if options.pipeline_parallel_schedule not in _KEEP_ALL and not options.pipeline_parallel_schedule_csv:
-            count = min(count, 2 * pp)
+    count = batch.local * batch.accumulation // options.pipeline_parallel_microbatch_size
+    keeps = options.pipeline_parallel_schedule in _KEEP_ALL or options.pipeline_parallel_schedule_csv
+    return count if keeps else min(count, 2 * pp)
+
+
+def _batches(config: Config, batch: BatchShape, pp: int) -> list[MicroBatch]:
+    """The micro-batches of the fake step, of documents where pairs are compared."""
+    rows = config.parallelism.pipeline_parallel_microbatch_size if pp > 1 else batch.local
     shape = (rows, config.training.seq_len)
     pairs = config.finetune.objective == "dpo"
     return [
@@ -170,5 +191,5 @@ def _batches(config: Config, batch: BatchShape, pp: int) -> list[MicroBatch]:
             "positions": None,
             "documents": torch.zeros(shape, dtype=torch.int32) if pairs else None,
         }
-        for _ in range(count)
+        for _ in range(_count(config, batch, pp))
     ]
