@@ -91,10 +91,6 @@ _PAPER = (
     "Its count of attention is not said; only what is seen fits its third row."
 )
 _FITS = "As the row above, but chosen operators are computed again, which keeps less than a third."
-_LONG = (
-    " Of its memory 56 GiB are dense masks of micro-batches in flight, which a CPU takes and a GPU does not: "
-    "without them it fits."
-)
 _SLOWER = "Its H100 have 500 W in place of 700, 2.4 TB/s in place of 3.35 and 96 GB."
 LAYOUTS = [
     Layout(
@@ -153,7 +149,7 @@ LAYOUTS = [
         "h100",
         16384,
         "llama3_405b" + _mesh(8, 16, 16, layers=1) + _batch(128, length=131072) + _OP,
-        _FITS + _LONG,
+        _FITS,
         mfu=0.38,
         causal=True,
     ),

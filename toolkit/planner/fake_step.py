@@ -148,7 +148,7 @@ def _not_received(config: Config, layout: ParallelDims, model_parts: ModelParts)
 
 def _simplified(config: Config, target: str, *, cp: int) -> Config:
     attention = config.model.attention
-    if target == "cuda":  # SDPA would take masks of parts of sequences, which CUDA's kernels do not
+    if target == "cuda" and attention != "sdpa":  # which takes masks of parts of sequences
         attention = "blockwise" if cp > 1 else "sdpa"
     return config.model_copy(
         update={
