@@ -293,6 +293,7 @@ def test_405b_on_16384_ranks() -> None:
         "--training.global_batch_size=2048",
         NNODES="2048",
         NGPU="8",
+        LOG_RANK="1024",
     )
     after = os.times()
     assert done.returncode == 0, done.stderr
