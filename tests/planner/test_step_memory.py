@@ -129,9 +129,9 @@ def _measured(trainer: Trainer) -> tuple[StepMemory, int, int]:
 
 
 def _joined(parts: dict[str, int], layout: str) -> dict[str, int]:
-    """The parts, in a pipeline those of a forward and of a backward in one: what a stage has sent lives until
-    the transfer has ended, which in the forecast it does at once."""
-    if not layout.startswith("pp"):
+    """The parts, under pipeline and tensor parallelism those of a forward and of a backward in one: what is
+    sent lives until the exchange has ended, which in the forecast it does at once."""
+    if not {"pp", "tp"} & meshes.degrees(layout).keys():
         return parts
     joined = ("activations", "work of backward", "buffers of transfers")
     return parts | dict.fromkeys(joined, 0) | {"activations": sum(parts.get(it, 0) for it in joined)}
