@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 Kind = Literal["matmul", "attention", "other"]
+BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+"""Bytes of a number."""
 
 
 @dataclass(frozen=True)

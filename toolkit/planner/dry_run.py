@@ -26,13 +26,13 @@ from toolkit.launcher.environment import shown_ranks, whole_number
 from toolkit.models.common.args import block_parameters, head_parameters
 from toolkit.models.from_config import needs_tokenizer
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
+from toolkit.planner.costs import BYTES
 from toolkit.preflight.planned_run import PlannedRun
 
 if TYPE_CHECKING:  # it imports torch, which a mistake shall not wait for
     from toolkit.planner.allocations import StepMemory
     from toolkit.planner.memory import Holding, Part
 
-_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _SHOWN = 3
 _OF_THIS_MACHINE = ("folders_writable", "wandb_ready")
 """Rules about where a run writes, which a description does not."""
@@ -226,7 +226,7 @@ def _memory(run: PlannedRun, found: Holding) -> Iterator[tuple[str, int, str]]:
     stored = found.parameter_bytes
     gradients, said = found.gradient_bytes, where
     if run.config.optimizer.early_step_in_backward and run.mesh.dp_replicate == 1:
-        gradients = max(unit.stored_gradients for unit in found.units) * _BYTES[training.dtype]
+        gradients = max(unit.stored_gradients for unit in found.units) * BYTES[training.dtype]
         said = "of one unit"
     kept = "linear layers in NF4" if run.config.finetune.quantizes else training.dtype
     yield "parameters", stored, ", ".join(filter(None, [kept, where]))
@@ -243,7 +243,7 @@ def _memory(run: PlannedRun, found: Holding) -> Iterator[tuple[str, int, str]]:
     if pipeline or (not options.fsdp_sync_each_batch and run.batch.accumulation > 1):
         reduced = training.mixed_precision_reduce
         whole = sum(unit.gradients for unit in found.units)
-        yield "whole gradients", whole * _BYTES[reduced], f"{reduced}, until the step's last micro-batch"
+        yield "whole gradients", whole * BYTES[reduced], f"{reduced}, until the step's last micro-batch"
 
 
 def _of_step(step: StepMemory) -> Iterator[tuple[str, int, str]]:

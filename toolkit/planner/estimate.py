@@ -18,13 +18,11 @@ from toolkit.config.parallelism import Parallelism
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.parallel.pipeline_schedules import pipeline_stages
-from toolkit.planner.costs import Costs, Piece, checkpointed_blocks, costs
+from toolkit.planner.costs import BYTES, Costs, Piece, checkpointed_blocks, costs
 from toolkit.planner.pipeline import orders
 
 if TYPE_CHECKING:
     import torch
-
-_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,7 @@ def _of_rank(
     whole = layout.pp > 1 or (not options.fsdp_sync_each_batch and micro_batches > 1)
     kept = reshard_after_forward(options) == "never"
     root = float(embedding.gathered_bytes) if args.tie_embeddings and layout.pp == 1 else 0.0
-    number = _BYTES[training.mixed_precision_reduce]
+    number = BYTES[training.mixed_precision_reduce]
     waiting = float(number * sum(it.trained for it in every)) if whole else 0.0
 
     def moment(

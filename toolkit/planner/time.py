@@ -20,7 +20,7 @@ from toolkit.metrics.flops import flops_per_token
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.parallel.pipeline_schedules import Stages, module_names, pipeline_stages
-from toolkit.planner.costs import Costs, Piece, checkpointed_blocks, costs
+from toolkit.planner.costs import BYTES, Costs, Piece, checkpointed_blocks, costs
 from toolkit.planner.machines import Machine
 from toolkit.planner.pipeline import Timeline, simulate
 from toolkit.planner.rates import Pass, Rates
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 _OF_FILES = {"PipelineScheduleSingle": "1F1B", "PipelineScheduleMulti": "LoopedBFS"}
 """The schedules that stand in for those of files."""
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def step_time(
     stages = _stages(cut.modules, config, rates, found(False), found(True))
     timeline = None
     if layout.pp > 1:
-        hidden = rows * training.seq_len // (layout.cp * layout.tp) * args.dim * _BYTES[dtype]
+        hidden = rows * training.seq_len // (layout.cp * layout.tp) * args.dim * BYTES[dtype]
         timeline, passes = _pipeline(stages, config, rates, count, hidden)
     else:
         passes = _accumulated(stages[0], config, rates, count)
