@@ -53,6 +53,17 @@ class StepMemory:
         return StepMemory(self.peak + size, self.moment, self.parts | {part: size}, curve)
 
 
+def fsdp_functions() -> Iterator[str]:
+    """Names of the functions of FSDP that are running, the innermost first."""
+    frame: Any = sys._getframe(1)
+    for _ in range(_DEPTH):
+        if frame is None:
+            return
+        if _FSDP in frame.f_code.co_filename:
+            yield frame.f_code.co_name
+        frame = frame.f_back
+
+
 class Allocations(TorchDispatchMode):
     """Notes the storages that live while it is entered. ``held`` are those from before, by their part."""
 
@@ -119,17 +130,11 @@ class Allocations(TorchDispatchMode):
         self._events.append((number, -size, self.moment))
 
     def _part(self) -> str:
-        frame: Any = sys._getframe(3)
-        for _ in range(_DEPTH):
-            if frame is None:
-                break
-            if _FSDP in frame.f_code.co_filename:
-                name = frame.f_code.co_name
-                if name in ("foreach_reduce", "post_backward"):
-                    return "reductions"
-                if name in ("unshard", "foreach_all_gather", "wait_for_unshard"):
-                    return "gathered parameters"
-            frame = frame.f_back
+        for name in fsdp_functions():
+            if name in ("foreach_reduce", "post_backward"):
+                return "reductions"
+            if name in ("unshard", "foreach_all_gather", "wait_for_unshard"):
+                return "gathered parameters"
         if torch._C._current_graph_task_id() != -1:
             return "work of backward"
         return "work of the update" if self.moment == "update" else "activations"

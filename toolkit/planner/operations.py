@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from toolkit.config import Config
 from toolkit.distributed.dtensor import clean_name
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims
-from toolkit.planner.allocations import Allocations, storing, watched
+from toolkit.planner.allocations import Allocations, fsdp_functions, storing, watched
 from toolkit.planner.communication import gathered_dtype
 from toolkit.planner.costs import Collective, Costs, Kind, Operation, Piece, Work
 from toolkit.planner.fake_step import fake_run
@@ -38,7 +37,6 @@ _SENDS = {  # operation, and the place of the whole tensor among the arguments, 
     "all_to_all_single": ("send", 0),
 }
 _ACTIVATIONS = ("activations", "work of backward")
-_FSDP = "/fsdp/_fully_shard/"
 
 
 @dataclass
@@ -109,7 +107,7 @@ class Operations(Allocations):
             outputs = [it for it in tree_iter(result) if isinstance(it, Tensor)]
             if _aliases(inputs, outputs):
                 return result
-        if not outputs or _of_fsdp():
+        if not outputs or any(fsdp_functions()):
             return result
         self._end_collective(waits=False)
         kind, flops = _flops(function, name, args, kwargs or {}, result)
@@ -247,17 +245,6 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     named = [(it, kwargs.get(it.name)) for it in function._schema.arguments[len(args) :]]
     written = [value for it, value in [*given, *named] if it.alias_info and it.alias_info.is_write]
     return [it for it in tree_iter(written) if isinstance(it, Tensor)]
-
-
-def _of_fsdp() -> bool:
-    frame: Any = sys._getframe(2)
-    for _ in range(30):
-        if frame is None:
-            return False
-        if _FSDP in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _flops(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> tuple[Kind, float]:
