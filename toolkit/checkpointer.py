@@ -205,10 +205,20 @@ class Checkpointer:
             state.best_step = run.get("best_step")
             state.before = run.get("before", {})
             state.run_id = run.get("id", state.run_id)
+            state.health = run.get("health", {})
         done = 0 if "lr_scheduler" in excluded else manifest["step"] - run.get("schedule_start", 0)
         state.schedule_start = state.step - done
         if "dataloader" not in excluded:
             self._position.load_state_dict(run["loader"])
+
+    def roll_back(self) -> int | None:
+        """Load the newest checkpoint of an earlier step of this run; its step, or None if there is none."""
+        self.end_save(wait=True)
+        steps = self.manager.ranks.on_rank_0(lambda: committed_steps(self.manager.folder))
+        newest = max((step for step in steps if step < self._state.step), default=None)
+        if newest is not None:
+            self._resume(newest)
+        return newest
 
     def ends_at_once(self, total_steps: int) -> bool:
         """Do what is left to do of a run that trains nothing, and say if it is one: it saves the initial
@@ -259,6 +269,7 @@ class Checkpointer:
             "best_validation": state.best_validation,
             "best_step": state.best_step,
             "before": state.before,
+            **({"health": state.health} if state.health else {}),
             "loader": self._position.state_dict(),
         }
         if self._options.keep_best:

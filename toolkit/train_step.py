@@ -12,7 +12,7 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,11 @@ from toolkit.optim.grad_clip import clip_, global_norm
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch, count_valid
 
+FINITE = torch.finfo(torch.float64).max
+
 if TYPE_CHECKING:  # read only by runs that use it
     from toolkit.optim.optimizer_in_backward import StepInBackward
+    from toolkit.parallel.guard import Guard
 
 
 @dataclass
@@ -41,6 +44,7 @@ class TrainState:
     best_validation: float | None = None
     best_step: int | None = None  # of that validation loss
     before: dict[str, float] = field(default_factory=dict)  # losses that the run began with
+    health: dict[str, Any] = field(default_factory=dict)  # what [health] remembers of the updates
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # rank 0's is saved
 
 
@@ -79,6 +83,8 @@ class TrainStep:
         self.device = device
         self.early = cast("StepInBackward", optimizer) if in_backward else None
         assert self.early is None or math.isinf(max_norm), "the preflight refuses to clip after the update"
+        self.limits = FINITE, FINITE  # of loss and gradient norm, beyond which a batch is refused
+        self.guard: Guard | None = None  # decides what follows; else the run ends
         self.ahead = False
         if device.type == "cuda" and self.early is None:
             from toolkit.optim.update_ahead import can_update_ahead
@@ -93,8 +99,8 @@ class TrainStep:
         ``stop`` is this rank's wish to end the run, which travels with the token count.
 
         Raises:
-            TrainingError: the loss or the gradient norm is not finite; parameters are left as they were,
-                unless they were updated in backward.
+            TrainingError: the loss or the gradient norm is not finite, or the guard ends the run; parameters
+                are left as they were, unless they were updated in backward.
         """
         assert self.early is None or len(batches) == 1, "the preflight refuses to accumulate here"
         model_parts = self.model_parts
@@ -120,11 +126,12 @@ class TrainStep:
         )
         numbers = torch.cat([torch.stack([norm, tokens.double(), stops.double()]), total * scale])
         grad_norm, count, stop_count, mean, *others = self._read(numbers)
-        if not (math.isfinite(mean) and math.isfinite(grad_norm)):
+        if not (mean <= self.limits[0] and grad_norm <= self.limits[1]):  # a NaN is not
             from toolkit.parallel.nonfinite import refuse  # a run that goes well does not need it
 
-            refuse(model_parts, batches, own[0], loss=mean, grad_norm=grad_norm, early=self.early)
-        if not self.ahead:
+            found: dict[str, Any] = {"loss": mean, "grad_norm": grad_norm}
+            refuse(model_parts, batches, own[0], early=self.early, guard=self.guard, **found)
+        elif not self.ahead:
             clip_([*parameters, *(copy for _, copy in model_parts.tied_copies())], self.max_norm, grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -139,5 +146,6 @@ class TrainStep:
         from toolkit.optim.update_ahead import Reading, update_ahead
 
         reading = Reading(numbers)
-        update_ahead(self.optimizer, loss=numbers[3], norm=numbers[0], max_norm=self.max_norm)
+        sound = (numbers[3] <= self.limits[0]) & (numbers[0] <= self.limits[1])
+        update_ahead(self.optimizer, sound=sound, norm=numbers[0], max_norm=self.max_norm)
         return reading.wait()

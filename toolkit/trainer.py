@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from toolkit.build import build_model, compiles, compute_dtype
 from toolkit.config import Config
+from toolkit.config.job import Health
 from toolkit.config.local_paths import expand_user
 from toolkit.data.batch_size import batch_shape
 from toolkit.data.dataloader import training_loader
@@ -39,6 +40,7 @@ from toolkit.train_step import StepResult, TrainState, TrainStep
 
 if TYPE_CHECKING:
     from toolkit.checkpointer import Checkpointer
+    from toolkit.health.watch import Watch
     from toolkit.validate import Validation
 
 
@@ -78,6 +80,11 @@ class Trainer:
             with phases("checkpoint"):
                 self.checkpointer = self._checkpointer()
                 self.checkpointer.restore()
+        self.watch: Watch | None = None
+        if config.health != Health():
+            from toolkit.health.watch import Watch
+
+            self.watch = Watch(self)
 
     # Building
 
@@ -140,15 +147,10 @@ class Trainer:
         from toolkit.checkpointer import Checkpointer, about_run
 
         return Checkpointer(
-            self.config,
-            self.folder,
-            model_parts=self.model_parts,
-            optimizer=self.optimizer,
-            position=self.loader,
-            state=self.train_state,
+            self.config, self.folder, model_parts=self.model_parts, optimizer=self.optimizer,
+            position=self.loader, state=self.train_state, group=self.patient_group,
             about=about_run(self.config, self.args, self.mesh, self.batch),
-            group=self.patient_group,
-        )
+        )  # fmt: skip
 
     # Training
 
@@ -213,6 +215,9 @@ class Trainer:
             state.tokens += result.tokens
             speed.step(result.tokens)
             speed.add_apart("compile", self.compile_clock())
+            if self.watch and self.watch.after_step(result):
+                batches = iter(self.loader)
+                continue
             if step == first or last or step % self.config.metrics.log_freq == 0:
                 self._log_step(result, speed)
             if step == first:

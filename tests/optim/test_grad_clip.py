@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.optim.grad_clip import clip_, global_norm, nonfinite_parameters
+from toolkit.optim.grad_clip import clip_, global_norm
+from toolkit.parallel.nonfinite import nonfinite_parameters
 
 
 def _parameters(*gradients):

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from tests.helpers import run_world
 from toolkit.config import Config
 from toolkit.config.training import Optimizer
-from toolkit.optim.grad_clip import clip_, global_norm, nonfinite_parameters
+from toolkit.optim.grad_clip import clip_, global_norm
 from toolkit.optim.optimizer import IMPLEMENTATIONS, build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
+from toolkit.parallel.nonfinite import nonfinite_parameters
 
 SHAPES = [(7, 5), (3,), (1, 4), (130, 8)]  # none divides evenly by four; some ranks hold nothing
 

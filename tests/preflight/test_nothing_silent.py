@@ -50,6 +50,8 @@ ACTS = {
     "metrics.disable_color_printing",
     "metrics.save_for_all_ranks",
     "metrics.peak_tflops",
+    "health.nan_policy",
+    "health.loss_spike_policy",
     "model.name",
     "model.flavor",
     "model.hf_assets_path",

@@ -18,6 +18,8 @@ _PROFILER = ActsWith("profiling.enable_profiling")
 _SNAPSHOT = ActsWith("profiling.enable_memory_snapshot")
 _SAVES = ActsWith("checkpoint.enable", refused=True)
 _LAST_IN_HF = ActsWith("checkpoint.last_save_in_hf", refused=True)
+_SPIKES = ActsWith("health.loss_spike_policy", ("stop", "skip", "rollback"))
+_SKIPS, _SKIPS_TOO = (ActsWith(f"health.{it}_policy", ("skip", "rollback")) for it in ("nan", "loss_spike"))
 _RECORDER = ActsWith("comm.trace_buf_size", above=0)
 
 
@@ -80,6 +82,22 @@ class Metrics(Table):
     """Send the metrics to Weights & Biases, as WANDB_PROJECT, WANDB_TEAM and WANDB_RUN_NAME say."""
     peak_tflops: PositiveFloat | None = None
     """Dense bf16 peak of one device in TFLOP/s, for the MFU of a device that is not in our table."""
+
+
+class Health(Table):
+    """The remedies for numbers that are not sound, and the watch over slow ranks."""
+
+    nan_policy: Literal["stop", "skip", "rollback"] = "stop"
+    """When loss or gradient norm are not finite: stop; skip the batch, without an update; or roll back to the
+    newest checkpoint and skip the batches since, and this one."""
+    loss_spike_policy: Literal["ignore", "stop", "skip", "rollback"] = "ignore"
+    """The same when one of them is far above those of the updates before."""
+    loss_spike_window: Annotated[Positive, _SPIKES] = 128
+    """Updates whose mean and standard deviation tell; until there are half as many, nothing is a spike."""
+    loss_spike_sigma: Annotated[PositiveFloat, _SPIKES] = 6.0
+    """Standard deviations above the mean beyond which it is a spike."""
+    max_skips: Annotated[Positive, _SKIPS, _SKIPS_TOO] = 10
+    """Batches that may be skipped, or roll-backs made, without an update or a checkpoint in between."""
 
 
 class Checkpoint(Table):

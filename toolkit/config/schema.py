@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import PrivateAttr
 
 from toolkit.config.finetune import Finetune
-from toolkit.config.job import Checkpoint, Comm, Debug, Job, MemoryEstimation, Metrics, Profiling
+from toolkit.config.job import Checkpoint, Comm, Debug, Health, Job, MemoryEstimation, Metrics, Profiling
 from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism, Quantize
 from toolkit.config.refused import REFUSED
 from toolkit.config.training import (
@@ -41,6 +41,7 @@ class Config(Table):
     job: Job = Job()
     profiling: Profiling = Profiling()
     metrics: Metrics = Metrics()
+    health: Health = Health()
     model: Model = Model()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()

@@ -321,16 +321,3 @@ def training_loader(
         data.train(config), config.training, config.data, batch,
         pad_id=data.pad_id, dp_rank=dp_rank, dp_size=dp_size, seed=seed,
     )  # fmt: skip
-
-
-def validation_loader(
-    config: Config, data: RunData, *, dp_rank: int, dp_size: int, table: str = "validation"
-) -> Loader | None:
-    """Those of the held-out corpus of ``table``; None where there is none."""
-    if table not in data.caches:
-        return None
-    size = config.validation.local_batch_size
-    return build_loader(
-        data.caches[table], config.validation, config.data, BatchShape(size * dp_size, size, 1),
-        pad_id=data.pad_id, dp_rank=dp_rank, dp_size=dp_size,
-    )  # fmt: skip

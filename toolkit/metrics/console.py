@@ -17,6 +17,9 @@ _COLORS = {
     "memory_gib": "\033[33m",
 }
 _FORMATS = {
+    "event": "{}:",
+    "reason": "{}",
+    "samples": "(samples {0[0]:,} to {0[1]:,})",
     "loss": "loss {:.4f}",
     "validation_loss": "validation loss {:.4f}",
     "validation_accuracy": "accuracy {:.2%}",

@@ -48,7 +48,7 @@ def global_norm(
         if parameter.grad is not None and local(parameter.grad).numel():
             by_replicas[_replicas(parameter.grad, distributed)].append(local(parameter.grad))
     squares = [
-        torch.stack(_norms(gradients)).square_().sum() / replicas
+        torch.stack(norms(gradients)).square_().sum() / replicas
         for replicas, gradients in by_replicas.items()
     ]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
@@ -57,7 +57,7 @@ def global_norm(
 
 def local_square(gradient: Tensor) -> Tensor:
     """This rank's share of a gradient's squared 2-norm, an fp64 scalar: those of all ranks add up to it."""
-    return _norms([local(gradient)])[0].square_() / _replicas(gradient, _distributed(None))
+    return norms([local(gradient)])[0].square_() / _replicas(gradient, _distributed(None))
 
 
 def norm_over_ranks(
@@ -93,20 +93,7 @@ def clip_(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> N
         torch._foreach_mul_(gradients, scale)
 
 
-def nonfinite_parameters(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-) -> list[str]:
-    """Names of the parameters of which this rank's part of the gradient holds a NaN or an infinity."""
-    named = [(name, local(p.grad)) for name, p in named_parameters if p.grad is not None]
-    named = [(name, gradient) for name, gradient in named if gradient.numel()]
-    if not named:
-        return []
-    # In fp64 the squares of fp32 values cannot overflow: a norm is finite just when all elements are.
-    finite = torch.stack(_norms([gradient for _, gradient in named])).isfinite().tolist()
-    return [name for (name, _), sound in zip(named, finite, strict=True) if not sound]
-
-
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
+def norms(tensors: list[Tensor]) -> list[Tensor]:
     """The 2-norm of each tensor, accumulated in fp64 without a copy of the tensor in fp64."""
     if tensors[0].is_cuda:
         return list(torch._foreach_norm(tensors, 2, dtype=torch.float64))

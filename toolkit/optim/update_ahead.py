@@ -42,12 +42,12 @@ class Reading:
         return self._copy.tolist()
 
 
-def update_ahead(optimizer: Optimizer, loss: Tensor, norm: Tensor, max_norm: float) -> None:
+def update_ahead(optimizer: Optimizer, sound: Tensor, norm: Tensor, max_norm: float) -> None:
     """Queue the update with gradients of ``norm`` clipped to ``max_norm``, as :func:`grad_clip.clip_` does.
 
-    Where ``loss`` or ``norm`` is not finite parameters, gradients and the optimizer's state stay.
+    Where it is not ``sound``, a boolean, parameters, gradients and the optimizer's state stay.
     """
-    optimizer.found_inf = (loss.isfinite() & norm.isfinite()).logical_not().float()  # type: ignore[attr-defined]
+    optimizer.found_inf = sound.logical_not().float()  # type: ignore[attr-defined]
     clips = max_norm > 0 and not math.isinf(max_norm)
     too_large = ((norm + EPSILON) / max_norm).clamp(min=1).float() if clips else None
     optimizer.grad_scale = too_large  # type: ignore[attr-defined]  # gradients are divided by it

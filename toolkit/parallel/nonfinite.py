@@ -1,5 +1,5 @@
-"""The end of a run whose loss or gradient is not finite, and where that began: found by a second forward pass
-that watches every module.
+"""The refusal of a batch whose loss or gradient is not finite, and where that began: found by a second
+forward pass that watches every module.
 
 One rank's NaN is on all ranks after the first collective. What tells them apart is who had it first: in the
 earliest micro-batch, of the lowest layer there, from the first module that ran.
@@ -8,22 +8,23 @@ earliest micro-batch, of the lowest layer there, from the first module that ran.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.distributed.dtensor import clean_name, local_part
+from toolkit.distributed.dtensor import clean_name, local, local_part
 from toolkit.errors import TrainingError, first_few
-from toolkit.optim.grad_clip import nonfinite_parameters
+from toolkit.optim.grad_clip import norms
 from toolkit.parallel.model_parts import MicroBatch, ModelParts
 
 if TYPE_CHECKING:
     from toolkit.optim.optimizer_in_backward import StepInBackward
+    from toolkit.parallel.guard import Guard
 
 
 def refuse(
@@ -34,12 +35,17 @@ def refuse(
     loss: float,
     grad_norm: float,
     early: StepInBackward | None,
-) -> NoReturn:
-    """End a run whose global ``loss`` or ``grad_norm`` is not finite; ``own_loss`` is this rank's share.
+    guard: Guard | None,
+) -> None:
+    """Refuse a batch whose global ``loss`` or ``grad_norm`` is not finite, or more than the ``guard`` lets
+    pass, and have the guard, if there is one, decide what follows; ``own_loss`` is this rank's share.
 
     Raises:
-        TrainingError: always, with where it began; the same message on all ranks.
+        TrainingError: the run ends here, with where it began; the same message on all ranks.
     """
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        assert guard is not None
+        return guard.refuse_spike(loss, grad_norm)
     if early:
         names = early.nonfinite()
         updated = "were updated by this step already, in backward (optimizer.early_step_in_backward)"
@@ -55,12 +61,27 @@ def refuse(
         told = first_few([str(one) for one in found], 3) or _where(mine)
         told = told or "the sum of the ranks' losses"
         began = f"it began in {told}"
+    if guard and guard.goes_on_after_nan:
+        return guard.refuse_nan(loss, grad_norm, began)
     raise TrainingError(
         f"the loss is {loss} and the gradient norm {grad_norm}: training cannot go on\n"
         f"  {began}\n"
-        "  fix:  lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or resume from an earlier "
-        f"checkpoint (checkpoint.load_step); the parameters {updated}"
+        "  fix:  lower optimizer.lr, lengthen lr_scheduler.warmup_steps, resume from an earlier "
+        f"checkpoint (checkpoint.load_step), or set health.nan_policy; the parameters {updated}"
     )
+
+
+def nonfinite_parameters(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+) -> list[str]:
+    """Names of the parameters of which this rank's part of the gradient holds a NaN or an infinity."""
+    named = [(name, local(p.grad)) for name, p in named_parameters if p.grad is not None]
+    named = [(name, gradient) for name, gradient in named if gradient.numel()]
+    if not named:
+        return []
+    # In fp64 the squares of fp32 values cannot overflow: a norm is finite just when all elements are.
+    finite = torch.stack(norms([gradient for _, gradient in named])).isfinite().tolist()
+    return [name for (name, _), sound in zip(named, finite, strict=True) if not sound]
 
 
 def _where(names: Sequence[str]) -> str:

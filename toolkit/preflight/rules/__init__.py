@@ -21,6 +21,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "muon": ("optimizer.name",),
     "memory": ("activation_checkpoint", "compile"),
     "metrics": ("metrics", "profiling"),
+    "health": ("health",),
     "model": (),
     "attention": ("model.attention", "model.flavor"),
     "matmul": ("model.matmul",),

@@ -1,0 +1,155 @@
+"""Losses that are not finite or far too high: skipped or rolled back from, alike on every mesh."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.helpers import in_layout, run_world
+from tests.training import MESHES, small_config, small_trainer, weights_digest
+from toolkit.errors import TrainingError
+from toolkit.trainer import Trainer
+
+STEPS = 10
+NAN = float("nan")
+FACTORS = {16 * 4: NAN, 16 * 8: 1e4}
+"""Factors of losses by the first sample of a batch: in step 5, and in step 7 if 48 to 80 are skipped."""
+HEALTH = {
+    "nan_policy": "rollback",
+    "loss_spike_policy": "skip",
+    "loss_spike_window": 4,
+    "loss_spike_sigma": 20.0,
+}
+LAYOUTS = {1: ["fsdp"], 2: list(MESHES)}
+
+
+def _trainer(folder: Path, health: dict[str, Any], *, steps: int = STEPS, **tables: Any) -> Trainer:
+    return small_trainer(
+        small_config(
+            folder,
+            health=health,
+            training={"steps": steps, "local_batch_size": 4, "max_norm": 0.5},
+            lr_scheduler={"warmup_steps": 2, "total_steps": STEPS},
+            checkpoint={"enable": True, "interval": 3},
+            **tables,
+        )
+    )
+
+
+def _spoil(trainer: Trainer, factors: dict[int, float]) -> None:
+    """Multiply the loss, and its gradient, of the global batches that begin with these samples of the run."""
+    objective, loader = trainer.model_parts.objective, trainer.loader
+    factor = [1.0]
+    step = trainer.train_step
+
+    def spoiled(batches: Any, **options: Any) -> Any:
+        factor[0] = factors.get(loader.samples - trainer.batch.total, 1.0)
+        return step(batches, **options)
+
+    call = type(objective).__call__
+
+    class Spoiled(type(objective)):  # type: ignore[misc]
+        def __call__(self, output: Any, batch: Any) -> Any:
+            return call(self, output * factor[0], batch)
+
+    objective.__class__ = Spoiled
+    trainer.train_step = spoiled  # type: ignore[assignment]
+
+
+def _run(trainer: Trainer, factors: dict[int, float]) -> dict[str, Any]:
+    _spoil(trainer, factors)
+    trainer.train()
+    lines = []
+    if dist.get_rank() == 0:
+        text = (trainer.folder / "metrics.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
+    return {
+        "losses": {it["step"]: it["loss"] for it in trainer.history if "loss" in it},
+        "events": [it for it in trainer.history if "event" in it],
+        "lines": lines,
+        "tokens": trainer.train_state.tokens,
+        "samples": trainer.loader.samples,
+        "weights": weights_digest(trainer.model_parts.models[0]),
+    }
+
+
+def _error(trainer: Trainer, factors: dict[int, float]) -> str:
+    with pytest.raises(TrainingError) as error:
+        _run(trainer, factors)
+    return str(error.value)
+
+
+def _world(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    root = Path(folder, str(dist.get_world_size()))
+    for mesh in LAYOUTS[dist.get_world_size()]:
+        with in_layout(mesh):
+            found[mesh] = _run(_trainer(root / mesh, HEALTH, parallelism=MESHES[mesh]), FACTORS)
+    if dist.get_world_size() == 2:
+        # The second part begins at the step before the spike, the first ends there.
+        _run(_trainer(root / "parts", HEALTH, steps=6), FACTORS)
+        found["parts"] = _run(_trainer(root / "parts", HEALTH), FACTORS)
+        found["nowhere"] = _error(_trainer(root / "nowhere", HEALTH), {0: NAN})
+        always = dict.fromkeys(range(0, 160, 16), NAN)
+        found["ended"] = _error(_trainer(root / "ended", {"nan_policy": "skip", "max_skips": 2}), always)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = str(tmp_path_factory.mktemp("policies"))
+    return {
+        f"{mesh}{ranks}": found
+        for ranks in LAYOUTS
+        for mesh, found in run_world(_world, ranks, folder, timeout=150)[0].items()
+    }
+
+
+def _close(one: dict[int, float], other: dict[int, float]) -> bool:
+    pairs = [(one[step], other[step]) for step in one]
+    return one.keys() == other.keys() and all(a == pytest.approx(b, rel=1e-5, nan_ok=True) for a, b in pairs)
+
+
+@pytest.mark.parametrize("layout", ["fsdp1", "fsdp2", "tp2", "pp2"])
+def test_every_mesh_decides_alike(runs: dict[str, Any], layout: str) -> None:
+    """Step 5 rolls back to the checkpoint of step 3, and skips the samples since; step 7 skips its batch."""
+    run, reference = runs[layout], runs["fsdp1"]
+    back, skipped = run["events"]
+    assert (back["event"], back["refused_step"], back["step"], back["samples"]) == (
+        "ROLLED BACK",
+        5,
+        3,
+        [48, 80],
+    )
+    assert (skipped["event"], skipped["step"], skipped["samples"]) == ("SKIPPED", 7, [128, 144])
+    assert _close(run["losses"], reference["losses"])
+    assert [*run["losses"]] == [*range(1, STEPS + 1)]
+    assert max(run["losses"][step] for step in (8, 9, 10)) < run["losses"][1] < 10 < run["losses"][7]
+    assert run["samples"] == STEPS * 16 + 32 and run["tokens"] == reference["tokens"]
+
+
+def test_a_run_that_goes_on_decides_as_it_would_have(runs: dict[str, Any]) -> None:
+    """By the losses that the checkpoint remembers: the second part alone has too few."""
+    whole, second = runs["fsdp2"], runs["parts2"]
+    assert (second["weights"], second["tokens"]) == (whole["weights"], whole["tokens"])
+    assert second["events"] == whole["events"][1:]
+
+
+def test_what_happened_is_in_the_metrics(runs: dict[str, Any]) -> None:
+    lines = [line for line in runs["pp2"]["lines"]]
+    events = {line["event"]: line for line in lines if "event" in line}
+    assert "it began in rank 1: its part of the loss (pp 1)" in events["ROLLED BACK"]["reason"]
+    assert events["ROLLED BACK"]["refused_loss"] is None
+    assert "the gradient norm" in events["SKIPPED"]["reason"] and events["SKIPPED"]["skipped_batches"] == 1
+    assert [line["step"] for line in lines if "loss" in line] == [*range(1, STEPS + 1)]
+
+
+def test_too_many_end_the_run(runs: dict[str, Any]) -> None:
+    assert "step 3: the loss is nan" in runs["ended2"]
+    assert "2 batches in a row have been skipped already (health.max_skips)" in runs["ended2"]
+    assert "step 1: the loss is nan" in runs["nowhere2"]
+    assert "no checkpoint of an earlier step to roll back to" in runs["nowhere2"]
