@@ -11,6 +11,11 @@ Usage: [NAME=value …] ./run_train.sh [--table.key value …]
   NNODES=N NODE_RANK=I MASTER_ADDR=HOST MASTER_PORT=PORT
                          several machines: the same command on each, I from 0; HOST is machine 0
                          (tools/slurm/train.sbatch does it under SLURM)
+  NNODES=MIN:MAX         go on with fewer machines when some are lost, and with more when they return
+  MAX_RESTARTS=N         start again after a failure, N times in a row without a new checkpoint (default: 0,
+                         or 3 with MIN:MAX)
+  JOIN_TIMEOUT=S NODE_TIMEOUT=S LAST_CALL_TIMEOUT=S
+                         seconds for machines to come (600), to be silent (20), and that MIN wait for MAX (30)
   SAMPLE=TEXT            let the trained model go on from TEXT at the end (default: a few words after the
                          debug run, else none)
   COMM_MODE=fake_backend check and describe the run of NGPU x NNODES ranks, trained by none: mesh, stages

@@ -55,7 +55,8 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
             f"each rank needs a GPU of its own, and {hardware.count} are visible here",
             f"set NGPU to at most {hardware.count}, or train on the CPU with --training.device cpu",
         )
-    nodes = whole_number(environ, "NNODES", 1, 1, MAX_RANKS)
+    most = environ.get("NNODES", "").rpartition(":")[2]  # of 2:4 nodes
+    nodes = whole_number({"NNODES": most}, "NNODES", 1, 1, MAX_RANKS)
     node_rank = whole_number(environ, "NODE_RANK", 0, 0)
     if node_rank >= nodes:
         raise environment_error("NODE_RANK", str(node_rank), f"with NNODES = {nodes} it is below {nodes}")
@@ -87,18 +88,21 @@ def main(argv: Sequence[str]) -> int:
             hardware = detect(config.training.device)
             launch = launch_from(os.environ, hardware)
             tell = launch.node_rank == 0
+            several = launch.nodes > 1 or bool(os.environ.get("MAX_RESTARTS"))
+            if several:
+                from toolkit.launch_nodes import at_full_size, run_nodes
+
+                config = at_full_size(config, argv, launch)
             preflight.check_and_tell(config, world_size=launch.world_size, hardware=hardware, tell=tell)
-            data = open_data(config, progress=True)
+            if not several:
+                _prepare(config, launch, hardware)
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)
     except Stopped as stopped:
         say(f"{stopped.name}: stopped before the ranks started; the same command starts again")
         return EXIT_REQUEUE
-    os.environ |= {CHECKED_DEVICE: hardware.device, TOKENS: data.text()}
-    ranks = f"{launch.processes} ranks" if launch.processes > 1 else "1 rank"
-    say(f"configuration checked, corpus tokenised; starting {ranks}")
     reports = None
-    if launch.world_size > 1:
+    if launch.world_size > 1 and not several:
         from toolkit.launcher.fault_reports import traces_prefix
 
         reports = traces_prefix(config.job, config.comm)
@@ -107,12 +111,28 @@ def main(argv: Sequence[str]) -> int:
         from toolkit.launcher.forecast import begin_forecast, end_forecast
 
         forecast = begin_forecast(argv, launch.world_size)
-    code = supervise([sys.executable, "-u", "-m", "toolkit.train", *argv], launch, reports)
+    command = [sys.executable, "-u", "-m", "toolkit.train", *argv]
+    try:
+        code = (
+            run_nodes(command, config, argv, launch, hardware, lambda: _prepare(config, launch, hardware))
+            if several
+            else supervise(command, launch, reports)
+        )
+    except ToolkitError as error:
+        code = report(error, show=True, debug=config.job.debug)
     if forecast:
         end_forecast(config, forecast)
     if code == EXIT_FINISHED and tell and os.environ.get("SAMPLE"):
         _show_text(config, os.environ["SAMPLE"])
     return code
+
+
+def _prepare(config: Config, launch: Launch, hardware: Hardware) -> None:
+    """Tokenise the corpus, and leave in the environment what the ranks are to know."""
+    data = open_data(config, progress=True)
+    os.environ |= {CHECKED_DEVICE: hardware.device, TOKENS: data.text()}
+    ranks = f"{launch.processes} ranks" if launch.processes > 1 else "1 rank"
+    say(f"configuration checked, corpus tokenised; starting {ranks}")
 
 
 def _show_text(config: Config, prompt: str) -> None:

@@ -116,6 +116,7 @@ MODEL = [
     bad("device_has_dtype", "training.dtype=bfloat16", "Tesla V100", '"float32"', hardware=V100),
 ]
 
+MESHES = "parallelism.elastic_meshes"
 MESH = [
     bad(
         "world_fills_mesh",
@@ -136,6 +137,7 @@ MESH = [
         world=6,
     ),
     bad("world_fills_mesh", f"{TP}=4", "tp 4", "dp_shard 3 × tp 2", key=SHARD, world=6),
+    bad("elastic_meshes_are_meshes", f"{MESHES}=dp_shard=2,dp=3", "'dp=3' is no mesh", "dp_shard=3 tp=2"),
     bad("batch_divides", "training.global_batch_size=16", "data-parallel degree 3", "set it to 15", world=3),
     bad("batch_divides", "training.global_batch_size=2", "set it to 4", "of 1 or 2", world=4),
 ]
@@ -514,6 +516,7 @@ def test_what_cannot_be_used_ends_in_3(flag: str, error: type[Exception], folder
             "training.dataset c4 (--training.dataset) gives way to training.dataset_path",
         ),
         (["--compile.enable"], 1, CPU, "the first step compiles"),
+        ([f"--{MESHES}=dp_shard=2"], 1, CPU, "does nothing without NNODES=MIN:MAX"),
         (
             ["--validation.enable", "--validation.dataset=embedded_validation", "--validation.steps=3"],
             2,

@@ -75,15 +75,13 @@ class Parallelism(Table):
     pipeline_parallel_degree: Degree = 1
     """Ranks over which the blocks are spread in order."""
     module_fqns_per_model_part: Annotated[list[list[str]] | None, _PP] = None
-    """Names of each stage's modules, to cut by hand: tok_embeddings, layers.0 and on, norm, output, in this
-    order. As many stages as the schedule takes."""
+    """Names of the modules of each stage of the schedule: tok_embeddings, layers.0 and on, norm, output."""
     pipeline_parallel_first_stage_less_layers: Annotated[NonNegative, _PP] = 1
     """Blocks that the embedding counts as: the first stage has so many less, and none where that is all."""
     pipeline_parallel_last_stage_less_layers: Annotated[NonNegative, _PP] = 1
     """Blocks that the head counts as: the last stage has so many less, and none where that is all."""
     pipeline_parallel_layers_per_stage: Annotated[Positive | None, _PP] = None
-    """Blocks of one stage, embedding and head counted, which sets the number of stages. Without it a rank
-    has one stage or two, by the schedule."""
+    """Blocks of a stage, embedding and head counted; without it ranks have one stage or two, by schedule."""
     pipeline_parallel_schedule: Annotated[
         Literal[
             "GPipe",
@@ -107,16 +105,18 @@ class Parallelism(Table):
     torch runs in place of the named one. That one still says how stages are placed, as does
     PipelineScheduleMulti: stage 0 on rank 0, 1 on rank 1, and around."""
     pipeline_parallel_microbatch_size: Annotated[BatchSize, _PP] = 1
-    """Samples of a pipeline micro-batch. All samples that a rank has of a step go through it, accumulated
-    ones too."""
+    """Samples of a pipeline micro-batch; all of a rank in a step go through it, accumulated ones too."""
     context_parallel_degree: Degree = 1
     """Ranks over which each sequence is split."""
     context_parallel_load_balancer: Annotated[Literal["headtail"] | None, _CP] = "headtail"
-    """Give each rank a piece from the head and one from the tail of a sequence, so that causal attention
-    costs all the same."""
+    """Give each rank a piece of each sequence's head and tail, so that causal attention costs all alike."""
     context_parallel_rotate_method: Annotated[Literal["allgather", "alltoall"], _CP] = "allgather"
     """How keys and values reach the other ranks: gathered, or in a ring, from rank to rank, which keeps less
     and sends more; on CUDA with document masks they are gathered."""
+
+    elastic_meshes: list[str] = []
+    """Meshes that a launch of NNODES = MIN:MAX may take, such as "dp_shard=3 tp=2": the first that all ranks
+    fill. Empty: the degrees above, where they fit."""
 
 
 class ActivationCheckpoint(Table):

@@ -15,13 +15,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, printable
 from toolkit.hardware import cores
@@ -52,6 +52,8 @@ class Launch:
     insist_after: float = INSISTING_SECONDS
     peer_grace: float = 5.0
     kill_grace: float = 10.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Joins that of this process for the ranks."""
 
     @property
     def world_size(self) -> int:
@@ -95,7 +97,7 @@ def _reserved_port(launch: Launch) -> Iterator[int]:
 
 
 def _environment(launch: Launch, rank: int, port: int) -> dict[str, str]:
-    environment = dict(os.environ)
+    environment = os.environ | launch.environment
     if launch.processes > 1 and "OMP_NUM_THREADS" not in environment:
         environment["OMP_NUM_THREADS"] = str(max(1, cores() // launch.processes))
     environment |= {
@@ -149,7 +151,7 @@ def _start(command: Sequence[str], launch: Launch, port: int, logs: Path) -> lis
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
-            preexec_fn=first,  # safe: no other thread runs yet
+            preexec_fn=first,  # safe beside other threads: it takes no lock
         )
 
     workers: list[Worker] = []
@@ -172,9 +174,9 @@ def _start(command: Sequence[str], launch: Launch, port: int, logs: Path) -> lis
 
 
 @contextmanager
-def _signals() -> Iterator[SimpleQueue[int]]:
+def signals() -> Iterator[SimpleQueue[Any]]:
     """Signals that arrive, in order; SIGCHLD among them, so that waiting ends when a rank does."""
-    arrived: SimpleQueue[int] = SimpleQueue()
+    arrived: SimpleQueue[Any] = SimpleQueue()
 
     def note(signum: int, frame: FrameType | None) -> None:
         arrived.put(signum)
@@ -206,7 +208,7 @@ class Watch:
     ended_by_us: dict[int, str] = field(default_factory=dict)  # ranks, and what is known of them
     plan: list[tuple[float, signal.Signals]] = field(default_factory=list)  # (when, what), soonest first
 
-    def run(self, arrived: SimpleQueue[int]) -> None:
+    def run(self, arrived: SimpleQueue[Any]) -> None:
         while True:
             self._collect()
             if not self.running:
@@ -294,6 +296,44 @@ def exit_code(codes: Sequence[int]) -> int:
     return EXIT_REQUEUE if EXIT_REQUEUE in codes else EXIT_FINISHED
 
 
+def code_of(watch: Watch) -> int:
+    """The launch's code for ranks that have ended."""
+    if watch.stopped_early:
+        return EXIT_REQUEUE
+    return exit_code([worker.process.returncode for worker in watch.ended])
+
+
+def run_ranks(
+    watch: Watch,
+    command: Sequence[str],
+    reports: Path | None,
+    logs: Path,
+    arrived: SimpleQueue[Any],
+) -> None:
+    """Run ``command`` once a rank that ``watch`` shall watch, until all have ended.
+
+    Ranks that lose their peers leave reports whose names begin with ``reports``; those that are not shown
+    write to files in ``logs``.
+    """
+    if reports:
+        from toolkit.launcher import fault_reports
+
+        for rank in watch.launch.ranks:
+            fault_reports.forget(reports, rank)
+    with _reserved_port(watch.launch) as port:
+        workers = _start(command, watch.launch, port, logs)
+        watch.running += workers
+        watch.run(arrived)
+    for worker in workers:
+        if worker.process.returncode not in ENDED_WELL:
+            with suppress(ProcessLookupError, PermissionError):  # what it had started itself
+                os.killpg(worker.process.pid, signal.SIGKILL)
+        if worker.pump:
+            worker.pump.join(timeout=5)
+    if watch.stopped_early:
+        say("stopped outside training, with nothing to save; the same command goes on")
+
+
 def supervise(command: Sequence[str], launch: Launch, reports: Path | None = None) -> int:
     """Run ``command`` once a rank of this node and return the code that describes how they ended.
 
@@ -305,26 +345,11 @@ def supervise(command: Sequence[str], launch: Launch, reports: Path | None = Non
     or, on Linux, this process.
     """
     logs = Path(tempfile.mkdtemp(prefix="toolkit-logs-"))
-    if reports:
-        from toolkit.launcher import fault_reports
-
-        for rank in launch.ranks:
-            fault_reports.forget(reports, rank)
-    with _signals() as arrived, _reserved_port(launch) as port:
-        workers = _start(command, launch, port, logs)
-        watch = Watch(launch, list(workers))
-        watch.run(arrived)
-    for worker in workers:
-        if worker.process.returncode not in ENDED_WELL:
-            with suppress(ProcessLookupError, PermissionError):  # what it had started itself
-                os.killpg(worker.process.pid, signal.SIGKILL)
-        if worker.pump:
-            worker.pump.join(timeout=5)
-    code = exit_code([worker.process.returncode for worker in watch.ended])
-    if watch.stopped_early:
-        say("stopped outside training, with nothing to save; the same command goes on")
-        code = EXIT_REQUEUE
-    elif watch.failed:
+    watch = Watch(launch, [])
+    with signals() as arrived:
+        run_ranks(watch, command, reports, logs, arrived)
+    code = code_of(watch)
+    if watch.failed and code != EXIT_REQUEUE:
         from toolkit.launcher.failure import explain
 
         explain(watch, code, reports)

@@ -86,7 +86,8 @@ def world_size(environ: Mapping[str, str], device: str) -> int:
     """NGPU × NNODES as of a launch, else WORLD_SIZE as of torchrun, else what is here."""
     here, most = detect(device).count, MAX_RANKS
     if environ.get("NGPU") or environ.get("NNODES"):
-        return whole_number(environ, "NGPU", here, 1, most) * whole_number(environ, "NNODES", 1, 1, most)
+        nodes = {"NNODES": environ.get("NNODES", "").rpartition(":")[2]}  # of 2:4 nodes the most
+        return whole_number(environ, "NGPU", here, 1, most) * whole_number(nodes, "NNODES", 1, 1, most)
     return whole_number(environ, "WORLD_SIZE", here, 1, most)
 
 

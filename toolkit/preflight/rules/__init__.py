@@ -26,6 +26,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "attention": ("model.attention", "model.flavor"),
     "matmul": ("model.matmul",),
     "mesh": ("parallelism.",),
+    "elastic": ("parallelism.elastic_meshes",),
     "batch": ("training.global_batch_size",),
     "tensor_context_parallel": (
         "parallelism.tensor_parallel",

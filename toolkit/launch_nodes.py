@@ -1,0 +1,152 @@
+"""A launch on several nodes, or one that starts again after a failure: its meshes, and what must be alike."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit import preflight
+from toolkit.checkpoint.manifest import committed_steps
+from toolkit.config import Config, load_config
+from toolkit.config.local_paths import expand_user
+from toolkit.errors import ConfigError, Problem
+from toolkit.hardware import Hardware
+from toolkit.launcher import fault_reports
+from toolkit.launcher.environment import environment_error
+from toolkit.launcher.nodes import supervise_nodes, terms_from
+from toolkit.launcher.supervisor import Launch
+from toolkit.parallel.elastic_mesh import elastic_mesh, mesh_flags
+
+MESHES = "parallelism.elastic_meshes"
+BATCH = "training.global_batch_size"
+_A_NODE_MAY_HAVE_ITS_OWN = {
+    "job.config_file", "job.print_config", "job.debug", "data.cache_folder", "compile.cache_folder"
+}  # fmt: skip
+
+
+def at_full_size(config: Config, argv: Sequence[str], launch: Launch) -> Config:
+    """``config`` with the mesh that all nodes take, if it has a list of them and their number may change.
+
+    Raises:
+        ConfigError: the launch asks for what this run cannot do.
+    """
+    terms = terms_from(os.environ, launch)
+    if terms.elastic or terms.restarts:
+        name = "NNODES" if terms.elastic else "MAX_RESTARTS"
+        if not config.checkpoint.enable or config.checkpoint.load_only:
+            rule = "all start again from the newest checkpoint, and this run saves none"
+            raise environment_error(name, os.environ[name], rule, "set checkpoint.enable = true")
+        if terms.elastic and config.training.global_batch_size == -1:
+            rule = "with other numbers of ranks −1 is another batch, and another run"
+            fix = "give the number of samples, one that each number of nodes divides"
+            raise ConfigError(Problem(rule, fix, BATCH, -1, config.origin(BATCH)))
+    if not (terms.elastic and config.parallelism.elastic_meshes):
+        return config
+    return load_config([*argv, *_flags(config, launch.world_size)])
+
+
+def _flags(config: Config, world_size: int) -> list[str]:
+    """The flags of the first mesh in the list that has as many ranks.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    meshes = config.parallelism.elastic_meshes
+    for text in meshes:
+        mesh = elastic_mesh(text)
+        if mesh and mesh.world_size == world_size:
+            return mesh_flags(mesh)
+    rule = f"none of these meshes has {world_size} ranks"
+    raise ConfigError(Problem(rule, "add one", MESHES, meshes, config.origin(MESHES)))
+
+
+def _layouts(
+    config: Config, argv: Sequence[str], launch: Launch, hardware: Hardware
+) -> Callable[[int], list[str]]:
+    """Gives the flags for a number of nodes.
+
+    Raises (when called):
+        ConfigError: so many cannot train.
+    """
+
+    @functools.cache
+    def flags_for(nodes: int) -> list[str]:
+        size, flags, sized = nodes * launch.processes, list[str](), config
+        if nodes == launch.nodes:
+            return _flags(config, size) if _has_list(config, launch) else []
+        if _has_list(config, launch):
+            flags = _flags(config, size)
+            sized = load_config([*argv, *flags])
+        if problems := preflight.check(sized, world_size=size, hardware=hardware):
+            raise ConfigError(problems)
+        return flags
+
+    return flags_for
+
+
+def _has_list(config: Config, launch: Launch) -> bool:
+    return bool(config.parallelism.elastic_meshes) and terms_from(os.environ, launch).elastic
+
+
+def run_nodes(
+    command: Sequence[str],
+    config: Config,
+    argv: Sequence[str],
+    launch: Launch,
+    hardware: Hardware,
+    prepare: Callable[[], None],
+) -> int:
+    """Take part in the run of several nodes that ``launch`` describes; returns the exit code.
+
+    Raises:
+        ConfigError: the least number of nodes cannot train, or node 0 cannot listen.
+        ToolkitError: preparing failed.
+    """
+    terms = terms_from(os.environ, launch)
+    flags_for = _layouts(config, argv, launch, hardware)
+    try:
+        flags_for(terms.least)
+    except ConfigError as error:
+        problem = error.problems[0]
+        rule = f"{terms.least} nodes are allowed, and cannot train: {problem.key}: {problem.rule}"
+        fix = f"{problem.fix}; or name meshes in {MESHES}, or raise the least number"
+        raise environment_error("NNODES", os.environ["NNODES"], rule, fix) from None
+
+    def fits(nodes: int) -> list[str] | None:
+        try:
+            return flags_for(nodes)
+        except ConfigError:
+            return None
+
+    prefix = fault_reports.traces_prefix(config.job, config.comm)
+    saved = expand_user(config.job.dump_folder) / config.checkpoint.folder
+
+    def hung(nodes: int, known: Mapping[int, str]) -> str:
+        return _who_hangs(prefix, nodes * launch.processes, known)
+
+    return supervise_nodes(
+        command,
+        launch,
+        terms,
+        _facts(config, hardware),
+        prepare,
+        prefix,
+        fits,
+        lambda: max(committed_steps(saved), default=0),
+        hung,
+    )
+
+
+def _facts(config: Config, hardware: Hardware) -> dict[str, Any]:
+    """The device and the configuration, of which nodes may differ in nothing but paths of their own."""
+    keys = [field.key for field in config.present_fields() if field.key not in _A_NODE_MAY_HAVE_ITS_OWN]
+    device = {"device": hardware.device, "bfloat16 in hardware": hardware.native_bf16}
+    return device | {key: config.value(key) for key in keys}
+
+
+def _who_hangs(prefix: Path, world_size: int, known: Mapping[int, str]) -> str:
+    reports = fault_reports.gather(prefix, world_size, seconds=2.0)
+    return fault_reports.tell(reports, world_size, known, more=prefix.parent)

@@ -1,0 +1,332 @@
+"""A node's part in a run of several: it comes to the roll call of node 0, starts its ranks when told to, and
+tells how they ended. `toolkit.launcher.roll_call` says what follows from it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from signal import SIGCHLD, SIGKILL, SIGUSR1, Signals
+
+import toolkit
+from toolkit.errors import EXIT_ERROR, EXIT_REQUEUE, ToolkitError
+from toolkit.launcher import fault_reports, supervisor
+from toolkit.launcher.environment import QUESTION, environment_error, whole_number
+from toolkit.launcher.failure import any_failed_by_itself, first_failure
+from toolkit.launcher.node_link import Link, Message, interface_of
+from toolkit.launcher.roll_call import TELL_EVERY, Fits, RollCall, Terms
+from toolkit.launcher.signals import Stopped, stop_at_once
+from toolkit.launcher.supervisor import Launch, Watch, say
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+RETRY_SECONDS = 0.5
+COMMITTING_SECONDS = 2.0
+"""A save that all ranks have written is given so long to be committed when a node is lost."""
+
+
+def terms_from(environ: Mapping[str, str], launch: Launch) -> Terms:
+    """Read NNODES, MAX_RESTARTS, JOIN_TIMEOUT, LAST_CALL_TIMEOUT and NODE_TIMEOUT.
+
+    Raises:
+        ConfigError: a value is no such number.
+    """
+    least = launch.nodes
+    text, colon, _ = environ.get("NNODES", "").partition(":")
+    if colon:
+        least = whole_number({"NNODES": text}, "NNODES", 0, 0)
+        if not 1 <= least <= launch.nodes:
+            rule = "NNODES is a number of nodes, or the least and the most with a colon between"
+            raise environment_error("NNODES", environ["NNODES"], rule, "set it to such as 4 or 2:4")
+    restarts = 3 if least < launch.nodes else 0
+    return Terms(
+        least=least,
+        most=launch.nodes,
+        restarts=whole_number(environ, "MAX_RESTARTS", restarts, 0),
+        join_timeout=whole_number(environ, "JOIN_TIMEOUT", 600, 1),
+        last_call=whole_number(environ, "LAST_CALL_TIMEOUT", 30, 0),
+        node_timeout=whole_number(environ, "NODE_TIMEOUT", 20, 1),
+        ending=launch.peer_grace + launch.kill_grace,
+    )
+
+
+def versions() -> dict[str, object]:
+    """What must be the same on all nodes besides the configuration."""
+    code = hashlib.sha256()
+    folder = Path(toolkit.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        code.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "not installed"
+    return {
+        "toolkit": f"{toolkit.__version__}, files {code.hexdigest()[:12]}",
+        "torch": torch,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+@dataclass
+class NodeWatch(Watch):
+    """Watches the ranks of this node, and hears what becomes of the others."""
+
+    link: Link | None = None
+    asked: int = 0  # the first signal that somebody sent to this launcher
+    gone: str = ""  # why node 0 is lost
+
+    def _collect(self) -> None:
+        known = self.failed
+        super()._collect()
+        if self.failed and not known and self.link:
+            self.link.send("failed")
+
+    def _arrived(self, event: int | Message) -> None:
+        if isinstance(event, int):
+            if event != SIGCHLD:
+                self.asked = self.asked or event
+            super()._arrived(event)
+            return
+        if event.get("link") is not self.link:
+            return
+        now = time.monotonic()
+        if event["kind"] == "pause" and not self.stopped_by:
+            say(str(event["text"]))
+            super()._arrived(SIGUSR1)
+        elif event["kind"] == "stop" and event["grace"] and not self.failed:
+            self.failed = True
+            ask = now + self.launch.peer_grace
+            self.plan = [(ask, QUESTION), (ask + self.launch.kill_grace, SIGKILL)]
+        elif event["kind"] in ("lost", "exit") or (event["kind"] == "stop" and not event["grace"]):
+            self.failed = True
+            self.gone = str(event.get("why", ""))
+            self.plan = [(now + COMMITTING_SECONDS, SIGKILL)]
+
+
+@dataclass
+class Member:
+    """This node in the run that ``launch`` describes, with ranks that ``command`` starts.
+
+    ``prepare`` does what is to be done before the first round, once the configuration is known to be that of
+    all nodes.
+    """
+
+    command: Sequence[str]
+    launch: Launch
+    terms: Terms
+    facts: Mapping[str, object]
+    prepare: Callable[[], None]
+    reports: Path | None
+    arrived: SimpleQueue[int | Message] = field(default_factory=SimpleQueue)
+
+    def __post_init__(self) -> None:
+        self.host = socket.gethostname()
+        self.prepared = False
+        self._said: str | None = None  # of a failure here
+
+    def take_part(self, address: str, port: int) -> int:
+        """Come to the roll call at ``address``, and again while it may begin anew; returns the exit code.
+
+        Raises:
+            ToolkitError: preparing failed.
+        """
+        self.address, self.port = address, port
+        while True:
+            link = self._connect()
+            if isinstance(link, int):
+                return link
+            try:
+                code, why = self._attend(link)
+            finally:
+                link.close()
+            if code is not None:
+                return code
+            say(f"node 0 ({address}) is lost: {why}")
+            if not self.terms.restarts:
+                return EXIT_ERROR
+
+    # Coming
+
+    def _connect(self) -> Link | int:
+        """Reach node 0, or the exit code where that cannot be."""
+        start = told = time.monotonic()
+        patience = self.terms.join_timeout
+        while True:
+            try:
+                connection = self._reach()
+                link = Link(connection, self.terms.node_timeout)
+                link.send("hello", node=self.launch.node_rank, host=self.host, facts=self.facts)
+                message = link.receive()
+                if message["kind"] in ("welcome", "exit"):
+                    return self._welcomed(link, message)
+                why = "what listens there is no launcher"
+            except (OSError, ValueError) as error:
+                why = str(error)
+            where = f"node 0 does not answer at {self.address}:{self.port} ({why})"
+            if time.monotonic() > start + patience:
+                say(f"{where}, for {patience:.0f} s")
+                return EXIT_ERROR
+            if time.monotonic() > told + TELL_EVERY or told == start < time.monotonic() - 5:
+                told = time.monotonic()
+                say(f"{where}; waiting up to {patience:.0f} s")
+            if (signum := self._signal(RETRY_SECONDS)) is not None:
+                return self._left(None, signum)
+
+    def _reach(self) -> socket.socket:
+        """Node 0, which has itself where others have it, so that a second node 0 meets the first one; a name
+        of several machines may lead to none before all are up."""
+        try:
+            return socket.create_connection((self.address, self.port), timeout=5)
+        except OSError:
+            if self.launch.node_rank:
+                raise
+            return socket.create_connection(("127.0.0.1", self.port), timeout=5)
+
+    def _welcomed(self, link: Link, message: Message) -> Link | int:
+        if message["kind"] == "exit":
+            return self._exit(message)
+        link.set_timeout(float(message["node_timeout"]))
+        threading.Thread(target=self._listen, args=(link,), name="node 0", daemon=True).start()
+        return link
+
+    def _listen(self, link: Link) -> None:
+        try:
+            while True:
+                message = link.receive()
+                if message["kind"] == "ping":
+                    link.send("pong", sent=message["sent"])
+                else:
+                    self.arrived.put(message | {"link": link})
+        except (OSError, ValueError) as error:
+            self.arrived.put({"kind": "lost", "why": str(error), "link": link})
+
+    def _signal(self, seconds: float) -> int | None:
+        """A signal that asks to stop, if one comes within ``seconds``."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            with suppress(Empty):
+                event = self.arrived.get(timeout=left)
+                if isinstance(event, int) and event != SIGCHLD:
+                    return event
+        return None
+
+    # Being there
+
+    def _attend(self, link: Link) -> tuple[int | None, str]:
+        """The exit code; without one, node 0 is lost, and why."""
+        if not self.prepared:
+            try:
+                with stop_at_once():
+                    self.prepare()
+            except ToolkitError as error:
+                link.send("leave", code=error.exit_code, text=str(error))
+                raise
+            except Stopped as stopped:
+                return self._left(link, Signals[stopped.name]), ""
+            self.prepared = True
+        link.send("ready")
+        while True:
+            event = self.arrived.get()
+            if isinstance(event, int):
+                if event != SIGCHLD:
+                    return self._left(link, event), ""
+                continue
+            if event["link"] is not link:
+                continue
+            if event["kind"] == "start":
+                if why := self._round(link, event):
+                    return None, why
+            elif event["kind"] == "again":
+                if event["text"]:
+                    say(str(event["text"]))
+                link.send("ready")
+            elif event["kind"] == "exit":
+                return self._exit(event), ""
+            elif event["kind"] == "lost":
+                return None, str(event["why"])
+
+    def _exit(self, message: Message) -> int:
+        if message["text"] and message["text"] != self._said:
+            say(str(message["text"]))
+        return int(message["code"])
+
+    def _left(self, link: Link | None, signum: int) -> int:
+        name = Signals(signum).name
+        if link:
+            link.send("leave", code=EXIT_REQUEUE, text=f"stopped by {name} before its ranks started")
+        say(f"{name}: stopped before the ranks started; the same command starts again")
+        return EXIT_REQUEUE
+
+    def _round(self, link: Link, message: Message) -> str:
+        """Run the ranks of a round and tell how they ended; why node 0 is lost, if it is."""
+        launch = replace(
+            self.launch, nodes=message["nodes"], node_rank=message["place"], master_port=message["port"]
+        )
+        interface = interface_of(message["own_address"] or link.own_address)
+        if interface and not os.environ.get(INTERFACE):
+            launch = replace(launch, environment={INTERFACE: interface})
+        logs = Path(tempfile.mkdtemp(prefix="toolkit-logs-"))
+        watch = NodeWatch(launch, [], link=link)
+        command = [*self.command, *message["flags"]]
+        supervisor.run_ranks(watch, command, self.reports, logs, self.arrived)
+        code, own = supervisor.code_of(watch), None
+        if watch.failed and code != EXIT_REQUEUE:
+            reports = fault_reports.gather(self.reports, launch.world_size) if self.reports else {}
+            if any_failed_by_itself(watch, reports):
+                own = first_failure(watch, code, reports)
+        if own:
+            own.show()
+        else:
+            shutil.rmtree(logs, ignore_errors=True)
+        said = self._said = own.text if own else None
+        signum = Signals(watch.asked).name if watch.asked else ""
+        link.send("ended", code=code, own=said, signal=signum, known=watch.ended_by_us)
+        return watch.gone
+
+
+def supervise_nodes(
+    command: Sequence[str],
+    launch: Launch,
+    terms: Terms,
+    config: Mapping[str, object],
+    prepare: Callable[[], None],
+    reports: Path | None,
+    fits: Fits,
+    saved_step: Callable[[], int],
+    hung: Callable[[int, Mapping[int, str]], str],
+) -> int:
+    """Run ``command`` once a rank of this node, as node 0 tells all nodes to; returns the exit code.
+
+    Raises:
+        ConfigError: node 0 cannot listen at its port.
+        ToolkitError: preparing failed.
+    """
+    asked = {"NNODES": os.environ.get("NNODES") or "1", "NGPU": launch.processes}
+    facts = {**versions(), **asked, **config}
+    roll_call, port = None, launch.master_port
+    with supervisor.signals() as arrived:
+        if launch.node_rank == 0:
+            roll_call = RollCall(terms, facts, fits, saved_step, hung)
+            try:
+                port = roll_call.listen(port)
+            except OSError as error:
+                rule = f"node 0 cannot listen there: {error.strerror}"
+                raise environment_error(
+                    "MASTER_PORT", str(port), rule, "choose another on all nodes"
+                ) from None
+        member = Member(command, launch, terms, facts, prepare, reports, arrived)
+        try:
+            return member.take_part(launch.master_addr, port)
+        finally:
+            if roll_call:
+                roll_call.close()

@@ -1,0 +1,455 @@
+"""Node 0's part in a run of several nodes: who is there, when all start, and what a failure means for all.
+
+Node 0's launcher listens at MASTER_ADDR:MASTER_PORT. The launchers of all nodes, its own among them, say
+there who they are, prepare, and are told to start a round: one set of ranks, from their start to their end.
+A round ends when its ranks do, when one of them fails, or when a node is lost: its launcher has ended, or
+has not been heard for a time. Then every node ends its ranks, says how they ended, and is told to exit with
+a code that is the same everywhere, or to come to the next round.
+
+A thread of node 0's launcher does this; it reads all connections from one queue, so nothing here is locked.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, first_few, shown
+from toolkit.launcher.node_link import Link, Message
+from toolkit.launcher.supervisor import exit_code, say
+
+SHOWN = 8
+TELL_EVERY = 30.0  # seconds
+SLOW_SECONDS = 1.0
+"""An answer that takes longer, twice in a row, has waited in queues: a hundred times what networks take."""
+FAREWELL_SECONDS = 5.0
+FINAL = (EXIT_CONFIG, EXIT_DATA)  # codes of a mistake that another start would repeat
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Conditions of a run of ``least`` to ``most`` nodes, with times in seconds.
+
+    A node must come within ``join_timeout``; where fewer than ``most`` are enough, the others have
+    ``last_call`` from then on. One that is silent for ``node_timeout`` is lost. After a failure all start
+    again, at most ``restarts`` times in a row without a new checkpoint. Ranks of a failed round have
+    ``ending`` to end.
+    """
+
+    least: int = 1
+    most: int = 1
+    restarts: int = 0
+    join_timeout: float = 600.0
+    last_call: float = 30.0
+    node_timeout: float = 20.0
+    ending: float = 15.0
+
+    @property
+    def elastic(self) -> bool:
+        return self.least < self.most
+
+
+@dataclass
+class Node:
+    """A launcher that has come. ``place`` is its node rank in the round, and ``outcome`` how its ranks
+    ended, with ``own`` the one that failed by itself."""
+
+    number: int
+    host: str
+    link: Link
+    ready: bool = False
+    playing: bool = False
+    outcome: Message | None = None
+    slow: int = 0
+    told_slow: float = -math.inf
+
+    def __str__(self) -> str:
+        return f"node {self.number} ({self.host})"
+
+
+Fits = Callable[[int], "Sequence[str] | None"]
+"""Of a number of nodes, the flags of the mesh that their ranks take; None where no mesh is allowed."""
+
+
+@dataclass
+class RollCall:
+    """Called with node 0's own ``facts``, from which no other node may differ."""
+
+    terms: Terms
+    facts: Mapping[str, object]
+    fits: Fits
+    saved_step: Callable[[], int]
+    hung: Callable[[int, Mapping[int, str]], str]
+    """Of a world size and what is known of ranks: who is at fault, when none failed by itself."""
+    nodes: dict[int, Node] = field(default_factory=dict)
+    events: SimpleQueue[tuple[Link, Message]] = field(default_factory=SimpleQueue)
+
+    def __post_init__(self) -> None:
+        self.opened = False  # node 0 has come
+        self._strangers: list[Link] = []
+        self._phase = "gathering"  # then running, ending, and over
+        self._began = self._told = time.monotonic()
+        self._enough_since: float | None = None
+        self._end_by = math.inf
+        self._round = 0
+        self._size = 0  # nodes of the round
+        self._lost: list[str] = []
+        self._paused = False
+        self._failures, self._newest = 0, -1
+        self._own_address = ""
+        self._store: socket.socket | None = None
+        self._next_ping = 0.0
+
+    # Connections
+
+    def listen(self, port: int) -> int:
+        """Begin, at ``port`` or a free one for 0; returns which.
+
+        Raises:
+            OSError: it cannot be had.
+        """
+        listener = _bound(port)
+        listener.listen(128)
+        threading.Thread(target=self._accept, args=(listener,), name="roll call door", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, args=(listener,), name="roll call", daemon=True)
+        self.thread.start()
+        return int(listener.getsockname()[1])
+
+    def close(self) -> None:
+        """Wait until all have read what they were sent last, or end at once where node 0 never came."""
+        if not self.opened:
+            self._phase = "over"
+        self.thread.join(timeout=2 * FAREWELL_SECONDS)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):  # it is closed at the end
+            while True:
+                link = Link(listener.accept()[0], self.terms.node_timeout)
+                threading.Thread(target=self._read, args=(link,), name="roll call node", daemon=True).start()
+
+    def _read(self, link: Link) -> None:
+        try:
+            while True:
+                self.events.put((link, link.receive()))
+        except (OSError, ValueError) as error:
+            self.events.put((link, {"kind": "lost", "why": str(error)}))
+
+    def _run(self, listener: socket.socket) -> None:
+        try:
+            while self._phase != "over":
+                self._ping()
+                with suppress(Empty):
+                    self._take(*self.events.get(timeout=0.2))
+                self._consider()
+            self._part()
+        finally:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # which wakes who waits there
+            listener.close()
+            if self._store:
+                self._store.close()
+            for link in [node.link for node in self.nodes.values()] + self._strangers:
+                link.close()
+
+    def _part(self) -> None:
+        """Let all read what they were sent last."""
+        waiting = [node.link for node in self.nodes.values()] + self._strangers
+        for link in waiting:
+            link.finish()
+        end = time.monotonic() + FAREWELL_SECONDS
+        while waiting and time.monotonic() < end:
+            with suppress(Empty):
+                link, message = self.events.get(timeout=0.1)
+                if message["kind"] == "lost" and link in waiting:
+                    waiting.remove(link)
+
+    def _ping(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_ping:
+            self._next_ping = now + self.terms.node_timeout / 10
+            self._send(self.nodes.values(), "ping", sent=now)
+
+    def _send(self, nodes: Iterable[Node], kind: str, **values: object) -> None:
+        for node in nodes:
+            node.link.send(kind, **values)
+
+    def _of(self, link: Link) -> Node | None:
+        return next((node for node in self.nodes.values() if node.link is link), None)
+
+    # What nodes say
+
+    def _take(self, link: Link, message: Message) -> None:
+        node, kind = self._of(link), message["kind"]
+        try:
+            if node is None:
+                if kind == "hello":
+                    self._hello(link, message)
+                else:  # a stranger, or one that was turned away
+                    link.close()
+            elif kind in ("lost", "leave"):
+                self._gone(node, message)
+            elif kind == "ready":
+                node.ready = True
+            elif kind == "pong":
+                self._time(node, time.monotonic() - float(message["sent"]))
+            elif kind == "failed" and node.playing:
+                self._end_round(grace=True)
+            elif kind == "ended" and node.playing:
+                node.outcome = {"code": EXIT_ERROR, "own": None, "signal": "", "known": {}, **message}
+        except (KeyError, TypeError, ValueError) as error:
+            say(f"{node or link.address} says what no launcher does ({type(error).__name__}: {error})")
+            link.close()
+
+    def _hello(self, link: Link, message: Message) -> None:
+        number, host, facts = int(message["node"]), str(message["host"]), dict(message["facts"])
+        node = Node(number, host, link)
+        old = self.nodes.get(number)
+        if old and old.host == host:  # it came back before it was missed
+            self._gone(old, {"kind": "lost", "why": "another launcher has come from there"})
+            old = None
+        problem = ""
+        if not 0 <= number < self.terms.most:
+            problem = f"{node} is none of NNODES = {self.terms.most}: NODE_RANK is below it"
+        elif old:
+            problem = f"NODE_RANK = {number} is that of {old.host} and of {host}: each node has its own"
+        elif apart := _apart(facts, self.facts):
+            problem = f"{node} is unlike node 0 ({self.nodes[0].host if 0 in self.nodes else 'here'}):\n"
+            problem += "\n".join(f"  {line}" for line in apart)
+        if problem:
+            say(problem)
+            link.send("exit", code=EXIT_CONFIG, text=problem)
+            link.finish()
+            self._strangers.append(link)
+            if not self.terms.elastic and self._phase == "gathering" and self._round == 0:
+                self._exit(EXIT_CONFIG, problem)
+            return
+        self.nodes[number] = node
+        if number == 0:
+            self.opened = True
+        else:
+            self._own_address = link.own_address
+        link.send("welcome", node_timeout=self.terms.node_timeout)
+        if self.terms.most > 1:
+            say(f"{node} is here")
+
+    def _gone(self, node: Node, message: Message) -> None:
+        if self.nodes.get(node.number) is node:
+            del self.nodes[node.number]
+        node.link.close()
+        if message["kind"] == "leave":
+            code, why = int(message["code"]), str(message["text"])
+            if node.number == 0 or (code in FINAL and not self.terms.elastic):
+                self._exit(code, f"{node}: {why}")
+                return
+        else:
+            why = f"it is lost: {message['why']}"
+        say(f"{node}: {why}")
+        if node.playing and node.outcome is None:
+            self._lost.append(f"{node} is lost: {message.get('why', why)}")
+            self._end_round(grace=False)
+
+    def _time(self, node: Node, seconds: float) -> None:
+        """Tell of a node that is slow to answer, once in a while."""
+        node.slow = node.slow + 1 if seconds > SLOW_SECONDS else 0
+        now = time.monotonic()
+        if node.slow >= 2 and now > node.told_slow + 2 * TELL_EVERY:
+            node.told_slow = now
+            say(f"{node} is slow to answer, {seconds:.1f} s: its link or the machine is overloaded")
+
+    # What follows
+
+    def _consider(self) -> None:
+        if self._phase == "gathering":
+            self._start_or_wait()
+        elif self._phase in ("running", "ending"):
+            playing = [node for node in self.nodes.values() if node.playing]
+            silent = [node for node in playing if node.outcome is None]
+            if not silent:
+                self._decide()
+            elif time.monotonic() > self._end_by:
+                for node in silent:
+                    self._gone(node, {"kind": "lost", "why": "its launcher does not end the ranks"})
+            elif self._phase == "running" and not self._paused:
+                self._grow()
+
+    def _most_that_fit(self, count: int) -> int:
+        """How many of ``count`` nodes can train, 0 if too few."""
+        sizes = range(count, self.terms.least - 1, -1)
+        return next((size for size in sizes if self.fits(size) is not None), 0)
+
+    def _start_or_wait(self) -> None:
+        now, terms = time.monotonic(), self.terms
+        ready = sorted(number for number, node in self.nodes.items() if node.ready)
+        preparing = len(self.nodes) > len(ready)
+        if len(ready) == terms.most:
+            self._start(ready[: self._most_that_fit(terms.most)])
+            return
+        fitting = self._most_that_fit(len(ready)) if 0 in ready else 0
+        if not fitting:
+            self._enough_since = None
+        elif self._enough_since is None:
+            self._enough_since = now
+        if self._enough_since is not None and now >= self._enough_since + terms.last_call and not preparing:
+            self._start(ready[:fitting])
+            return
+        absent = [f"node {number}" for number in range(terms.most) if number not in self.nodes]
+        if now > self._began + terms.join_timeout and not preparing and not fitting:
+            here = first_few([str(self.nodes[number]) for number in sorted(self.nodes)], SHOWN)
+            said = f"{first_few(absent, SHOWN)} of NNODES = {self._asked} did not come"
+            said += f" in {terms.join_timeout:.0f} s; here: {here}"
+            self._exit(EXIT_ERROR, said)
+        elif now > self._told + TELL_EVERY:
+            self._told = now
+            if absent:
+                say(f"waiting for {first_few(absent, SHOWN)} of NNODES = {self._asked}")
+
+    @property
+    def _asked(self) -> str:
+        return f"{self.terms.least}:{self.terms.most}" if self.terms.elastic else str(self.terms.most)
+
+    def _start(self, numbers: Sequence[int]) -> None:
+        self._round += 1
+        self._phase, self._size = "running", len(numbers)
+        self._lost, self._paused, self._end_by = [], False, math.inf
+        flags = self.fits(len(numbers))
+        if self._store:
+            self._store.close()
+        self._store = _bound(0)  # bound and not listening, it is kept for rank 0's store
+        chosen = [self.nodes[number] for number in numbers]
+        if self.terms.most > 1:
+            begin = "starting" if self._round == 1 else f"start {self._round}:"
+            aside = [str(node) for node in self.nodes.values() if node not in chosen]
+            rest = f"; {first_few(aside, SHOWN)} stand by: no mesh is allowed for more" if aside else ""
+            say(f"{begin} {first_few([str(node) for node in chosen], SHOWN)}{rest}")
+        for place, node in enumerate(chosen):
+            node.playing, node.ready, node.outcome = True, False, None
+            address = self._own_address if node.number == 0 else ""
+            node.link.send(
+                "start",
+                place=place,
+                nodes=len(chosen),
+                port=self._store.getsockname()[1],
+                flags=list(flags or ()),
+                own_address=address,
+            )
+
+    def _grow(self) -> None:
+        """Have the ranks save and stop when nodes wait that they can share the work with."""
+        waiting = [node for node in self.nodes.values() if node.ready and not node.playing]
+        if waiting and self._most_that_fit(self._size + len(waiting)) > self._size:
+            self._paused = True
+            joining = first_few([str(node) for node in waiting], SHOWN)
+            text = f"{joining} can join: the ranks save, then all start"
+            self._send([node for node in self.nodes.values() if node.playing], "pause", text=text)
+
+    def _end_round(self, *, grace: bool) -> None:
+        """Have all end their ranks, with ``grace`` after they have had the time to say where they are."""
+        if self._phase not in ("running", "ending"):
+            return
+        if self._phase == "running":
+            self._phase = "ending"
+            self._end_by = time.monotonic() + self.terms.ending + 2 * self.terms.node_timeout
+        self._send([node for node in self.nodes.values() if node.playing], "stop", grace=grace)
+
+    def _decide(self) -> None:
+        """All ranks have ended: exit, or go on in another round."""
+        playing = [node for node in self.nodes.values() if node.playing]
+        ended = {node.number: node.outcome for node in playing if node.outcome}
+        by_cause = sorted(ended.values(), key=lambda outcome: outcome["own"] is None)
+        codes = [int(outcome["code"]) for outcome in by_cause]
+        code = exit_code(codes + [EXIT_ERROR] * bool(self._lost))
+        signalled = {number: str(outcome["signal"]) for number, outcome in ended.items() if outcome["signal"]}
+        alone = not self._lost and not any(outcome["own"] for outcome in ended.values())
+        if alone and EXIT_REQUEUE in codes and (signalled or self._paused):
+            code = EXIT_REQUEUE  # the others lost a rank that the signal ended before its first step
+        if code == EXIT_FINISHED or code in FINAL:
+            self._exit(code, self._cause(ended, code) if code else "")
+            return
+        if code == EXIT_REQUEUE:
+            self._stopped(playing, signalled)
+            return
+        cause = self._cause(ended, code)
+        if signalled:  # who stopped it did not ask for another start
+            self._exit(code, cause)
+            return
+        newest = self.saved_step()
+        self._failures = self._failures + 1 if newest <= self._newest else 1
+        self._newest = newest
+        if self._failures > self.terms.restarts:
+            if self.terms.restarts:
+                cause += f"\nthat was failure {self._failures} in a row without a new checkpoint, "
+                cause += f"and MAX_RESTARTS = {self.terms.restarts}"
+            self._exit(code, cause)
+            return
+        self._again(playing, f"{cause}\nall start again from the newest checkpoint, step {max(newest, 0)}")
+
+    def _stopped(self, playing: Sequence[Node], signalled: Mapping[int, str]) -> None:
+        """After a save: nodes that had a signal leave, and others go on where that is allowed."""
+        staying = [node for node in playing if node.number not in signalled]
+        if self._paused or (signalled and self.terms.elastic):
+            left = len(self.nodes) - len(signalled)
+            if 0 not in signalled and self._most_that_fit(left):
+                for node in [node for node in playing if node.number in signalled]:
+                    node.link.send("exit", code=EXIT_REQUEUE, text="")
+                    node.link.finish()
+                    self._strangers.append(node.link)
+                    del self.nodes[node.number]
+                    say(f"{node} left after {signalled[node.number]}")
+                self._again(staying, "")
+                return
+        self._exit(EXIT_REQUEUE, "")
+
+    def _cause(self, ended: Mapping[int, Message], code: int) -> str:
+        """The words for what ended the round."""
+        own = [outcome for outcome in ended.values() if outcome["own"]]
+        named = [outcome for outcome in own if outcome["code"] == code and code in FINAL]
+        if self._lost and not named:
+            return "\n".join(self._lost)
+        if own:
+            return str((named or own)[0]["own"])
+        known: dict[int, str] = {}
+        for outcome in ended.values():
+            known |= {int(rank): str(what) for rank, what in outcome["known"].items()}
+        return self.hung(self._size, known)
+
+    def _again(self, nodes: Iterable[Node], text: str) -> None:
+        for node in nodes:
+            node.playing, node.ready = False, False
+            node.link.send("again", text=text)
+        self._phase = "gathering"
+        self._began = self._told = time.monotonic()
+        self._enough_since = None
+
+    def _exit(self, code: int, text: str) -> None:
+        self._send(self.nodes.values(), "exit", code=code, text=text)
+        self._phase = "over"
+
+
+def _bound(port: int) -> socket.socket:
+    """A socket at ``port`` of all addresses, 0 for a free one."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    bound = socket.socket(family)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        bound.bind(("", port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _apart(theirs: Mapping[str, Any], ours: Mapping[str, object]) -> list[str]:
+    """Lines about what differs, with both values."""
+    names = [name for name in [*ours, *(theirs.keys() - ours.keys())] if theirs.get(name) != ours.get(name)]
+    lines = [f"{name}: {shown(theirs.get(name))} there, {shown(ours.get(name))} here" for name in names]
+    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return lines[:SHOWN] + more
