@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from toolkit.checkpoint.manifest import committed_steps
+
 ROOT = Path(__file__).parents[1]
 PORT = 29500
 _numbers = itertools.count()
@@ -250,6 +252,11 @@ def losses(folder: Path) -> dict[int, float]:
     lines = path.read_text().splitlines() if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("}")]
     return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def newest(folder: Path) -> int:
+    """The last step that a run has saved, 0 without one."""
+    return max(committed_steps(folder / "checkpoint"), default=0)
 
 
 TINY: Sequence[str] = (
