@@ -247,7 +247,7 @@ def cluster(size: int, folder: Path) -> Iterator[Cluster]:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Of each step that a run has logged, the last time that it did."""
+    """Loss of each step that a run has logged, the last time that it did."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("}")]

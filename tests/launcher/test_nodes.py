@@ -51,7 +51,7 @@ def _start(node: Node, folder: Path, number: int | None = None, /, **settings: A
 
 
 def _places(folder: Path) -> list[list[str]]:
-    """What ranks have left: host, rank, world size, interface, address and flags."""
+    """Lines that ranks have left: host, rank, world size, interface, address and flags."""
     file = folder / "places"
     return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
 

@@ -61,7 +61,7 @@ def terms_from(environ: Mapping[str, str], launch: Launch) -> Terms:
 
 
 def versions() -> dict[str, object]:
-    """What must be the same on all nodes besides the configuration."""
+    """Versions that must be the same on all nodes."""
     code = hashlib.sha256()
     folder = Path(toolkit.__file__).parent
     for path in sorted(folder.rglob("*.py")):

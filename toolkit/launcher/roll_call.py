@@ -75,7 +75,7 @@ class Node:
 
 
 Fits = Callable[[int], "Sequence[str] | None"]
-"""Of a number of nodes, the flags of the mesh that their ranks take; None where no mesh is allowed."""
+"""Gives the flags of the mesh that the ranks of so many nodes take, None where no mesh is allowed."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ class RollCall:
     fits: Fits
     saved_step: Callable[[], int]
     hung: Callable[[int, Mapping[int, str]], str]
-    """Of a world size and what is known of ranks: who is at fault, when none failed by itself."""
+    """Says who is at fault when none failed by itself, by the round's nodes and what is known of ranks."""
     nodes: dict[int, Node] = field(default_factory=dict)
     events: SimpleQueue[tuple[Link, Message]] = field(default_factory=SimpleQueue)
 
