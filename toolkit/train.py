@@ -52,7 +52,8 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
         data = _data(config, progress=chief)
     device = process_group.local_device(checked_device)
     if faults:
-        faults.record_collectives(config.comm.trace_buf_size)
+        timed = config.health.straggler_factor is not None
+        faults.record_collectives(config.comm.trace_buf_size, timed=timed)
     with phases("process group"):
         process_group.start(device, timeout_seconds=config.comm.init_timeout_seconds)
     try:

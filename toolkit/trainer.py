@@ -177,6 +177,8 @@ class Trainer:
                 out_of_memory_advice(self.device, self.train_state.step, error, snapshots=snapshots)
             ) from error
         finally:
+            if self.watch:
+                self.watch.close()
             self.log.close()
             self._claimed.close()
 
@@ -215,7 +217,7 @@ class Trainer:
             state.tokens += result.tokens
             speed.step(result.tokens)
             speed.add_apart("compile", self.compile_clock())
-            if self.watch and self.watch.after_step(result):
+            if self.watch and self.watch.after_step(result, speed):
                 batches = iter(self.loader)
                 continue
             if step == first or last or step % self.config.metrics.log_freq == 0:
@@ -303,7 +305,8 @@ class Trainer:
             "lr": self._rate(),
             "tokens": self.train_state.tokens,
         }
-        self._record(values | speed.read() | memory(self.device))
+        speeds = speed.read() | memory(self.device)
+        self._record(values | (self.watch.compare(speeds) if self.watch else speeds))
 
     def _record(self, values: dict[str, Any]) -> None:
         self.history.append({"step": self.train_state.step, **values})

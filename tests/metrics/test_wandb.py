@@ -83,5 +83,34 @@ def test_a_failure_is_told_once_and_stops_nothing(
 
 
 def test_only_rank_0_sends(tmp_path: Path, sent: list[Any]) -> None:
-    logger(tmp_path, rank=1, all_ranks=True).close()
+    logger(tmp_path, rank=1).close()
     assert sent == []
+
+
+def test_all_ranks_send_to_runs_of_one_group(
+    tmp_path: Path, sent: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in (0, 1):
+        log = logger(tmp_path / "mine", rank=rank, all_ranks=True)
+        log.log(1, {"loss": 5.0, "memory_gib": 1.0 + rank})
+        log.close()
+    monkeypatch.setenv("WANDB_RUN_NAME", "long")
+    logger(tmp_path / "mine", rank=1, all_ranks=True, resume_step=1).close()
+    (first, run), (second, other), (resumed, _) = sent
+    assert [it["group"] for it in (first, second, resumed)] == ["mine", "mine", "long"]
+    assert [it["name"] for it in (first, second, resumed)] == ["mine-rank-0", "mine-rank-1", "long-rank-1"]
+    assert (run.logged[0][1]["memory/gib"], other.logged[0][1]["memory/gib"]) == (1.0, 2.0)
+    assert (second["id"], resumed["id"]) == (None, other.id)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_offline_with_the_package_itself(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = logger(tmp_path, rank=rank, all_ranks=True)
+    log.log(1, {"loss": 5.0})
+    log.close()
+    assert "the training goes on without" not in capsys.readouterr().out
+    assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))

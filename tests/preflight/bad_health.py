@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from tests.preflight.bad_runs import Bad, bad
+from tests.preflight.bad_runs import H100, Bad, bad
 
 CASES: list[Bad] = [
+    bad(
+        "stragglers_are_seen",
+        "health.straggler_factor=3 comm.trace_buf_size=0",
+        "comm.trace_buf_size turns it off",
+        hardware=H100,
+    ),
     bad("policies_can_act", "health.nan_policy=rollback", "this run saves none"),
     bad(
         "policies_can_act",

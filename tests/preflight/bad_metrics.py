@@ -12,5 +12,6 @@ CASES: list[Bad] = [
         "at least 5",
     ),
     bad("memory_snapshot_on_cuda", "profiling.enable_memory_snapshot", "on CUDA only", "memory_gib"),
+    bad("prometheus_file_is_read", "metrics.prometheus_file=run.txt", "no others", "name it run.txt.prom"),
     bad("wandb_ready", "metrics.enable_wandb", "metrics.enable_wandb = True"),
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from annotated_types import Gt
+
 from toolkit.config.types import (
     ActsWith,
     LocalPath,
@@ -77,9 +79,11 @@ class Metrics(Table):
     save_tb_folder: Annotated[str, ActsWith("metrics.enable_tensorboard"), LocalPath()] = "tb"
     """Folder of the TensorBoard events, inside job.dump_folder."""
     save_for_all_ranks: bool = False
-    """Write JSON lines and TensorBoard events on every rank, each its own, instead of rank 0 alone."""
+    """Write metrics on every rank, each its own (W&B: a group of runs), instead of rank 0 alone."""
     enable_wandb: bool = False
     """Send the metrics to Weights & Biases, as WANDB_PROJECT, WANDB_TEAM and WANDB_RUN_NAME say."""
+    prometheus_file: Annotated[str | None, LocalPath()] = None
+    """Keep the newest numbers in this file for node_exporter's textfile collector: *.prom in its folder."""
     peak_tflops: PositiveFloat | None = None
     """Dense bf16 peak of one device in TFLOP/s, for the MFU of a device that is not in our table."""
 
@@ -98,6 +102,10 @@ class Health(Table):
     """Standard deviations above the mean beyond which it is a spike."""
     max_skips: Annotated[Positive, _SKIPS, _SKIPS_TOO] = 10
     """Batches that may be skipped, or roll-backs made, without an update or a checkpoint in between."""
+    straggler_factor: Annotated[float, Gt(1)] | None = None
+    """Compare the ranks at each logged step, and name one that takes so many times as long as the others."""
+    heartbeat_seconds: PositiveFloat | None = None
+    """Write heartbeat.json, the time, step and state of the run, in job.dump_folder, at most so often."""
 
 
 class Checkpoint(Table):

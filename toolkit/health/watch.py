@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
+from toolkit.build import compiles
 from toolkit.errors import TrainingError
 from toolkit.parallel.guard import Guard
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # read by runs that use them
+    from toolkit.health.heartbeat import Heartbeat
+    from toolkit.health.stragglers import Stragglers
+    from toolkit.metrics.speed import SpeedMeter
     from toolkit.train_step import StepResult
     from toolkit.trainer import Trainer
 
@@ -22,9 +29,28 @@ class Watch:
         self.train_step = trainer.train_step
         self.train_step.guard = self.guard
         self.train_step.limits = self.guard.limits()
+        options, rank = trainer.config.health, dist.get_rank()
+        self.stragglers: Stragglers | None = None
+        if options.straggler_factor is not None and dist.get_world_size() > 1:
+            from toolkit.health.stragglers import Stragglers
 
-    def after_step(self, result: StepResult) -> bool:
+            compiled = compiles(trainer.config, trainer.device)
+            self.stragglers = Stragglers(options.straggler_factor, trainer.device, compiled=compiled)
+            trainer.train_step = self.stragglers.timed(self.train_step)  # type: ignore[assignment]
+        self.heartbeat: Heartbeat | None = None
+        if options.heartbeat_seconds is not None and (rank == 0 or trainer.config.metrics.save_for_all_ranks):
+            from toolkit.health.heartbeat import Heartbeat
+
+            path = trainer.folder / ("heartbeat.json" if rank == 0 else f"heartbeat.rank-{rank}.json")
+            done = lambda: trainer.train_state.step  # noqa: E731
+            self.heartbeat = Heartbeat(path, seconds=options.heartbeat_seconds, rank=rank, step=done)
+            self.heartbeat.beat("starting")
+
+    def after_step(self, result: StepResult, speed: SpeedMeter) -> bool:
         """Look at what a step gave; True says that the run has gone back to an earlier one."""
+        if self.heartbeat:
+            self.heartbeat.beat("training")
+            speed.mark = self.heartbeat.marks(speed.mark)
         state, refusal, self.guard.refusal = self.trainer.train_state, self.guard.refusal, None
         if refusal is None:
             self.guard.accept(result.loss, result.grad_norm)
@@ -41,6 +67,21 @@ class Watch:
                 self.trainer._record({"event": "SKIPPED", **seen, "skipped_batches": total})
         self.train_step.limits = self.guard.limits()
         return refusal is not None and refusal.rolls_back
+
+    def compare(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The ``values`` of a logged step, and how this rank's time compares with the others'."""
+        if self.stragglers is None:
+            return values
+        compared, event = self.stragglers.compare(values["data_seconds"])
+        if event:
+            self.trainer._record(event)
+        return values | compared
+
+    def close(self) -> None:
+        """Leave word of how the run has ended; called while what it failed of, if it did, is raised."""
+        if self.heartbeat:
+            finished = self.trainer.train_state.step == self.trainer.total_steps
+            self.heartbeat.beat("failed" if sys.exc_info()[0] else "finished" if finished else "stopped")
 
     def _roll_back(self, end: int, seen: dict[str, Any]) -> None:
         """Go back to the newest checkpoint, and on with the samples from ``end``."""

@@ -31,7 +31,10 @@ PATIENCE_SECONDS = 10.0
 _LOST = re.compile("gloo/transport|Connection (closed|reset) by peer|[Tt]imed out waiting")
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting (\d+)ms")
 _SAID_BY = re.compile(r"^\[[^]]*\] |[.] This is typically.*")  # gloo's file and line, and its advice
-_WAIT = (str(PACKAGE / "distributed" / "process_group.py"), "wait")
+_WAITS = {
+    (str(PACKAGE / "distributed" / "process_group.py"), "wait"),
+    (str(PACKAGE / "health" / "stragglers.py"), "timed"),
+}
 _TRANSFERS = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 _Frames = list[traceback.FrameSummary]  # outermost first
 
@@ -70,11 +73,14 @@ class FaultReporter:
         distributed = sys.modules.get("torch.distributed")
         return distributed is not None and distributed.is_initialized()
 
-    def record_collectives(self, entries: int) -> None:
-        """Have torch remember the last ``entries`` collectives of groups that are formed from here on."""
+    def record_collectives(self, entries: int, *, timed: bool = False) -> None:
+        """Have torch remember the last ``entries`` collectives of groups that are formed from here on, and on
+        NCCL how long each took if they are ``timed``."""
         from toolkit.launcher import flight_recorder
 
         flight_recorder.enable(entries, self.prefix)
+        if timed:
+            os.environ["TORCH_NCCL_ENABLE_TIMING"] = "1"
 
     def failed(self, error: BaseException) -> str:
         """Report the collective that failed with ``error``; returns what to tell of it."""
@@ -140,9 +146,9 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _frames(walk: Iterator[tuple[FrameType, int]]) -> _Frames:
-    """Those of the walk, in its order, without that of our own wait for transfers."""
+    """Those of the walk, in its order, without those of our own waits."""
     frames = traceback.StackSummary.extract(walk, lookup_lines=False)
-    return [frame for frame in frames if (frame.filename, frame.name) != _WAIT]
+    return [frame for frame in frames if (frame.filename, frame.name) not in _WAITS]
 
 
 def _transfers(frames: _Frames) -> bool:

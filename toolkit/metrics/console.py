@@ -36,7 +36,10 @@ _FORMATS = {
     "memory_gib": "mem {:.2f} GiB",
 }
 # what the line leaves to metrics.jsonl, or shows in another form
-_HIDDEN = {"tokens", "step_seconds", "data_seconds"}
+_HIDDEN = {
+    *("tokens", "step_seconds", "data_seconds", "compute_seconds", "communication_seconds"),
+    *("slowest_rank_seconds", "median_rank_seconds"),
+}
 
 
 def format_line(step: int, total_steps: int, values: Mapping[str, Any], *, color: bool = False) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,9 @@ class JsonLines:
             if resume_step == 0:
                 path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))
             else:
-                _cut(path, resume_step)
+                from toolkit.metrics.jsonl_cut import cut
+
+                cut(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -38,21 +39,3 @@ class JsonLines:
 
 def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _cut(path: Path, last: int) -> None:
-    """Keep the lines up to step ``last``, and only whole ones, replacing the file at once."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and _step(line) <= last]
-    if len(kept) < len(lines):
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, path)
-
-
-def _step(line: str) -> float:
-    """The step of a line; a damaged one is beyond any step."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf

@@ -14,9 +14,10 @@ from toolkit.metrics.jsonl import JsonLines
 from toolkit.metrics.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
+    from toolkit.metrics.prometheus import PrometheusFile
     from toolkit.metrics.wandb import WandB
 
-_EVENTS = "TensorBoard's events"
+_EVENTS, _PROM = "TensorBoard's events", "metrics.prometheus_file"
 _CONSOLE_LOST = "console_lost"
 
 
@@ -27,7 +28,7 @@ class MetricLogger:
     ``save_for_all_ranks`` write ``metrics.rank-N.jsonl`` and ``<save_tb_folder>/rank-N/`` of what they log.
     ``resume_step`` is the step of the checkpoint that the run goes on from, 0 for a new run: what the files
     hold beyond it is dropped. ``config_text`` becomes TensorBoard text, and ``config`` that of the run at
-    Weights & Biases, to which rank 0 sends its metrics with ``enable_wandb``.
+    Weights & Biases, to which they send their metrics with ``enable_wandb``.
 
     A file that cannot be written is told once and does not stop the training; that the console cannot is told
     in ``metrics.jsonl``, as "console_lost" of the next record.
@@ -52,6 +53,7 @@ class MetricLogger:
         self._lines: JsonLines | None = None
         self._tensorboard: TensorBoard | None = None
         self._wandb: WandB | None = None
+        self._prometheus: PrometheusFile | None = None
         if not (chief or options.save_for_all_ranks):
             return
         self._name = name = "metrics.jsonl" if chief else f"metrics.rank-{rank}.jsonl"
@@ -63,10 +65,16 @@ class MetricLogger:
                 resume_step=resume_step,
                 config_text=config_text if chief else "",
             )
-        if options.enable_wandb and chief:
+        if options.prometheus_file:
+            from toolkit.metrics.prometheus import open_prometheus
+
+            self._prometheus = self._attempt(_PROM, lambda: open_prometheus(options, folder, rank))
+        if options.enable_wandb:
             from toolkit.metrics.wandb import WandB
 
-            self._wandb = WandB(folder, resume_step=resume_step, config=config or {}, say=self.say)
+            about: Any = {"resume_step": resume_step, "config": config or {}, "say": self.say}
+            ranks = rank if options.save_for_all_ranks else None
+            self._wandb = WandB(folder, rank=ranks, **about)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Report ``values`` (numbers or None) of ``step``, in the keys of ``metrics.jsonl``."""
@@ -77,6 +85,8 @@ class MetricLogger:
             self._attempt(self._name, lambda: lines.write({"step": step, **values, **self._console_lost()}))
         if tensorboard is not None:
             self._attempt(_EVENTS, lambda: tensorboard.write(step, values))
+        if (prometheus := self._prometheus) is not None:
+            self._attempt(_PROM, lambda: prometheus.write(step, values))
         if self._wandb is not None:
             self._wandb.write(step, values)
 

@@ -34,7 +34,7 @@ class SpeedMeter:
     ):
         self._seconds_at_peak = flops_per_step / peak_flops if flops_per_step and peak_flops else None
         self._clock = clock
-        self._mark = mark
+        self.mark = mark
         self._reset()
 
     def step(self, tokens: int) -> None:
@@ -46,7 +46,7 @@ class SpeedMeter:
     def waiting(self) -> Iterator[None]:
         """Around what waits for data: part of the step, and told as ``data_seconds``."""
         started = self._clock()
-        with self._mark("toolkit::data"):
+        with self.mark("toolkit::data"):
             yield
         self._data += self._clock() - started
 
@@ -54,7 +54,7 @@ class SpeedMeter:
     def apart(self, name: str) -> Iterator[None]:
         """Around what is not training."""
         started = self._clock()
-        with self._mark(f"toolkit::{name}"):
+        with self.mark(f"toolkit::{name}"):
             yield
         self.add_apart(name, self._clock() - started)
 

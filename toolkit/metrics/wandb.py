@@ -19,13 +19,20 @@ class WandB:
     WANDB_PROJECT (default "llama-toolkit"), WANDB_TEAM and WANDB_RUN_NAME name it; wandb's own variables
     (WANDB_MODE, WANDB_API_KEY, …) hold as ever. A resumed run sends some steps again: wandb keeps
     the values that it has, which are the same. Whatever fails there is told once through ``say`` and
-    ends the sending, not the training.
+    ends the sending, not the training. Where every rank sends, each has a run of its own, whose name ends in
+    ``rank``, in one group: WANDB_RUN_GROUP, or else the name or the folder.
     """
 
     def __init__(
-        self, folder: Path, *, resume_step: int, config: Mapping[str, Any], say: Callable[[str], None]
+        self,
+        folder: Path,
+        *,
+        resume_step: int,
+        config: Mapping[str, Any],
+        say: Callable[[str], None],
+        rank: int | None = None,
     ):
-        self._say = say
+        self._say, self._rank = say, rank
         self._run: Any = None
         self._attempt(lambda: self._start(folder, resume_step, config))
 
@@ -40,12 +47,19 @@ class WandB:
     def _start(self, folder: Path, resume_step: int, config: Mapping[str, Any]) -> None:
         import wandb
 
-        kept = folder / RUN_ID
+        kept, name, grouped = folder / RUN_ID, os.environ.get("WANDB_RUN_NAME"), {}
+        if self._rank is not None:
+            group = name or folder.absolute().name
+            grouped = {"group": os.environ.get("WANDB_RUN_GROUP", group), "job_type": f"rank-{self._rank}"}
+            name = f"{group}-rank-{self._rank}"
+        if self._rank:
+            kept = folder / f"{RUN_ID}.rank-{self._rank}"
         run_id = kept.read_text(encoding="utf-8").strip() if resume_step and kept.exists() else None
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "llama-toolkit"),
             entity=os.environ.get("WANDB_TEAM"),
-            name=os.environ.get("WANDB_RUN_NAME"),
+            name=name,
+            **grouped,
             dir=str(folder),
             config=dict(config),
             id=run_id,

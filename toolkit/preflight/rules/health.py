@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.errors import Problem
-from toolkit.preflight.planned_run import PlannedRun, rule
+from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 POLICIES = ("health.nan_policy", "health.loss_spike_policy")
 
@@ -29,3 +29,23 @@ def policies_can_act(run: PlannedRun) -> list[Problem]:
         fix = "leave that out, or set the policy to skip"
         problems += [run.problem(key, rule, fix) for key in rolls_back]
     return problems
+
+
+@rule()
+def stragglers_are_seen(run: PlannedRun) -> list[Problem]:
+    """Ranks on GPUs are compared by what the flight recorder remembers of their collectives."""
+    if run.config.health.straggler_factor is None or run.hardware.device == "cpu":
+        return []
+    if run.config.comm.trace_buf_size:
+        return []
+    rule = "on GPUs the flight recorder has the time of collectives, and comm.trace_buf_size turns it off"
+    fix = "set comm.trace_buf_size to more than the collectives between two logged steps"
+    return [run.problem("health.straggler_factor", rule, fix)]
+
+
+@note
+def health_notes(run: PlannedRun) -> list[str]:
+    """Tell of a comparison without anyone to compare with."""
+    if run.config.health.straggler_factor is None or run.world_size > 1:
+        return []
+    return ["health.straggler_factor: one rank has no others to be compared with"]

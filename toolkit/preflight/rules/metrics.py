@@ -51,6 +51,21 @@ def memory_snapshot_on_cuda(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
+def prometheus_file_is_read(run: PlannedRun) -> list[Problem]:
+    """The textfile collector reads files of one ending."""
+    path = run.config.metrics.prometheus_file
+    if path is None or path.endswith(".prom"):
+        return []
+    return [
+        run.problem(
+            "metrics.prometheus_file",
+            "node_exporter's textfile collector reads files that end in .prom, and no others",
+            f"name it {path}.prom",
+        )
+    ]
+
+
+@rule()
 def wandb_ready(run: PlannedRun) -> list[Problem]:
     """Without its package nothing is sent; without a key wandb would ask on a terminal that ranks lack."""
     key = "metrics.enable_wandb"

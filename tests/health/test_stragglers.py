@@ -1,0 +1,135 @@
+"""A rank that is slow is named, by what it does itself and not by what it waits for; and a heartbeat."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import run_world
+from tests.training import small_config, small_trainer
+from toolkit.distributed import process_group
+from toolkit.health.heartbeat import Heartbeat
+from toolkit.health.stragglers import DeviceWaits, Stragglers
+from toolkit.parallel import autograd_collectives
+
+DELAY = 0.8  # seconds of a slow rank beside next to none of the others, on a machine that has other work
+
+
+def _waits_of(kind: str) -> Callable[[], None]:
+    """The exchange with which a step of two ranks ends."""
+    tensor, rank = torch.ones(8), dist.get_rank()
+
+    def transfers() -> None:
+        work = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
+        back = dist.irecv(tensor, 1) if rank == 0 else dist.isend(tensor, 0)
+        work.wait()
+        back.wait()
+
+    kinds: dict[str, Callable[[], object]] = {
+        "a collective": lambda: dist.all_reduce(tensor),
+        "a collective of autograd": lambda: autograd_collectives.all_reduce(tensor, dist.group.WORLD),
+        "transfers": transfers,
+    }
+    return kinds[kind]
+
+
+def _compared(kind: str) -> list[Any]:
+    """Six steps, compared after each second one; rank 1 takes its time in the third and fourth."""
+    process_group.set_timeout(100)
+    stragglers = Stragglers(3.0, torch.device("cpu"))
+    waits, found = _waits_of(kind), []
+
+    def train_step(number: int) -> None:
+        if number in (3, 4) and dist.get_rank() == 1:
+            time.sleep(DELAY)
+        waits()
+
+    for number in range(1, 7):
+        stragglers.timed(train_step)(number)
+        if number % 2 == 0:
+            found.append(stragglers.compare(DELAY if number == 6 and dist.get_rank() == 0 else 0.1))
+    return found
+
+
+def _world() -> dict[str, Any]:
+    return {kind: _compared(kind) for kind in KINDS}
+
+
+KINDS = ("a collective", "a collective of autograd", "transfers")
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_world(_world, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slow_rank_is_named_with_what_it_is_slow_at(found: list[dict[str, Any]], kind: str) -> None:
+    host = socket.gethostname()
+    for rank, ranks in enumerate(found):
+        (even, nothing), (slow, computes), (reads, waits) = ranks[kind]
+        assert nothing is None and even["median_rank_seconds"] < DELAY / 2
+        assert computes["straggler"] == slow["slowest_rank"] == 1
+        assert f"rank 1 on {host} takes" in computes["reason"]
+        assert waits["straggler"] == reads["slowest_rank"] == 0
+        assert "0.80 s of data" in waits["reason"]
+        assert (slow["compute_seconds"] > 0.9 * DELAY) == (rank == 1)
+        assert (slow["communication_seconds"] > 0.9 * DELAY) == (rank == 0)
+
+
+def _trained(folder: str) -> dict[str, Any]:
+    config = small_config(
+        folder,
+        health={"straggler_factor": 1e9, "heartbeat_seconds": 0.001},
+        metrics={"save_for_all_ranks": True},
+        training={"steps": 3, "local_batch_size": 4},
+    )
+    trainer = small_trainer(config)
+    trainer.train()
+    name = "heartbeat.json" if dist.get_rank() == 0 else f"heartbeat.rank-{dist.get_rank()}.json"
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return {"lines": [json.loads(line) for line in lines], "beat": json.loads(Path(folder, name).read_text())}
+
+
+def test_a_run_compares_its_ranks_and_leaves_a_heartbeat(tmp_path: Path) -> None:
+    for rank, ranks in enumerate(run_world(_trained, 2, str(tmp_path))):
+        for line in ranks["lines"]:
+            parts = line["data_seconds"] + line["compute_seconds"] + line["communication_seconds"]
+            assert 0 < parts <= line["step_seconds"] and line["communication_seconds"] > 0
+            assert line["slowest_rank_seconds"] >= line["median_rank_seconds"] > 0
+        beat = ranks["beat"]
+        assert (beat["rank"], beat["step"], beat["state"]) == (rank, 3, "finished")
+        assert beat["host"] == socket.gethostname() and abs(time.time() - beat["time"]) < 600
+
+
+def test_a_heartbeat_names_what_a_run_is_in(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat.json"
+    heart = Heartbeat(path, seconds=1000, rank=0, step=lambda: 7)
+    heart.beat("training")
+    first = path.read_text()
+    heart.beat("training")
+    assert path.read_text() == first  # not so soon again
+    mark = heart.marks(torch.profiler.record_function)
+    assert heart.marks(mark) is mark
+    with mark("toolkit::checkpoint"):
+        assert json.loads(path.read_text())["state"] == "checkpoint"
+    assert json.loads(path.read_text())["state"] == "training"
+    assert [it.name for it in tmp_path.iterdir()] == ["heartbeat.json"]
+
+
+def test_collectives_of_a_gpu_are_counted_once() -> None:
+    waits = DeviceWaits()
+    entries = [{"record_id": it, "duration_ms": 500.0 if it < 3 else None} for it in range(4)]
+    waits.count(entries)
+    assert waits._total == pytest.approx(1.5)
+    entries[3]["duration_ms"] = 250.0  # was under way
+    waits.count(entries)
+    assert waits._total == pytest.approx(1.75)

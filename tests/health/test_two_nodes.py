@@ -1,0 +1,111 @@
+"""Two launchers, as on two machines, of a run with a rank that is slow, has a NaN, and hangs: it is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import free_port
+
+ROOT = Path(__file__).parents[2]
+SABOTAGE = """
+import importlib.abc, importlib.util, os, sys, time
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "toolkit.train_step":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            module.TrainStep.__call__ = sabotaged(module.TrainStep.__call__)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+def sabotaged(call):
+    calls, seconds, launcher = 0, 0.0, os.getppid()
+
+    def step(self, batches, **options):
+        nonlocal calls, seconds
+        calls += 1
+        started = time.monotonic()
+        if calls in (4, 5):  # which takes three times as long as the one before, and more
+            time.sleep(max(0.5, 2.5 * seconds))
+        if calls == 7:
+            self.model_parts.models[0].layers["1"].feed_forward.w2.register_forward_hook(
+                lambda module, args, output: output * float("nan") if calls == 7 else None
+            )
+        while calls == 9:
+            time.sleep(0.01)
+            if os.getppid() != launcher:
+                os._exit(1)
+        result = call(self, batches, **options)
+        seconds = time.monotonic() - started
+        return result
+
+    return step
+
+if os.environ.get("RANK") == "1":
+    sys.meta_path.insert(0, Finder())
+"""
+RUN = [
+    "--job.config_file=train_configs/debug_model.toml", "--model.dim=64", "--model.n_layers=2",
+    "--model.n_heads=4", "--training.seq_len=64", "--training.global_batch_size=4",
+    "--training.local_batch_size=2", "--training.dataset=embedded_validation", "--training.steps=100",
+    "--validation.enable=false", "--checkpoint.enable=false", "--metrics.log_freq=1",
+    "--comm.train_timeout_seconds=6", "--health.straggler_factor=2", "--health.nan_policy=skip",
+    "--health.heartbeat_seconds=0.001",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="launchers ask for /proc")
+@pytest.mark.timeout(300)
+def test_slow_unsound_and_hung_ranks_are_named(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SABOTAGE)
+    environment = os.environ | {
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "NGPU": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "toolkit.launch", *RUN, f"--job.dump_folder={tmp_path}/run"]
+    command += [f"--data.cache_folder={tmp_path}/cache"]
+    nodes = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment | {"NODE_RANK": str(node)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    try:
+        out, told = nodes[0].communicate(timeout=280)
+    finally:
+        for node in nodes:
+            node.kill()
+        nodes[1].communicate(timeout=60)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    events = {line["step"]: line for line in lines if line.get("event") == "SKIPPED"}
+    # Whether the other one is slow at some moment depends on what else the machine does.
+    slow = [line for line in lines if line.get("straggler") == 1 and line["step"] in (4, 5)]
+    assert slow and "rank 1 on " in slow[0]["reason"], out
+    assert events[7]["event"] == "SKIPPED"
+    assert "began in layers.1.feed_forward.w2 on rank 1 (dp_shard 1), micro-batch 1" in events[7]["reason"]
+    assert [line["step"] for line in lines if "loss" in line] == [*range(1, 9)]
+    missed = r"rank 1 did not take part in .*, for which rank 0 waited \d+ s, in step 9"
+    assert re.search(missed, told), told
+    assert "at toolkit/train_step.py" in told
+    beat = json.loads((tmp_path / "run" / "heartbeat.json").read_text())
+    assert (beat["step"], beat["state"], beat["rank"]) == (9, "failed", 0)
+    assert nodes[0].returncode == 1

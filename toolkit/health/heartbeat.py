@@ -1,0 +1,55 @@
+"""The heartbeat of a run: a file that tells a watchdog outside of it when it was last seen doing what."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+
+class Heartbeat:
+    """Writes ``path`` as a whole, at most every ``seconds`` unless the state has changed.
+
+    One JSON object: ``time`` (Unix seconds), ``step`` (the last that is done), ``state``, ``rank``, ``host``
+    and ``pid``. A file that cannot be written is left as it is: it is old then, which is what a watchdog
+    looks for.
+    """
+
+    def __init__(self, path: Path, *, seconds: float, rank: int, step: Callable[[], int]):
+        self.path, self.seconds, self.step = path, seconds, step
+        self.about = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
+        self._state, self._written = "", 0.0
+        self._marks: Any = None
+
+    def beat(self, state: str) -> None:
+        now = time.time()
+        if state == self._state and 0 <= now - self._written < self.seconds:
+            return
+        self._state, self._written = state, now
+        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        with suppress(OSError):
+            temporary.write_text(json.dumps({"time": now, "step": self.step(), "state": state, **self.about}))
+            temporary.replace(self.path)
+
+    def marks(
+        self, mark: Callable[[str], AbstractContextManager[object]]
+    ) -> Callable[[str], AbstractContextManager[object]]:
+        """``mark``, with the range that it names as a state: toolkit::checkpoint and others."""
+        if mark is self._marks:
+            return mark
+
+        @contextmanager
+        def marked(name: str) -> Iterator[None]:
+            before = self._state
+            self.beat(name.removeprefix("toolkit::"))
+            with mark(name):
+                yield
+            self.beat(before)
+
+        self._marks = marked
+        return marked

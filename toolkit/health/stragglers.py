@@ -1,0 +1,145 @@
+"""Ranks compared: the seconds of a step in which each waits for data, computes, or waits for the others.
+
+Ranks step together, so that a slow one shows in the time that it does not wait in collectives, while the
+others wait for it. On a CPU the host blocks there, and its clock tells. On a GPU it does not: there NCCL's
+flight recorder has the time of each collective on the device (TORCH_NCCL_ENABLE_TIMING), the wait for peers
+included, also of those beside which the GPU computes. Comparing costs one small all-reduce a logged step.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from toolkit.distributed import process_group
+from toolkit.parallel import autograd_collectives
+
+
+class HostWaits:
+    """Seconds that this process has been blocked in collectives and transfers since it was made."""
+
+    def __init__(self, *, functional: bool):
+        self.seconds = 0.0
+        process_group._wait = self._timed(process_group._wait)
+        if functional:  # torch.compile would find the clock in what it traces
+            autograd_collectives._ops = _Waiting(autograd_collectives._ops, self._timed)  # type: ignore[assignment]
+
+    def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return wait(*arguments)
+            finally:
+                self.seconds += time.perf_counter() - started
+
+        return timed
+
+
+class _Waiting:
+    """torch's functional collectives with a wait that is timed."""
+
+    def __init__(self, operations: Any, timed: Callable[..., Any]):
+        self._operations = operations
+        self.wait_tensor = timed(operations.wait_tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operations, name)
+
+
+class DeviceWaits:
+    """Seconds that collectives have been under way on the GPU, as far as NCCL's recorder remembers them."""
+
+    def __init__(self) -> None:
+        self._total, self._seen = 0.0, -1
+
+    @property
+    def seconds(self) -> float:
+        from torch._C import _distributed_c10d
+
+        self.count(json.loads(_distributed_c10d._dump_nccl_trace_json()).get("entries", []))  # type: ignore[attr-defined]
+        return self._total
+
+    def count(self, entries: list[dict[str, Any]]) -> None:
+        """Add up the collectives of a trace that are done and have not been counted."""
+        new = [it for it in entries if it["record_id"] > self._seen and it.get("duration_ms") is not None]
+        self._total += sum(it["duration_ms"] for it in new) / 1e3
+        self._seen = max([self._seen, *(it["record_id"] for it in new)])
+
+
+class Stragglers:
+    """Compares the ranks of the world, and names one that is ``factor`` times as slow as the others' median.
+
+    All ranks call :meth:`compare`, with the same steps behind them.
+    """
+
+    def __init__(self, factor: float, device: torch.device, *, compiled: bool = False):
+        self.factor, self.device = factor, device
+        self._waits = DeviceWaits() if device.type == "cuda" else HostWaits(functional=not compiled)
+        self._seconds, self._steps, self._waited, self._slow = 0.0, 0, 0.0, -1
+        hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        self.hosts = hosts
+
+    def timed(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step with its time counted."""
+
+        def step(*arguments: Any, **options: Any) -> Any:
+            host = isinstance(self._waits, HostWaits)
+            started, waited = time.perf_counter(), self._waits.seconds if host else 0.0
+            result = train_step(*arguments, **options)
+            self._seconds += time.perf_counter() - started
+            self._waited += self._waits.seconds - waited if host else 0.0
+            self._steps += 1
+            return result
+
+        return step
+
+    def compare(self, data_seconds: float) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """This rank's seconds of a step since the last call, with those of the slowest rank and the median of
+        the others; and what there is to tell, if a rank has become slow or is so no longer."""
+        steps = max(1, self._steps)
+        if isinstance(self._waits, DeviceWaits):
+            before, now = self._waited, self._waits.seconds
+            waited, self._waited = now - before, now
+        else:
+            waited, self._waited = self._waited, 0.0
+        own = [data_seconds, max(0.0, self._seconds - waited) / steps, waited / steps]
+        self._seconds, self._steps = 0.0, 0
+        everywhere = torch.zeros(len(self.hosts), len(own), dtype=torch.float64)
+        everywhere[dist.get_rank()] = torch.tensor(own, dtype=torch.float64)
+        everywhere = everywhere.to(self.device)
+        dist.all_reduce(everywhere)
+        rows = everywhere.tolist()
+        busy = [data + compute for data, compute, _ in rows]
+        slowest = max(range(len(busy)), key=busy.__getitem__)
+        middle = median(busy[:slowest] + busy[slowest + 1 :] or busy)
+        values = {
+            "compute_seconds": own[1],
+            "communication_seconds": own[2],
+            "slowest_rank": slowest,
+            "slowest_rank_seconds": busy[slowest],
+            "median_rank_seconds": middle,
+        }
+        return values, self._event(slowest, middle, rows[slowest])
+
+    def _event(self, slowest: int, middle: float, row: list[float]) -> dict[str, Any] | None:
+        busy = row[0] + row[1]
+        slow = slowest if busy >= self.factor * middle > 0 else -1
+        before, self._slow = self._slow, slow
+        if slow == before:
+            return None
+        if slow < 0:
+            return {"event": "NO STRAGGLER", "reason": f"rank {before} is no slower than the others any more"}
+        reason = (
+            f"rank {slow} on {self.hosts[slow]} takes {busy:.2f} s a step beside waiting for others, "
+            f"{busy / middle:.1f} times the median of the others: {row[1]:.2f} s of computation, "
+            f"{row[0]:.2f} s of data"
+        )
+        return {"event": "STRAGGLER", "reason": reason, "straggler": slow}
