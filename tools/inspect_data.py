@@ -92,7 +92,9 @@ def samples(config: Config, tokenizer: Tokenizer, n: int, *, validation: bool) -
             fix = "set it, with validation.dataset or dataset_path, or leave --validation out"
             raise ConfigError(Problem("the run has no validation to show", fix, "validation.enable", False))
     else:
-        seed, one = config.debug.seed or 0, BatchShape(1, 1, 1)
+        # Text that streams is dealt out by the global batch.
+        total = max(1, config.training.global_batch_size)
+        seed, one = config.debug.seed or 0, BatchShape(total, 1, total)
         loader = training_loader(config, data, one, dp_rank=0, dp_size=1, seed=seed)
     rows = (row for batch in loader for row in _rows(batch))
     for number, row in enumerate(islice(rows, n)):

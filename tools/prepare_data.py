@@ -57,6 +57,8 @@ def prepare(config: Config, processes: int, *, verify: bool) -> None:
     ``verify`` reads all of those that are there.
     """
     tokenizer = run_tokenizer(config)
+    if config.data.streaming:
+        print("[training] streams: nothing to prepare", flush=True)
     start = time.monotonic()
     caches = open_corpora(
         config, tokenizer, progress=True, max_inline_gb=math.inf, processes=processes, verify=verify

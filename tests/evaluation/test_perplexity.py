@@ -135,12 +135,13 @@ def test_recorded_losses(name: str) -> None:
     tokenizer, evaluator = needed_tokenizer(model), Evaluator(model.model, batch_size=4)
     length = model.args.max_seq_len
     loss = text_loss(evaluator, tokenizer, [reference["story"]], length=length)
-    # What was recorded, in fp32 too, is up to 2.7e-6 from the loss in fp64, which ours is within 2e-7 of.
+    # What was recorded, in fp32 too, is up to 2.7e-6 from the loss in fp64, which ours is within 7e-7 of: how
+    # many threads share a sum changes its last bits.
     assert loss.mean == pytest.approx(reference["story_loss"], abs=4e-6)
     assert loss.perplexity == pytest.approx(math.exp(reference["story_loss"]), rel=4e-6)
     precise = load_model(ASSETS / name / "hf", device=torch.device("cpu"), dtype=torch.float64)
     exact = text_loss(Evaluator(precise.model, batch_size=4), tokenizer, [reference["story"]], length=length)
-    assert loss.mean == pytest.approx(exact.mean, abs=5e-7)
+    assert loss.mean == pytest.approx(exact.mean, abs=1e-6)
     assert loss.n_bytes == len(reference["story"].encode())
     assert loss.bits_per_byte == pytest.approx(loss.total / math.log(2) / loss.n_bytes)
     # What sees more of the text is not worse, and windows of 16 are.

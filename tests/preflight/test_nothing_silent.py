@@ -109,6 +109,7 @@ ACTS = {
     "data.packing",
     "data.document_mask",
     "data.shuffle",
+    "data.streaming",
     "data.cache_folder",
     "data.max_inline_gb",
     "data.mixture.NAME.weight",

@@ -28,6 +28,7 @@ from tests.preflight import (
     bad_optim,
     bad_pipeline,
     bad_pipeline_stages,
+    bad_streaming,
     bad_tensor_context_parallel,
     bad_weights,
 )
@@ -347,6 +348,7 @@ PARTS = (
     bad_classification,
     bad_data,
     bad_mixture,
+    bad_streaming,
     bad_finetune,
     bad_float8,
     bad_nf4,

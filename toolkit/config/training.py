@@ -312,6 +312,9 @@ class Data(Table):
     """Attend within a document only, positions counted from its start."""
     shuffle: bool = True
     """New order of the samples in each epoch; false keeps the order of the files."""
+    streaming: bool = False
+    """Read and tokenise the text of the training while it runs, by training.dataloader.num_workers processes
+    a rank, in place of a token cache: nothing is prepared or kept, and files are shuffled, not samples."""
     cache_folder: Annotated[str, LocalPath()] = "~/.cache/llama-toolkit"
     """Folder in which tokenised corpora are kept."""
     max_inline_gb: PositiveFloat = 10.0

@@ -80,6 +80,8 @@ def open_corpora(
         DataError: as :func:`open_data`.
     """
     for corpus in corpora(config):
+        if corpus.table == "training" and config.data.streaming:
+            continue
         yield (
             corpus.table,
             open_tokens(

@@ -200,17 +200,9 @@ class Loader:
 
         Raises DataError where the state counts samples of another corpus, seed or packing.
         """
-        changed = [
-            f"{name} was {state.get(name)!r} and is {value!r}"
-            for name, value in self._counted.items()
-            if state.get(name) != value
-        ]
-        if changed:
-            raise DataError(
-                f"the data position of the checkpoint does not fit this run: {'; '.join(changed)}\n"
-                "  fix:  restore these (corpus: the text and the tokenizer), or start the data anew with "
-                f'checkpoint.exclude_from_loading = ["dataloader"]'
-            )
+        from toolkit.data.position import refuse_another
+
+        refuse_another(self._counted, state)
         self._start, self._taken = int(state["samples"]), 0
 
 
@@ -317,6 +309,10 @@ def training_loader(
     config: Config, data: RunData, batch: BatchShape, *, dp_rank: int, dp_size: int, seed: int
 ) -> Loader:
     """The micro-batches of this rank that the model is trained on."""
+    if config.data.streaming:
+        from toolkit.data.streaming import streamed_loader
+
+        return streamed_loader(config, batch, dp_rank=dp_rank, dp_size=dp_size, seed=seed)
     return build_loader(
         data.train(config), config.training, config.data, batch,
         pad_id=data.pad_id, dp_rank=dp_rank, dp_size=dp_size, seed=seed,

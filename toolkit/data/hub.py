@@ -29,6 +29,7 @@ from toolkit.io.json_fields import read_object
 from toolkit.io.locks import locked
 
 KNOWN = {"c4": ("allenai/c4", "en")}
+_STREAMED = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -107,6 +108,27 @@ class HubSource(Corpus):
         files = tuple(map(Path, entry["files"]))
         identity = f"{request} {entry['fingerprint']}"
         return Corpus(self.name, files, self.text_column, identity=identity, shape=self.shape)
+
+    def remote(self) -> Corpus:
+        """The source as files on the hub, none of which is downloaded.
+
+        Raises:
+            DataError: as :meth:`fetched`; another kind of dataset than of JSON lines or Parquet.
+        """
+        try:
+            import datasets
+
+            builder = datasets.load_dataset_builder(self.name, self.subset)
+            urls = [str(url) for url in (builder.config.data_files or {}).get(self.split) or []]
+        except Exception as error:  # of the package, of its HTTP client: any
+            raise _cannot_fetch(self, error) from error
+        if not urls or any(
+            not str(url).endswith((".json.gz", ".jsonl.gz", ".json", ".jsonl", ".parquet")) for url in urls
+        ):
+            rule = f"{_title(self)} has no files of JSON lines or Parquet on the hub to stream"
+            raise DataError(f"{rule}\n  fix:  correct dataset_split, or set data.streaming = false")
+        files = tuple(expand_user(url) for url in urls)
+        return Corpus(self.name, files, self.text_column, shape=self.shape)
 
 
 def _read(record: Path) -> dict[str, Any] | None:

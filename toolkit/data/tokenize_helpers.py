@@ -28,7 +28,7 @@ def encode_by(processes: int, pieces: Iterator[Piece], encode: Encoder) -> Itera
 
     Memory is bounded by ``AHEAD`` pieces a process, however long the corpus.
     """
-    helpers = [_Helper() for _ in range(processes)]
+    helpers = [Helper() for _ in range(processes)]
     try:
         for helper in helpers:
             helper.send(encode)
@@ -38,8 +38,8 @@ def encode_by(processes: int, pieces: Iterator[Piece], encode: Encoder) -> Itera
             helper.stop()
 
 
-def _in_order(pieces: Iterator[Piece], helpers: list[_Helper]) -> Iterator[Encoded]:
-    idle, busy = list(helpers), dict[_Helper, int]()
+def _in_order(pieces: Iterator[Piece], helpers: list[Helper]) -> Iterator[Encoded]:
+    idle, busy = list(helpers), dict[Helper, int]()
     results: dict[int, Encoded | Exception] = {}
     sent = done = 0
     more = True
@@ -67,8 +67,8 @@ def _in_order(pieces: Iterator[Piece], helpers: list[_Helper]) -> Iterator[Encod
             done += 1
 
 
-class _Helper:
-    """One tokenising process and the pipe to it."""
+class Helper:
+    """A tokenising process and the pipe to it; it holds one piece at a time."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()

@@ -67,6 +67,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "validation.columns",
     ),
     "mixture": ("data.mixture",),
+    "streaming": ("data.streaming",),
     "saving": (
         "checkpoint.keep_every_n",
         "checkpoint.keep_best",

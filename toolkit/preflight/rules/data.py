@@ -140,7 +140,8 @@ def corpus_small_enough(run: PlannedRun) -> list[Problem]:
     config = run.config
     limit = config.data.max_inline_gb * 1e9
     root = expand_user(config.data.cache_folder).absolute()
-    largest = max(_unread_bytes(corpus, root) for corpus in run.opened.values())
+    kept = [at for at in run.opened if at != "training" or not config.data.streaming]
+    largest = max((_unread_bytes(run.opened[table], root) for table in kept), default=0)
     problem = too_large(largest, limit, shlex.join(_flags(config)))
     return [run.problem("data.max_inline_gb", problem.rule, problem.fix)] if problem else []
 

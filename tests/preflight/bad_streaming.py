@@ -1,0 +1,13 @@
+"""Runs that break the rules of ``rules.streaming``."""
+
+from __future__ import annotations
+
+from tests.preflight.bad_runs import Bad, bad
+
+_ON = "data.streaming=true"
+_RULE = "streams_one_text"
+CASES: list[Bad] = [
+    bad(_RULE, f"{_ON} data.packing=false", "end to end", "data.streaming = false", key="data.packing"),
+    bad(_RULE, f"{_ON} training.epochs=2", "not counted", "training.steps", key="training.epochs"),
+    bad(_RULE, f"{_ON} data.mixture.a.weight=1", "drawn by their lengths", key="data.mixture"),
+]
