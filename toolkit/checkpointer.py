@@ -19,7 +19,7 @@ from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
 from toolkit.config import Config
-from toolkit.config.local_paths import expand_user
+from toolkit.config.local_paths import expand_user, inside
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import tokenizer_place
 from toolkit.errors import CheckpointError, DataError, printable
@@ -79,7 +79,7 @@ class Checkpointer:
         if options.async_mode != "disabled":
             background = Background(pinned=options.async_mode == "async_with_pinned_mem")
         self.manager = CheckpointManager(
-            run_folder / options.folder,
+            inside(run_folder, options.folder),
             keep_latest_k=options.keep_latest_k,
             keep_every_n=options.keep_every_n,
             background=background,
@@ -177,7 +177,7 @@ class Checkpointer:
     def _load(self, where: int | Path, *, model_only: bool) -> dict[str, Any]:
         tensors = self.tensors(model_only=model_only)
         excluded = _excluded(self._config)
-        if model_only and isinstance(where, Path):
+        if model_only and not isinstance(where, int):
             excluded += self._new_head(where)
         manifest = self.manager.load(where, tensors, exclude=excluded)
         self._model_parts.refresh_tied_copies(tensors, self.tensors(model_only=model_only, copies=True))

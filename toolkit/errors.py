@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import os
+import re
 import sys
 import time
 import traceback
@@ -126,10 +127,15 @@ def _leave_for_torchrun(error: BaseException) -> None:
 def shown(value: object, write: Callable[[object], str] = repr) -> str:
     """``value`` as ``write`` has it, cut where that is long; it may be what cannot be written at all."""
     try:
-        text = write(value)
+        text = redacted(write(value))
     except (ValueError, RecursionError):  # an integer of too many digits; nested too deep
         return f"a value of {type(value).__name__} that is too large to be shown"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text):,} characters)"
+
+
+def redacted(text: str) -> str:
+    """``text`` with stars for what its URLs hold of credentials: user and password, and a query."""
+    return re.sub(r"(://)[^/@\s'\"]*@|(://[^\s'\"?]*\?)[^\s'\"]+", r"\1\2***", text)
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:

@@ -12,20 +12,25 @@ from pathlib import Path
 from toolkit.config.custom_import import import_module
 from toolkit.config.local_paths import expand_user, path_problem
 from toolkit.config.toml import Setting
-from toolkit.errors import ConfigError, Problem, ToolkitError
+from toolkit.errors import ConfigError, Problem, ToolkitError, redacted
 
 
-def local_path_text(text: str) -> str:
-    """The type of an argument that is a path, or several."""
-    if found := path_problem(text):
+def local_path_text(text: str, *, storage: bool = False) -> str:
+    """The type of an argument that is a path, or several; with ``storage`` a URL of object storage, too."""
+    if found := path_problem(text, storage=storage):
         rule, fix = found
-        raise argparse.ArgumentTypeError(f"{text!r}: {rule}\n  fix:  {fix}")
+        raise argparse.ArgumentTypeError(f"{redacted(text)!r}: {rule}\n  fix:  {fix}")
     return text
 
 
 def local_path(text: str) -> Path:
     """The type of an argument that is one path; ~ stands for the home folder."""
     return expand_user(local_path_text(text))
+
+
+def any_path(text: str) -> Path:
+    """The type of an argument that is one path, here or in object storage."""
+    return expand_user(local_path_text(text, storage=True))
 
 
 def add_custom_import(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,8 @@
     python -m tools.checkpoint diff STEP OTHER               settings and tensors in which two differ
     python -m tools.checkpoint prune FOLDER --keep-latest K [--keep-every N] [--dry-run]
 
-FOLDER is a run's folder or that of its checkpoints, STEP a step-N in it, PATH either. Exit codes: 0 all is
+FOLDER is a run's folder or that of its checkpoints, STEP a step-N in it, PATH either, each here or in
+object storage (s3://bucket/run). Exit codes: 0 all is
 well (for diff: equal), 1 what diff compares differs, 2 the arguments, 3 a checkpoint cannot be used.
 """
 
@@ -27,7 +28,7 @@ from toolkit.checkpoint.manifest import (
     step_folder,
     unsound_steps,
 )
-from toolkit.checkpoint.retention import delete, leftovers, superseded
+from toolkit.checkpoint.retention import steps_in, superseded
 from toolkit.errors import (
     EXIT_DATA,
     EXIT_ERROR,
@@ -39,7 +40,7 @@ from toolkit.errors import (
 )
 from toolkit.hardware import cores
 from toolkit.io import standard_streams
-from tools.arguments import local_path
+from tools.arguments import any_path
 
 GIB = 2**30
 
@@ -74,7 +75,7 @@ def list_steps(folder: Path) -> Iterator[str]:
         )
     for step, reason in sorted(unsound_steps(folder).items()):
         yield f"{step:9}  no checkpoint: {reason}"
-    for path in leftovers(folder):
+    for path in steps_in(folder).leftovers(folder):
         yield f"{path.name}: left by a process that was killed; the run's next start clears it"
 
 
@@ -178,7 +179,7 @@ def prune(folder: Path, *, keep_latest: int, keep_every: int | None, dry_run: bo
             raise CheckpointError(f"nothing deleted: {newest} is damaged: {'; '.join(problems)}")
     for step in doomed:
         if not dry_run:
-            delete(folder, step)
+            steps_in(folder).delete(folder, step)
         yield f"{'would delete' if dry_run else 'deleted'} step-{step}"
     yield f"{len(steps) - len(doomed)} of {len(steps)} kept"
 
@@ -193,16 +194,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("list").add_argument("folder", type=local_path)
+    actions.add_parser("list").add_argument("folder", type=any_path)
     shown = actions.add_parser("inspect")
-    shown.add_argument("step", type=local_path)
+    shown.add_argument("step", type=any_path)
     shown.add_argument("--tensors", action="store_true")
-    actions.add_parser("verify").add_argument("paths", type=local_path, nargs="+")
+    actions.add_parser("verify").add_argument("paths", type=any_path, nargs="+")
     compared = actions.add_parser("diff")
-    compared.add_argument("step", type=local_path)
-    compared.add_argument("other", type=local_path)
+    compared.add_argument("step", type=any_path)
+    compared.add_argument("other", type=any_path)
     pruned = actions.add_parser("prune")
-    pruned.add_argument("folder", type=local_path)
+    pruned.add_argument("folder", type=any_path)
     pruned.add_argument("--keep-latest", type=int, required=True, metavar="K")
     pruned.add_argument("--keep-every", type=int, metavar="N")
     pruned.add_argument("--dry-run", action="store_true")

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.checkpoint.dcp_storage import read_metadata, tensors_of
+from toolkit.checkpoint.local_steps import leftovers
 from toolkit.checkpoint.manifest import check_files, committed_steps, read_manifest, step_folder
 from toolkit.checkpoint.read_tensor import read_tensor
-from toolkit.checkpoint.retention import leftovers
 
 ROOT = Path(__file__).parents[2]
 STEPS, RANKS = 40, 2

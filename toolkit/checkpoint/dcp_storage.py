@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -21,14 +21,21 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from toolkit.checkpoint.coverage import coverage_problem
 from toolkit.checkpoint.manifest import ADVICE, HASH, new_hash
 from toolkit.config.local_paths import open_regular
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, DataError
 from toolkit.io.pickles import PlainUnpickler
 from toolkit.io.tensor_file import FilePart, SavedFile, TensorPlace, read_region
 
@@ -37,6 +44,8 @@ _MAX_DIMENSIONS = 8
 _CHUNK = 4 << 20
 """Bytes that are hashed and then written while they are in the processor's cache."""
 Files = dict[str, dict[str, Any]]
+REMOTE_READS = 8
+"""Tensors that are read at once from object storage, each of which waits for some answers."""
 
 
 class _HashingStream:
@@ -46,7 +55,7 @@ class _HashingStream:
         self._file = file
         self._hash = new_hash()
         self._bytes = 0
-        self.failure: OSError | None = None
+        self.failure: Exception | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         rest = memoryview(data).cast("B")
@@ -55,7 +64,7 @@ class _HashingStream:
             self._hash.update(chunk)
             try:
                 self._file.write(chunk)
-            except OSError as error:
+            except (OSError, DataError) as error:
                 self.failure = error
                 raise
         self._bytes += len(rest)
@@ -77,15 +86,15 @@ class _HashingStream:
         return {"bytes": self._bytes, HASH: self._hash.hexdigest()}
 
 
-class _HashingFileSystem(FileSystem):
+class HashingFileSystem(FileSystem):
     """Notes size and hash of each file written through it in ``written``, by name."""
 
     def __init__(self) -> None:
         self.written: Files = {}
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[Any, None, None]:
-        with Path(path).open(mode) as file:
+    def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
+        with path.open(mode) as file:
             if mode != "wb":
                 yield file
                 return
@@ -94,7 +103,13 @@ class _HashingFileSystem(FileSystem):
                 yield stream
             except RuntimeError as error:  # torch's zip writer speaks of positions in place of a full disk
                 raise stream.failure or error from error
-        self.written[Path(path).name] = stream.entry()
+        self.written[path.name] = stream.entry()
+
+
+def _remote_file_system() -> HashingFileSystem:
+    from toolkit.checkpoint.remote_storage import RemoteFileSystem
+
+    return RemoteFileSystem()
 
 
 class RowByRow(DefaultSavePlanner):
@@ -121,8 +136,10 @@ class CommittingWriter(FileSystemWriter):
     """
 
     def __init__(self, folder: Path, commit: Callable[[Files, Metadata], None]):
-        super().__init__(folder)
-        self._hashing = _HashingFileSystem()
+        local = isinstance(folder, Path)
+        super().__init__("", sync_files=local)
+        self.path = folder
+        self._hashing = HashingFileSystem() if local else _remote_file_system()
         self.fs = self._hashing
         self._commit = commit
 
@@ -271,7 +288,7 @@ class VerifiedReader(FileSystemReader):
     DCP's own way makes two copies on the way there."""
 
     def __init__(self, folder: Path, metadata: Metadata):
-        super().__init__(folder)
+        super().__init__("")  # DCP's own way is not taken
         self._folder = folder
         self._metadata = metadata
 
@@ -279,18 +296,21 @@ class VerifiedReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            index = item.storage_index
-            assert index.index is not None, "the planner numbers the chunks"
-            place = tensor_place(self._folder, self._metadata, index.fqn, index.index)
-            corner = zip(item.storage_offsets, item.lengths, strict=True)
-            region = [slice(start, start + size) for start, size in corner]
-            target = planner.resolve_tensor(item).detach()
-            if target.is_cpu and target.is_contiguous() and target.dtype == place.dtype:
-                read_region(place, region, target)
-            else:
-                target.copy_(read_region(place, region, torch.empty(item.lengths, dtype=place.dtype)))
-            planner.commit_tensor(item, target)
+        with ThreadPoolExecutor(1 if isinstance(self._folder, Path) else REMOTE_READS) as threads:
+            list(threads.map(lambda item: self._read(item, planner), plan.items))
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
+        index = item.storage_index
+        assert index.index is not None, "the planner numbers the chunks"
+        place = tensor_place(self._folder, self._metadata, index.fqn, index.index)
+        corner = zip(item.storage_offsets, item.lengths, strict=True)
+        region = [slice(start, start + size) for start, size in corner]
+        target = planner.resolve_tensor(item).detach()
+        if target.is_cpu and target.is_contiguous() and target.dtype == place.dtype:
+            read_region(place, region, target)
+        else:
+            target.copy_(read_region(place, region, torch.empty(item.lengths, dtype=place.dtype)))
+        planner.commit_tensor(item, target)

@@ -7,9 +7,7 @@ commits by one rename. Killed anywhere, it leaves either the previous state or t
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,19 +24,16 @@ from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.dcp_storage import CommittingWriter, Files, RowByRow, tensors_of
 from toolkit.checkpoint.load import load_tensors
 from toolkit.checkpoint.manifest import (
-    MANIFEST,
     build_manifest,
     committed_steps,
     read_manifest,
     step_folder,
     unsound_steps,
 )
-from toolkit.checkpoint.retention import clear, delete, superseded, temporary_name
+from toolkit.checkpoint.retention import steps_in, superseded
 from toolkit.config.local_paths import expand_user
 from toolkit.distributed.agreement import Ranks
-from toolkit.errors import CheckpointError
-from toolkit.io.atomic import sync_file, sync_folder
-from toolkit.io.work_folder import take_place
+from toolkit.errors import CheckpointError, DataError
 
 
 class CheckpointManager:
@@ -62,7 +57,7 @@ class CheckpointManager:
         group: dist.ProcessGroup | None = None,
         say: Callable[[str], None] = print,
     ):
-        self.folder = Path(folder)
+        self.folder = expand_user(folder)
         self.keep_latest_k = keep_latest_k
         self.keep_every_n = keep_every_n
         self.best: int | None = None
@@ -136,7 +131,7 @@ class CheckpointManager:
                 )
         except CheckpointException as error:
             if self.ranks.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+                steps_in(final).discard(temporary)
             raise CheckpointError(
                 f"the checkpoint of step {step} was not saved to {final}: {_reasons(error)}\n"
                 "  Earlier checkpoints are as they were. Free space or repair the folder."
@@ -175,20 +170,19 @@ class CheckpointManager:
         self.ranks.on_rank_0(lambda: self._remove_leftovers(exports))
 
     def _remove_leftovers(self, exports: Path | None) -> None:
-        for said in clear(self.folder):
+        for said in steps_in(self.folder).clear(self.folder):
             self.say(f"checkpoint: {said}")
-        for said in clear(exports) if exports else ():
+        for said in steps_in(exports).clear(exports) if exports else ():
             self.say(f"export: {said}")
 
     def _new_folder(self, final: Path) -> Path:
-        temporary = temporary_name(final)
         try:
-            temporary.mkdir(parents=True)
+            return steps_in(final).begin(final)
         except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint {final} cannot be written: {error.strerror}: {error.filename}"
-            ) from None
-        return temporary
+            reason: object = f"{error.strerror}: {error.filename}"
+        except DataError as error:
+            reason = error
+        raise CheckpointError(f"the checkpoint {final} cannot be written: {reason}")
 
     def _locate(self, where: int | Path | str) -> Path:
         if not isinstance(where, int):
@@ -220,8 +214,8 @@ class CheckpointManager:
             best=self.best,
         ):
             try:
-                delete(self.folder, step)
-            except OSError as error:
+                steps_in(self.folder).delete(self.folder, step)
+            except (OSError, DataError) as error:
                 self.say(f"checkpoint: {step_folder(self.folder, step)} could not be deleted: {error}")
 
 
@@ -240,11 +234,7 @@ def commit_folder(
     manifest = build_manifest(
         step=step, files=files, tensor_count=len(sizes), tensor_bytes=sum(sizes), run=dict(run)
     )
-    with (temporary / MANIFEST).open("w") as file:
-        json.dump(manifest, file, indent=1)
-        sync_file(file)
-    sync_folder(temporary)
-    take_place(temporary, final)
+    steps_in(final).commit(temporary, final, manifest)
 
 
 @contextmanager

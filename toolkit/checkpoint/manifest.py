@@ -23,7 +23,7 @@ from blake3 import blake3
 from toolkit.compat import file_digest
 from toolkit.config.local_paths import open_regular, read_bytes
 from toolkit.config.toml_text import parse_toml
-from toolkit.errors import CheckpointError, shown
+from toolkit.errors import CheckpointError, DataError, shown
 from toolkit.io.json_fields import MAX_BYTES, is_size, parse_json
 
 MANIFEST = "manifest.json"
@@ -160,6 +160,8 @@ def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool)
             problems.append(f"{name} is missing")
         except OSError as error:
             problems.append(f"{name} cannot be read: {error.strerror}")
+        except DataError as error:
+            problems.append(str(error))
     return problems
 
 

@@ -113,13 +113,13 @@ class Checkpoint(Table):
 
     enable: bool = False
     """Save checkpoints, and resume from the newest one in the folder."""
-    folder: Annotated[str, LocalPath()] = "checkpoint"
-    """Folder of the checkpoints, inside job.dump_folder."""
+    folder: Annotated[str, LocalPath(storage=True)] = "checkpoint"
+    """Folder of the checkpoints, inside job.dump_folder, or a URL of object storage (s3://bucket/run)."""
     interval: Positive = 500
     """Steps from one checkpoint to the next; the last step is always saved."""
-    initial_load_path: Annotated[str | None, LocalPath(), _SAVES] = None
-    """A step-N folder to start from when the run has no checkpoint of its own, or with initial_load_in_hf a
-    Hugging Face folder, or a step-N beside which its run has written one."""
+    initial_load_path: Annotated[str | None, LocalPath(storage=True), _SAVES] = None
+    """A step-N folder, here or in object storage, to start from when the run has no checkpoint of its own, or
+    with initial_load_in_hf a Hugging Face folder, or a step-N beside which its run has written one."""
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path, not optimizer, step and data position."""
     initial_load_in_hf: Annotated[bool, _SAVES] = False

@@ -73,10 +73,10 @@ def _read(argv: Sequence[str]) -> Arguments:
 def _no_paths(settings: Mapping[str, Setting]) -> Iterator[Problem]:
     """Report values that can be no path where one is meant; of names of config files, reading them tells."""
     for key, setting in settings.items():
-        field = find_field(key)
-        is_path = field and any(isinstance(mark, LocalPath) for mark in field.marks)
-        if is_path and (found := path_problem(str(setting.value))):
-            yield Problem(*found, key, setting.value, setting.origin)
+        marks = field.marks if (field := find_field(key)) else ()
+        for mark in (mark for mark in marks if isinstance(mark, LocalPath)):
+            if found := path_problem(str(setting.value), storage=mark.storage):
+                yield Problem(*found, key, setting.value, setting.origin)
 
 
 def _too_many(settings: Mapping[str, Setting]) -> Iterator[Problem]:

@@ -1,7 +1,6 @@
-"""Paths of this machine: what can be none is refused by name, and only regular files are read.
+"""Paths: what can be none is refused by name, only regular files are read, no URL becomes a folder ``s3:``.
 
-Nothing here reads or writes object storage: taken as a path, ``s3://bucket/run`` would become a folder
-``s3:``. Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,15 +12,22 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
-_URL = re.compile(r"(?:^|,)\s*([A-Za-z][A-Za-z0-9+.-]*)://([^,\s]*)")  # of several paths with commas, too
-_HUB = re.compile(r"(?:https?://(?:www\.)?huggingface\.co/|hf://)(datasets/)?([\w.-]+/([\w.-]+))")
 _NAME_BYTES, _PATH_BYTES = 255, 4095  # of Linux
 
 
 def expand_user(path: str | os.PathLike[str]) -> Path:
-    """Return a path with the home folder in place of ``~``, or as it is where there is no such user (of which
-    ``Path.expanduser`` makes an error)."""
-    return Path(os.path.expanduser(path))
+    """Return a path with the home folder in place of ``~``, or as it is where there is no such user; of a URL
+    a RemotePath (``remote_path.py``), which stands for a path where there may be files of object storage."""
+    if isinstance(path, str) and "://" not in path or isinstance(path, os.PathLike):
+        return Path(os.path.expanduser(path))
+    from toolkit.config.remote_path import RemotePath
+
+    return path if isinstance(path, RemotePath) else RemotePath(path)  # type: ignore[return-value]
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return the folder ``name`` inside ``folder``, or where it is an absolute path or a URL, that."""
+    return expand_user(name) if "://" in name else folder / name
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
@@ -30,6 +36,8 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     Raises:
         OSError: it cannot be opened, it is something else, or no file can have this name.
     """
+    if not isinstance(path, str | os.PathLike):
+        return path.open_regular()
     try:
         mode = os.stat(path).st_mode
     except ValueError:  # a NUL, or half of a surrogate pair
@@ -67,8 +75,8 @@ def read_text(path: str | os.PathLike[str], *, at_most: int) -> str:
         raise OSError(errno.EILSEQ, f"it is not UTF-8 text (byte {error.start})") from None
 
 
-def path_problem(text: str) -> tuple[str, str] | None:
-    """Say why ``text`` names nothing on this machine, and what to do; None where it may."""
+def path_problem(text: str, *, storage: bool = False) -> tuple[str, str] | None:
+    """Say why ``text`` names nothing here, nor with ``storage`` in object storage, and what to do, or None."""
     try:
         name = os.fsencode(text)
     except UnicodeEncodeError:
@@ -76,19 +84,8 @@ def path_problem(text: str) -> tuple[str, str] | None:
     longest = max(map(len, re.split(rb"[,/]", name)))
     if b"\0" in name or longest > _NAME_BYTES or (len(name) > _PATH_BYTES and b"," not in name):
         return "no file can have this name: it is too long, or has a NUL or half a surrogate", "correct it"
-    return url_problem(text)
-
-
-def url_problem(text: str) -> tuple[str, str] | None:
-    """Say why a URL names nothing on this machine, and what to do; None where ``text`` is none."""
-    found = _URL.search(text)
-    if found is None:
+    if "://" not in text:
         return None
-    scheme, place = found.groups()
-    rule = f"{scheme}:// is a URL, and only files and folders of this machine are read and written"
-    if scheme == "file":
-        return rule, f"write the path alone: {place.removeprefix('localhost')}"
-    if hub := _HUB.search(text):
-        kind = "--repo-type dataset " if hub[1] else ""
-        return rule, f"hf download {kind}{hub[2]} --local-dir ./{hub[3]} fetches it; then name ./{hub[3]}"
-    return rule, "copy it to a local disk or mount it, and name that path"
+    from toolkit.config.urls import url_problem
+
+    return url_problem(text, storage=storage)

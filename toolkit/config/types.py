@@ -69,7 +69,9 @@ class RefusedValues:
 
 @dataclass(frozen=True)
 class LocalPath:
-    """A file or folder of this machine, or a name of a corpus in the place of one: no URL."""
+    """A file or folder of this machine, with ``storage`` also of object storage, or a corpus's name instead."""
+
+    storage: bool = False
 
 
 @dataclass(frozen=True)

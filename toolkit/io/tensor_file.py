@@ -10,8 +10,9 @@ import io
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import IO, TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 Region = Sequence[slice]
 """A slice with a start and a stop, without a step, for each dimension."""
+Read = Callable[[memoryview, int], int]
+"""Fills memory with what a file has from an offset on, and returns how many bytes that were."""
 
 _MAX_PICKLE = 100_000_000
 BUFFER_BYTES = 8 << 20
@@ -150,24 +153,33 @@ def read_region(place: TensorPlace, region: Region, out: Tensor, *, paired_rows:
     """
     if not out.numel():
         return out
+    if not isinstance(place.file, Path):
+        return _read_region(place.file.read_into, place, region, out, paired_rows)
     try:
         descriptor = os.open(place.file, os.O_RDONLY)
     except OSError as error:
         raise DataError(f"{place.file} cannot be read: {error.strerror}") from None
     try:
-        if not place.shape or (not paired_rows and tuple(region[1:]) == whole(place.shape[1:])):
-            row = math.prod(place.shape[1:]) * place.dtype.itemsize
-            _fill(descriptor, place, place.begin + (region[0].start * row if place.shape else 0), out)
-        else:
-            _read_by_buffer(descriptor, place, region, out, paired_rows)
+        read = partial(_preadv, descriptor)
+        return _read_region(read, place, region, out, paired_rows)
     finally:
         os.close(descriptor)
+
+
+def _preadv(descriptor: int, memory: memoryview, offset: int) -> int:
+    return os.preadv(descriptor, [memory], offset)
+
+
+def _read_region(read: Read, place: TensorPlace, region: Region, out: Tensor, paired_rows: int) -> Tensor:
+    if not place.shape or (not paired_rows and tuple(region[1:]) == whole(place.shape[1:])):
+        row = math.prod(place.shape[1:]) * place.dtype.itemsize
+        _fill(read, place, place.begin + (region[0].start * row if place.shape else 0), out)
+    else:
+        _read_by_buffer(read, place, region, out, paired_rows)
     return out
 
 
-def _read_by_buffer(
-    descriptor: int, place: TensorPlace, region: Region, out: Tensor, paired_rows: int
-) -> None:
+def _read_by_buffer(read: Read, place: TensorPlace, region: Region, out: Tensor, paired_rows: int) -> None:
     """Whole groups of rows into a buffer, and what the region has of them to their place."""
     rest = place.shape[1:]
     row = math.prod(rest) * place.dtype.itemsize
@@ -179,7 +191,7 @@ def _read_by_buffer(
     for start in range(first, last, step):
         stop = min(start + step, last)
         block = buffer[: stop - start]
-        _fill(descriptor, place, place.begin + start * row, block)
+        _fill(read, place, place.begin + start * row, block)
         begin, end = max(start, rows.start), min(stop, rows.stop)
         target = out[begin - rows.start : end - rows.start]
         if paired_rows:
@@ -194,12 +206,12 @@ def _read_by_buffer(
         target.copy_(block[part])
 
 
-def _fill(descriptor: int, place: TensorPlace, offset: int, out: Tensor) -> None:
+def _fill(read: Read, place: TensorPlace, offset: int, out: Tensor) -> None:
     memory = memoryview(out.view(-1).view(torch.uint8).numpy().data)
     done = 0
     while done < len(memory):
         try:
-            count = os.preadv(descriptor, [memory[done:]], offset + done)
+            count = read(memory[done:], offset + done)
         except OSError as error:
             raise DataError(f"{place.file} cannot be read: {error.strerror}") from None
         if not count:

@@ -46,7 +46,7 @@ def in_progress(out: Path, holder: BlockingIOError) -> DataError:
 def take_place(work: Path, final: Path) -> None:
     """Give a folder that is whole and on the disk its final name; what had it before goes.
 
-    That is put aside first, and :func:`toolkit.checkpoint.retention.clear` puts it back after a kill.
+    That is put aside first, and :func:`toolkit.checkpoint.local_steps.clear` puts it back after a kill.
     """
     replaced = None
     if final.exists():

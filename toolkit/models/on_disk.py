@@ -68,6 +68,6 @@ def _run_folder(step: Path, saved: Mapping[str, Any]) -> Path:
     """The folder of the run with the config ``saved``: as many levels above its checkpoint as that says,
     wherever the folder was moved since."""
     inside = Path(saved.get("checkpoint.folder", "checkpoint"))
-    if inside.is_absolute():
+    if inside.is_absolute() or not isinstance(step, Path):
         return expand_user(saved["job.dump_folder"])
     return Path(os.path.normpath(step.joinpath("..", *[".."] * len(inside.parts))))

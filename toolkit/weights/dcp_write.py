@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from toolkit.checkpoint.dcp_storage import CommittingWriter, Files, RowByRow, read_metadata
+from toolkit.checkpoint.local_steps import clear, temporary_name
 from toolkit.checkpoint.manager import commit_folder, without_crc32
-from toolkit.checkpoint.retention import clear, temporary_name
 from toolkit.errors import CheckpointError
 from toolkit.io.locks import LOCK, claimed
 from toolkit.io.work_folder import in_progress, refuse_existing

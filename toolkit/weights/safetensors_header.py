@@ -46,13 +46,13 @@ def folder_entries(folder: Path) -> dict[str, Entry]:
     Raises:
         DataError: no weights; a file is missing, damaged or not what the index says.
     """
-    if not os.path.isfile(folder / INDEX):
-        if not os.path.isfile(folder / SINGLE):
+    if not (folder / INDEX).is_file():
+        if not (folder / SINGLE).is_file():
             raise DataError(f"{folder} has no weights: {_instead_of_safetensors(folder)}")
         return file_entries(folder / SINGLE)
     weight_map = _weight_map(folder / INDEX)
     files = sorted(set(weight_map.values()))
-    absent = [name for name in files if not os.path.isfile(folder / name)]
+    absent = [name for name in files if not (folder / name).is_file()]
     if absent:
         raise DataError(
             f"{folder / INDEX} names files that are not there: {first_few(absent, _SHOWN)}\n"
@@ -83,7 +83,8 @@ def file_entries(path: Path) -> dict[str, Entry]:
     """
     try:
         with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > _MAX_HEADER or 8 + length > size:
                 raise DataError(f"{path} is no safetensors file, or cut short: it has {size:,} bytes")

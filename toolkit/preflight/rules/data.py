@@ -40,7 +40,7 @@ def folders_writable(run: PlannedRun) -> list[Problem]:
     folders = {"job.dump_folder": config.job.dump_folder}
     if not (expand_user(config.data.cache_folder) / "tokens").is_dir():  # else it may have all
         folders["data.cache_folder"] = config.data.cache_folder
-    if config.checkpoint.enable:
+    if config.checkpoint.enable and isinstance(run.checkpoints, Path):
         folders["checkpoint.folder"] = str(run.checkpoints)
     if config.metrics.enable_tensorboard:
         folders["metrics.save_tb_folder"] = str(run.dump_folder / config.metrics.save_tb_folder)
