@@ -58,7 +58,8 @@ class Server:
 
     def call(self, path: str, body: Any = None, method: str = "POST") -> bytes:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.address + path, data, method=method)
+        kind = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.address + path, data, kind, method=method)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.read()
 

@@ -19,7 +19,7 @@ from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
 from toolkit.config import Config
-from toolkit.config.local_paths import expand_user, inside
+from toolkit.config.local_paths import expand_user
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import tokenizer_place
 from toolkit.errors import CheckpointError, DataError, printable
@@ -79,7 +79,7 @@ class Checkpointer:
         if options.async_mode != "disabled":
             background = Background(pinned=options.async_mode == "async_with_pinned_mem")
         self.manager = CheckpointManager(
-            inside(run_folder, options.folder),
+            expand_user(options.folder, inside=run_folder),
             keep_latest_k=options.keep_latest_k,
             keep_every_n=options.keep_every_n,
             background=background,

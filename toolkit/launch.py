@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 
 from toolkit import preflight
 from toolkit.config import Config, load_config
-from toolkit.config.local_paths import expand_user, inside
+from toolkit.config.local_paths import expand_user
 from toolkit.config.types import MAX_RANKS
 from toolkit.data.build import open_data
 from toolkit.data.run_data import TOKENS
@@ -139,7 +139,7 @@ def _show_text(config: Config, prompt: str) -> None:
     """Print how the model that was trained goes on from ``prompt``, and the command for more."""
     from toolkit.checkpoint.manifest import committed_steps
 
-    saved = inside(expand_user(config.job.dump_folder), config.checkpoint.folder)
+    saved = expand_user(config.checkpoint.folder, inside=expand_user(config.job.dump_folder))
     if not config.checkpoint.enable or not committed_steps(saved):
         return
     command = ["-m", "tools.generate", str(saved), "--prompt", prompt]

@@ -8,16 +8,28 @@ from pathlib import Path
 import pytest
 
 from toolkit.config import load_config
-from toolkit.config.local_paths import url_problem
 from toolkit.config.schema import NAME, Field, fields
 from toolkit.config.types import LocalPath
+from toolkit.config.urls import url_problem
 from toolkit.errors import ConfigError
 
-PATHS = [field for field in fields() if any(isinstance(mark, LocalPath) for mark in field.marks)]
+PATHS = {field: mark.storage for field in fields() for mark in field.marks if isinstance(mark, LocalPath)}
+LOCAL = [field for field, storage in PATHS.items() if not storage]
 
 
-@pytest.mark.parametrize("field", PATHS, ids=lambda field: field.key)
-def test_every_key_that_is_a_path(field: Field) -> None:
+def test_keys_that_take_object_storage() -> None:
+    keys = {field.key for field in PATHS.keys() - set(LOCAL)}
+    assert keys == {"checkpoint.folder", "checkpoint.initial_load_path"}
+    for key in keys:
+        for text in ("s3://bucket/run", "gs://bucket", "abfss://container/a/b"):
+            assert load_config([f"--{key}={text}"]).value(key) == text
+        for text in ("https://host/run", "file:///run", "s3://", "s3://b/../c", "s3://b/c,s3://b/d"):
+            with pytest.raises(ConfigError, match=f"--{key}: {key} = '{text}'\n  rule: "):
+                load_config([f"--{key}={text}"])
+
+
+@pytest.mark.parametrize("field", LOCAL, ids=lambda field: field.key)
+def test_every_key_that_is_a_path_of_this_machine(field: Field) -> None:
     key = field.key.replace(NAME, "part")
     with pytest.raises(ConfigError) as caught:
         load_config([f"--{key}=s3://bucket/run"])
@@ -64,7 +76,6 @@ def test_a_path_is_no_url(text: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "checkpoint list s3://b/c",
         "convert_weights hf-to-dcp hf://o/n out",
         "convert_weights hf-to-dcp m s3://b/out",
         "evaluate s3://b/m",

@@ -10,7 +10,7 @@ from toolkit.checkpoint.dcp_storage import HashingFileSystem
 
 
 class RemoteFileSystem(HashingFileSystem):
-    """What DCP would write under a temporary name and rename goes by its last name at once."""
+    """Files that DCP would write under a temporary name and rename have their last name at once."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:

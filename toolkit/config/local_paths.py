@@ -15,19 +15,14 @@ from pathlib import Path
 _NAME_BYTES, _PATH_BYTES = 255, 4095  # of Linux
 
 
-def expand_user(path: str | os.PathLike[str]) -> Path:
-    """Return a path with the home folder in place of ``~``, or as it is where there is no such user; of a URL
-    a RemotePath (``remote_path.py``), which stands for a path where there may be files of object storage."""
+def expand_user(path: str | os.PathLike[str], *, inside: Path | None = None) -> Path:
+    """Return a path, ``inside`` that folder if it is relative, with the home folder in place of ``~`` where
+    there is such a user; of a URL a RemotePath (``remote_path.py``), which stands for a path of storage."""
     if isinstance(path, str) and "://" not in path or isinstance(path, os.PathLike):
-        return Path(os.path.expanduser(path))
+        return Path(inside or "", os.path.expanduser(path))
     from toolkit.config.remote_path import RemotePath
 
     return path if isinstance(path, RemotePath) else RemotePath(path)  # type: ignore[return-value]
-
-
-def inside(folder: Path, name: str) -> Path:
-    """Return the folder ``name`` inside ``folder``, or where it is an absolute path or a URL, that."""
-    return expand_user(name) if "://" in name else folder / name
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
@@ -76,7 +71,7 @@ def read_text(path: str | os.PathLike[str], *, at_most: int) -> str:
 
 
 def path_problem(text: str, *, storage: bool = False) -> tuple[str, str] | None:
-    """Say why ``text`` names nothing here, nor with ``storage`` in object storage, and what to do, or None."""
+    """Say why ``text`` names nothing here, nor with ``storage`` in object storage, and what to do."""
     try:
         name = os.fsencode(text)
     except UnicodeEncodeError:

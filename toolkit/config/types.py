@@ -69,7 +69,7 @@ class RefusedValues:
 
 @dataclass(frozen=True)
 class LocalPath:
-    """A file or folder of this machine, with ``storage`` also of object storage, or a corpus's name instead."""
+    """A file or folder of this machine, or with ``storage`` of object storage, or the name of a corpus."""
 
     storage: bool = False
 

@@ -31,7 +31,8 @@ def url_problem(text: str, *, storage: bool = False) -> tuple[str, str] | None:
         return "a URL with credentials would be told in logs and checkpoints", _CREDENTIALS
     if storage and scheme not in _NO_STORE and is_url(text):
         bucket, *rest = place.split("/")
-        if not bucket or {".", ".."} & {bucket, *rest} or any(mark in place for mark in "*?[]#"):
+        strange = {".", ".."} & {bucket, *rest} or any(mark in text for mark in "*?[]#, ")
+        if not bucket or strange:
             return f"{scheme}:// takes a bucket and a path", f"write {scheme}://bucket/folder"
         return None
     rule = f"{scheme}:// is a URL, and only files and folders of this machine are read and written"

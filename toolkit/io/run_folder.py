@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from toolkit.config import Config
-from toolkit.config.local_paths import expand_user, inside
+from toolkit.config.local_paths import expand_user
 from toolkit.errors import ConfigError, Problem
 from toolkit.io.locks import claim
 
@@ -34,7 +34,7 @@ def _claim(config: Config, locks: ExitStack) -> Problem | None:
     """Lock and write; what is wrong with the key of the folder where that fails."""
     run = expand_user(config.job.dump_folder)
     folders = {"job.dump_folder": run}
-    checkpoints = inside(run, config.checkpoint.folder)
+    checkpoints = expand_user(config.checkpoint.folder, inside=run)
     writes_checkpoints = config.checkpoint.enable and not config.checkpoint.load_only
     if writes_checkpoints and isinstance(checkpoints, Path) and checkpoints.resolve() != run.resolve():
         folders["checkpoint.folder"] = checkpoints

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.config import Config
-from toolkit.config.local_paths import expand_user, inside
+from toolkit.config.local_paths import expand_user
 from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.data.build import CorpusOptions, corpora
 from toolkit.data.corpus import Corpus
@@ -164,7 +164,7 @@ class PlannedRun:
     @cached_property
     def checkpoints(self) -> Path:
         """The folder of the run's own checkpoints."""
-        return inside(self.dump_folder, self.config.checkpoint.folder)
+        return expand_user(self.config.checkpoint.folder, inside=self.dump_folder)
 
     @cached_property
     def start(self) -> Start:

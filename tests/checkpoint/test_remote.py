@@ -1,0 +1,324 @@
+"""Checkpoints and weights in object storage: complete and verified or absent, whatever the store does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.s3_server import Server, running
+from toolkit.checkpoint import manager as manager_module
+from toolkit.checkpoint.async_save import Background
+from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.checkpoint.manifest import committed_steps, unsound_steps
+from toolkit.checkpoint.remote_steps import leftovers
+from toolkit.config import load_config, remote_calls, remote_upload
+from toolkit.config.local_paths import expand_user
+from toolkit.config.remote_calls import StorageError
+from toolkit.config.remote_path import RemotePath
+from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, ConfigError
+from toolkit.weights.open import open_weights
+from tools import checkpoint as tool
+from tools import make_random_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def url(server: Server, request: pytest.FixtureRequest) -> str:
+    """A place of its own for each test."""
+    server.requests()
+    return f"s3://bucket/{request.node.name.translate(str.maketrans('[]', '__'))}/checkpoint"
+
+
+def _tensors(shift: float = 0.0) -> dict[str, Tensor]:
+    return {
+        "model.weight": torch.arange(6000.0).view(60, -1) + shift,
+        "model.half": torch.ones(7, dtype=torch.bfloat16),
+        "optim.weight.step": torch.tensor(3.0),
+    }
+
+
+def _manager(url: str, **options: object) -> CheckpointManager:
+    return CheckpointManager(url, say=lambda text: None, **options)  # type: ignore[arg-type]
+
+
+def _loaded(manager: CheckpointManager, where: int | str = -1) -> dict[str, Tensor]:
+    tensors = {name: torch.full_like(tensor, 7) for name, tensor in _tensors().items()}
+    manager.load(where, tensors)
+    return tensors
+
+
+def _equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_is_saved_is_loaded_and_the_oldest_goes(
+    url: str, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    manager = _manager(url, keep_latest_k=2, background=Background() if background else None)
+    for step in (1, 2, 3):
+        manager.save(step, _tensors(step), {"tokens": step})
+    assert manager.latest() == 3
+    assert committed_steps(manager.folder) == [2, 3]
+    assert [path.name for path in manager.folder.iterdir()] == ["step-2", "step-3"]
+    assert _equal(_loaded(manager), _tensors(3))
+    assert _equal(_loaded(manager, f"{url}/step-2"), _tensors(2))
+    manager.save(2, _tensors(9), {})  # after a rewind
+    manager.end_save(wait=True)
+    assert _equal(_loaded(manager, 2), _tensors(9))
+    assert not any(tmp_path.iterdir())  # no folder s3: either
+
+
+@pytest.mark.parametrize("moment", ["shard", "index", "manifest"])
+def test_a_save_that_fails_leaves_the_one_before(server: Server, url: str, moment: str) -> None:
+    manager = _manager(url)
+    manager.save(1, _tensors(1), {})
+    name = {"shard": "step-2/__0_0", "index": "step-2/.metadata", "manifest": "step-2/manifest"}[moment]
+    server.fail("PUT", name, status=403, code="AccessDenied")
+    with pytest.raises(CheckpointError, match="(?s)not saved .*may not do that.*Earlier checkpoints are as"):
+        manager.save(2, _tensors(2), {})
+    assert manager.latest() == 1 and _equal(_loaded(manager), _tensors(1))
+    assert leftovers(manager.folder) == []
+    manager.save(2, _tensors(2), {})
+    assert manager.latest() == 2
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_what_a_killed_save_leaves_counts_for_nothing_and_goes(
+    url: str, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, said = _manager(url), []
+    manager.say = said.append
+    manager.save(1, _tensors(1), {})
+    with monkeypatch.context() as patch:
+        for name in ("discard", "commit"):  # of a process that is gone there is neither
+            patch.setattr(f"toolkit.checkpoint.remote_steps.{name}", lambda *_: None)
+        if large:  # an upload that has not ended
+            upload = (manager.folder / "step-2" / "__0_0.distcp").open("wb")
+            patch.setattr(remote_upload, "PART", 5 << 20)
+            upload.write(bytes(6 << 20))
+        else:
+            manager.save(2, _tensors(2), {})
+            assert list(unsound_steps(manager.folder)) == [2]
+    assert committed_steps(manager.folder) == [1]
+    assert _equal(_loaded(manager), _tensors(1))
+    said.clear()
+    manager.remove_leftovers()
+    assert len(said) == 1 and ("ended 1 uploads" if large else "removed step-2") in said[0]
+    assert [path.name for path in manager.folder.iterdir()] == ["step-1"]
+    manager.remove_leftovers()
+    assert len(said) == 1
+
+
+def test_a_store_that_stumbles_is_asked_again(server: Server, url: str) -> None:
+    manager = _manager(url)
+    server.fail("PUT", "step-1/__0_0", status=503, code="SlowDown", times=2)
+    server.fail("PUT", "step-1/manifest", after=True, hang_up=True)  # it is written, and nobody is told
+    server.fail("HEAD", "step-1/.metadata", hang_up=True)
+    manager.save(1, _tensors(1), {})
+    server.fail("GET", "prefix=", status=500, code="InternalError", times=2)
+    server.fail("GET", "step-1/__0_0", hang_up=True, times=2)
+    assert manager.latest() == 1 and _equal(_loaded(manager), _tensors(1))
+
+
+def test_an_upload_goes_on_at_the_part_that_failed(
+    server: Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_upload, "PART", 5 << 20)
+    content = bytes(range(256)) * (68 << 10)  # 17 MiB: four parts
+    path = RemotePath(f"{url}/file")
+    server.fail("PUT", "partNumber=2", status=500, code="InternalError", times=2)
+    server.fail("PUT", "partNumber=3", hang_up=True)
+    server.fail("POST", "uploadId", after=True, hang_up=True)
+    with path.open("wb") as file:
+        for start in range(0, len(content), 1 << 20):
+            file.write(content[start : start + (1 << 20)])
+    sent = [asked.partition("partNumber=")[2][:1] for asked in server.requests() if "partNumber" in asked]
+    assert sorted(sent) == sorted("1" + "222" + "33" + "4")
+    assert path.read_bytes() == content
+    part = bytearray(len(content) - 5)
+    assert path.read_into(memoryview(part), 5) == len(part) and part == content[5:]
+    with pytest.raises(ZeroDivisionError), RemotePath(f"{url}/other").open("wb") as file:
+        file.write(content)
+        raise ZeroDivisionError
+    assert not RemotePath(f"{url}/other").exists() and path.exists()
+
+
+def test_damage_is_named_and_nothing_goes_on_with_it(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    manager = _manager(url)
+    for step in (1, 2):
+        manager.save(step, _tensors(step), {"tokens": step})
+    shard = expand_user(f"{url}/step-2/__0_0.distcp")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    with shard.open("wb") as file:
+        file.write(content)
+    with pytest.raises(CheckpointError, match="__0_0.distcp was altered: its hash"):
+        _loaded(manager)
+    assert tool.main(["verify", url]) == EXIT_DATA
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{url}/step-1: sound" and "step-2: __0_0.distcp was altered" in lines[1]
+    assert tool.main(["prune", url, "--keep-latest", "1"]) == EXIT_DATA
+    assert "nothing deleted" in capsys.readouterr().err and committed_steps(manager.folder) == [1, 2]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match="__0_0.distcp is missing"):
+        _loaded(manager)
+
+
+def test_the_tool_reads_a_url(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    manager = _manager(url)
+    for step in (1, 2, 3):
+        manager.save(step, _tensors(step), {"tokens": 100 * step, "config": "[a]\nb = 1\n"})
+    assert tool.main(["list", url.removesuffix("/checkpoint")]) == EXIT_FINISHED
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["1", "2", "3"]
+    assert tool.main(["inspect", f"{url}/step-3", "--tensors"]) == EXIT_FINISHED
+    assert "tokens                 300" in capsys.readouterr().out
+    assert tool.main(["diff", f"{url}/step-2", f"{url}/step-3"]) == 1
+    assert "model.weight: 6,000 of 6,000 values differ, by at most 1;" in capsys.readouterr().out
+    assert tool.main(["prune", url, "--keep-latest", "1"]) == EXIT_FINISHED
+    assert committed_steps(manager.folder) == [3]
+
+
+FAULTS = {
+    "quota": ({"status": 403, "code": "QuotaExceeded"}, "the quota of the store is used up"),
+    "full disk": ({"status": 507, "code": "XMinioStorageFull"}, "the quota of the store is used up"),
+    "clock": ({"status": 403, "code": "RequestTimeTooSkewed"}, "the clock of this machine is wrong"),
+    "expired": ({"status": 400, "code": "ExpiredToken"}, "the credentials have expired"),
+    "not allowed": ({"status": 403, "code": "AccessDenied"}, "these credentials may not do that"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_will_not_pass_is_told_at_once(server: Server, url: str, fault: str) -> None:
+    told, rule = FAULTS[fault]
+    server.fail("PUT", url.removeprefix("s3://"), **told)  # type: ignore[arg-type]
+    with pytest.raises(StorageError) as caught, RemotePath(f"{url}/x").open("wb") as file:
+        file.write(b"x")
+    assert str(caught.value).startswith(f"{url}/x cannot be used: {rule}\n  fix:  ")
+    assert caught.value.exit_code == EXIT_DATA
+    assert len([asked for asked in server.requests() if asked.startswith("PUT")]) == 1
+
+
+def test_a_missing_bucket_and_wrong_credentials(
+    server: Server, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.main(["list", "s3://nobucket/run"]) == EXIT_DATA
+    assert "s3://nobucket/run cannot be used: the bucket does not exist" in capsys.readouterr().err
+    with pytest.raises(StorageError, match="the bucket does not exist"):
+        _manager("s3://nobucket/run").latest()
+    server.call("/moto-api/reset-auth", 0)  # from now on moto looks at signatures
+    try:
+        assert tool.main(["list", url]) == EXIT_DATA
+    finally:
+        server.call("/moto-api/reset-auth", 1e9)
+    said = capsys.readouterr().err
+    assert "the credentials are missing or wrong" in said
+    assert "testing-id" not in said and "testing-secret" not in said
+
+
+def test_a_store_that_is_gone_is_waited_for_only_so_long(
+    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(remote_calls, "PATIENCE", 0.5)
+    monkeypatch.setattr(remote_calls, "FIRST_PATIENCE", 0.5)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    remote_calls.file_system.cache_clear()
+    try:
+        with pytest.raises(StorageError, match="(?s)did not answer for .* s .*see if the store is up"):
+            committed_steps(expand_user(url))
+    finally:
+        remote_calls.file_system.cache_clear()
+
+
+def test_a_damaged_answer_is_no_missing_checkpoint(server: Server, url: str) -> None:
+    """A manifest that cannot be read for now must not make a run start from an older step, or anew."""
+    manager = _manager(url)
+    manager.save(1, _tensors(1), {})
+    server.fail("GET", "step-1/manifest", status=403, code="AccessDenied")
+    with pytest.raises(StorageError, match="may not do that"):
+        manager.latest()
+    assert manager.latest() == 1
+
+
+def test_two_runs_do_not_commit_one_step(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = _manager(url), _manager(url)
+    commit = manager_module.commit_folder
+
+    def late(*arguments: object) -> None:
+        monkeypatch.setattr(manager_module, "commit_folder", commit)
+        theirs.save(1, _tensors(2), {})
+        commit(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(manager_module, "commit_folder", late)
+    with pytest.raises(CheckpointError, match="(?s)another run has committed this step|of another size"):
+        ours.save(1, _tensors(1), {})
+    assert _equal(_loaded(ours), _tensors(2))
+
+
+def test_credentials_in_a_url_are_refused_and_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    for place in ("s3://key:hush@bucket/run", "az://bucket/run?sig=hush"):
+        with pytest.raises(ConfigError) as caught:
+            load_config([f"--checkpoint.folder={place}"])
+        assert "a URL with credentials" in str(caught.value) and "hush" not in str(caught.value)
+        with pytest.raises(ConfigError) as caught:
+            load_config([f"--checkpoint.foldr={place}"])
+        assert "hush" not in str(caught.value)
+        with pytest.raises(SystemExit):
+            tool.main(["list", place])
+        assert "hush" not in capsys.readouterr().err
+
+
+def test_weights_are_read_from_a_url(url: str, tmp_path: Path) -> None:
+    assert make_random_model.main([str(tmp_path / "hf"), "--flavor", "debugmodel"]) == 0
+    for path in (tmp_path / "hf").iterdir():
+        with RemotePath(f"{url}/{path.name}").open("wb") as file:
+            file.write(path.read_bytes())
+    here, there = open_weights(tmp_path / "hf"), open_weights(url)
+    assert there.args == here.args and dict(there.tensors) == dict(here.tensors)
+    assert all(torch.equal(here.read(name), there.read(name)) for name in here.tensors)
+    columns = (slice(3, 9), slice(2, 5))
+    name = "layers.0.attention.wq.weight"
+    assert torch.equal(here.read(name, columns), there.read(name, columns))
+
+
+def test_a_run_saves_to_a_url_and_goes_on_from_there(url: str, tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "toolkit.train", "--job.config_file=train_configs/debug_model.toml",
+        "--model.dim=64", "--model.n_layers=2", "--model.ffn_dim=160", "--training.seq_len=64",
+        "--training.dataset=embedded_validation", "--lr_scheduler.warmup_steps=1",
+        "--validation.enable=false", "--metrics.enable_tensorboard=false", "--metrics.log_freq=1",
+        "--checkpoint.interval=2", f"--checkpoint.folder={url}", f"--data.cache_folder={tmp_path / 'cache'}",
+    ]  # fmt: skip
+
+    def losses(folder: Path, *arguments: str) -> dict[int, float]:
+        asked = [*command, f"--job.dump_folder={folder}", *arguments]
+        done = subprocess.run(asked, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+    first = losses(tmp_path / "run", "--training.steps=4")
+    assert committed_steps(expand_user(url)) == [2, 4]
+    again = losses(
+        tmp_path / "again", "--training.steps=4", "--checkpoint.folder=checkpoint",
+        f"--checkpoint.initial_load_path={url}/step-2", "--checkpoint.initial_load_model_only=false",
+    )  # fmt: skip
+    assert again == {step: first[step] for step in (3, 4)}
