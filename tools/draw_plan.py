@@ -11,7 +11,6 @@ the options below are keys of the config.
 from __future__ import annotations
 
 import argparse
-import html
 import io
 import sys
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from toolkit.io import standard_streams
 from toolkit.planner.machines import Machine, machine_named
 from toolkit.preflight.planned_run import PlannedRun
 from tools.arguments import add_custom_import, local_path
-from tools.plot import pyplot
+from tools.plot import pyplot, write_html
 
 if TYPE_CHECKING:
     from toolkit.parallel.dims import ParallelDims
@@ -145,21 +144,6 @@ def mesh_figure(plt: Any, layout: ParallelDims, node: int) -> Any:
     more = f", the first {shown} of {nodes} nodes" if nodes > shown else ""
     axes.set_title(f"{layout} on nodes of {node}{more}", loc="left", fontsize=11)
     return figure
-
-
-def write_html(path: Path, title: str, lines: Sequence[str], figures: Sequence[Any]) -> None:
-    """Write the pictures into one page, as SVG."""
-    drawn = []
-    for figure in figures:
-        text = io.StringIO()
-        figure.savefig(text, format="svg")
-        drawn.append(text.getvalue()[text.getvalue().index("<svg") :])
-    style = "body{font:15px system-ui,sans-serif;max-width:72em;margin:2em auto} svg{max-width:100%}"
-    body = "".join(f"<p>{html.escape(line)}</p>" for line in lines) + "".join(drawn)
-    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{style}</style>'
-    path.write_text(
-        f"<!doctype html><html><head>{head}</head><body><h1>{html.escape(title)}</h1>{body}</body></html>\n"
-    )
 
 
 def write_png(path: Path, plt: Any, figures: Sequence[Any]) -> None:

@@ -10,6 +10,8 @@ are light as logged and dark where smoothed; a run is named by its folder. Needs
 from __future__ import annotations
 
 import argparse
+import html
+import io
 import json
 import os
 import sys
@@ -26,7 +28,7 @@ Record = dict[str, Any]
 Points = tuple[list[float], list[float]]
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; the yellow is too light for lines.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _SMOOTHED_OVER = 30
 """A curve is averaged over this part of its length."""
 
@@ -49,13 +51,13 @@ PANELS = (
 X_LABELS = {"step": "step", "tokens": "tokens", "hours": "hours of training, without saves and validation"}
 
 
-def read_run(folder: Path) -> list[Record]:
-    """The lines of ``metrics.jsonl`` in ``folder``.
+def read_run(folder: Path, name: str = "metrics.jsonl") -> list[Record]:
+    """The lines of ``name`` in ``folder``.
 
     Raises:
         DataError: there is none, or it holds nothing.
     """
-    path = folder / "metrics.jsonl"
+    path = folder / name
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -138,19 +140,19 @@ def draw(runs: dict[str, list[Record]], output: Path, *, x: str) -> None:
     cells = list(grid.flat)
     for panel, cell in zip(panels, cells, strict=False):
         for number, records in enumerate(runs.values()):
-            _draw_curve(cell, panel, *curve(records, panel.key, x), _COLORS[number % len(_COLORS)])
-        _dress(cell, panel, x)
+            draw_curve(cell, panel, *curve(records, panel.key, x), COLORS[number % len(COLORS)])
+        dress(cell, panel, x)
     for cell in cells[len(panels) :]:
         cell.remove()
     handles = [
-        plt.Line2D([], [], color=_COLORS[number % len(_COLORS)], linewidth=2) for number in range(len(runs))
+        plt.Line2D([], [], color=COLORS[number % len(COLORS)], linewidth=2) for number in range(len(runs))
     ]
     figure.legend(handles, list(runs), loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
     figure.savefig(output, dpi=130, format="png")
     plt.close(figure)
 
 
-def _draw_curve(cell: Any, panel: Panel, places: list[float], values: list[float], color: str) -> None:
+def draw_curve(cell: Any, panel: Panel, places: list[float], values: list[float], color: str) -> None:
     marker = "o" if len(values) < 20 else None
     if panel.smooth and len(values) >= 2 * _SMOOTHED_OVER:
         cell.plot(places, values, color=color, alpha=0.25, linewidth=0.8)
@@ -158,7 +160,7 @@ def _draw_curve(cell: Any, panel: Panel, places: list[float], values: list[float
     cell.plot(places, values, color=color, linewidth=1.6, marker=marker, markersize=3.5)
 
 
-def _dress(cell: Any, panel: Panel, x: str) -> None:
+def dress(cell: Any, panel: Panel, x: str) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
 
     cell.set_title(panel.title, fontsize=11, loc="left")
@@ -195,6 +197,28 @@ def pyplot() -> Any:
 
     plt.rcParams["figure.constrained_layout.use"] = True
     return plt
+
+
+def write_html(
+    path: Path, title: str, lines: Sequence[str], figures: Sequence[Any], tables: Sequence[str] = ()
+) -> None:
+    """Write the pictures into one page, as SVG, and below them ``tables``, which are HTML already."""
+    drawn = []
+    for figure in figures:
+        text = io.StringIO()
+        figure.savefig(text, format="svg")
+        drawn.append(text.getvalue()[text.getvalue().index("<svg") :])
+    style = (
+        "body{font:15px system-ui,sans-serif;max-width:72em;margin:2em auto} svg{max-width:100%;height:auto}"
+        "table{border-collapse:collapse}td,th{text-align:left;padding:.2em 1em .2em 0;vertical-align:top}"
+        "pre{font-size:12px}"
+    )
+    body = "".join(f"<p>{html.escape(line)}</p>" for line in lines) + "".join((*drawn, *tables))
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{style}</style>'
+    path.write_text(
+        f"<!doctype html><html><head>{head}</head><body><h1>{html.escape(title)}</h1>{body}</body></html>\n",
+        encoding="utf-8",
+    )
 
 
 def main(argv: Sequence[str]) -> int:

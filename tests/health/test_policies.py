@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from tests.helpers import in_layout, run_world
 from tests.training import MESHES, small_config, small_trainer, weights_digest
+from toolkit.config.job import Health
 from toolkit.errors import TrainingError
+from toolkit.parallel.guard import FINITE, Guard
 from toolkit.trainer import Trainer
 
 STEPS = 10
@@ -153,3 +155,19 @@ def test_too_many_end_the_run(runs: dict[str, Any]) -> None:
     assert "2 batches in a row have been skipped already (health.max_skips)" in runs["ended2"]
     assert "step 1: the loss is nan" in runs["nowhere2"]
     assert "no checkpoint of an earlier step to roll back to" in runs["nowhere2"]
+
+
+def test_what_stays_high_becomes_usual_and_one_spike_does_not() -> None:
+    memory: dict[str, Any] = {}
+    guard = Guard(Health(loss_spike_policy="skip", loss_spike_window=8), lambda: memory)
+    for number in range(8):
+        assert guard.limits() == (FINITE, FINITE) if number < 4 else guard.limits() < (1.2, 1.2)
+        guard.accept(1.0 + 0.01 * (number % 2), 1.0)
+    guard.refuse_spike(100.0, 1.0)
+    assert guard.refusal and "the loss 100 is above 1.035, 6 standard deviations" in guard.refusal.reason
+    assert guard.limits()[0] < 1.1
+    refused = 1
+    while guard.limits()[0] < 1.5:
+        guard.refuse_spike(1.5, 1.0)
+        refused += 1
+    assert 2 < refused <= guard.options.max_skips

@@ -54,14 +54,18 @@ class Guard:
 
     def accept(self, loss: float, grad_norm: float) -> None:
         """Remember the numbers of an update."""
+        self._memory()["skips"] = 0
+        self._remember(loss, grad_norm)
+
+    def _remember(self, loss: float, grad_norm: float) -> None:
         memory = self._memory()
-        memory["skips"] = 0
         if self.options.loss_spike_policy != "ignore":
             for name, number in (("losses", loss), ("norms", grad_norm)):
                 memory[name] = [*memory.get(name, []), number][-self.options.loss_spike_window :]
 
     def refuse_spike(self, loss: float, grad_norm: float) -> None:
-        """Refuse a batch beyond the limits.
+        """Refuse a batch beyond the limits, which is remembered as one at the limits: what stays high becomes
+        usual within some batches, and a single one does not blunt the rule.
 
         Raises:
             TrainingError: the policy is to stop, or there have been too many.
@@ -76,6 +80,8 @@ class Guard:
         options, updates = self.options, len(self._memory()["losses"])
         spike = f"{told}, {options.loss_spike_sigma:g} standard deviations over the last {updates} updates"
         self._refuse(options.loss_spike_policy, spike, loss, grad_norm)
+        most_loss, most_norm = self.limits()
+        self._remember(min(loss, most_loss), min(grad_norm, most_norm))
 
     def refuse_nan(self, loss: float, grad_norm: float, began: str) -> None:
         """Refuse a batch whose loss or gradient is not finite.

@@ -1,0 +1,245 @@
+"""Write a report of a run into one HTML file that needs no network: curves, time, ranks, events, config.
+
+    python -m tools.report outputs
+    python -m tools.report outputs -o report.html
+
+It is made of the files in the run's folder: metrics.jsonl, and with metrics.save_for_all_ranks those of the
+other ranks, which are compared then; heartbeat.json and config.toml. The run may still be going on. Needs
+matplotlib (extra `plot`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from toolkit.errors import DataError, ToolkitError, printable
+from toolkit.io import standard_streams
+from tools.arguments import local_path
+from tools.plot import COLORS, PANELS, Panel, Record, curve, draw_curve, dress, pyplot, read_run, write_html
+
+_CURVES = (
+    *PANELS[:2],
+    Panel("grad_norm", "Norm of the gradient", "before clipping"),
+    Panel("lr", "Learning rate", ""),
+    *PANELS[2:],
+)
+_PARTS = {"compute": "compute_seconds", "communication": "communication_seconds", "data": "data_seconds"}
+_OTHER = "the rest of the step"
+_RANKS = 64
+"""Ranks that are drawn at most: the slowest of more."""
+
+
+def read_ranks(folder: Path) -> dict[int, list[Record]]:
+    """The records of each rank that has written any.
+
+    Raises:
+        DataError: it is no folder of a run, or holds nothing yet.
+    """
+    ranks = {0: read_run(folder)}
+    for path in folder.glob("metrics.rank-*.jsonl"):
+        if (found := re.fullmatch(r"metrics\.rank-(\d+)\.jsonl", path.name)) is None:
+            continue  # of an earlier run
+        try:
+            ranks[int(found[1])] = read_run(folder, path.name)
+        except DataError:  # it has written no line yet
+            continue
+    return dict(sorted(ranks.items()))
+
+
+def curves_figure(plt: Any, records: Sequence[Record]) -> Any:
+    """What was logged over the steps; a line down where something happened."""
+    panels = [it for it in _CURVES if any(record.get(it.key) is not None for record in records)]
+    rows = -(-len(panels) // 2)
+    figure, grid = plt.subplots(rows, 2, figsize=(11, 2.9 * rows), squeeze=False)
+    cells = list(grid.flat)
+    for panel, cell in zip(panels, cells, strict=False):
+        draw_curve(cell, panel, *curve(records, panel.key, "step"), COLORS[0])
+        for record in records:
+            if "event" in record:
+                cell.axvline(record["step"], color=COLORS[1], linewidth=0.8, alpha=0.6)
+        dress(cell, panel, "step")
+    for cell in cells[len(panels) :]:
+        cell.remove()
+    return figure
+
+
+def time_figure(plt: Any, records: Sequence[Record]) -> Any:
+    """Seconds of a step, by what they went to, and beside them those between the steps."""
+    steps = [record for record in records if record.get("step_seconds") is not None]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3), width_ratios=(2, 1))
+    parts = {name: [record.get(key) or 0.0 for record in steps] for name, key in _PARTS.items()}
+    known = [sum(of_step) for of_step in zip(*parts.values(), strict=True)]
+    parts[_OTHER] = [max(0.0, it["step_seconds"] - its) for it, its in zip(steps, known, strict=True)]
+    parts = {name: seconds for name, seconds in parts.items() if any(seconds)}
+    places = [record["step"] for record in steps]
+    left.stackplot(places, *parts.values(), labels=list(parts), colors=COLORS, alpha=0.8)
+    left.set_title("Time of a step, rank 0", fontsize=11, loc="left")
+    left.set_xlabel("step")
+    left.set_ylabel("seconds")
+    left.legend(loc="upper right", fontsize=8)
+    left.margins(x=0)
+    total = totals(records)
+    right.barh(list(total), list(total.values()), color=COLORS[0], alpha=0.8)
+    right.invert_yaxis()
+    right.set_title("Where the time went", fontsize=11, loc="left")
+    right.set_xlabel("seconds in all")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def totals(records: Sequence[Record]) -> dict[str, float]:
+    """Seconds of the steps in all, and of everything that ran between them."""
+    total, before = {"training": 0.0}, 0
+    for record in records:
+        if record.get("step_seconds") is None:
+            continue
+        total["training"] += record["step_seconds"] * max(0, record["step"] - before)
+        before = record["step"]
+        for key, value in record.items():
+            name = key.removesuffix("_seconds")
+            between = name not in ("step", *_PARTS) and not name.endswith("_rank")
+            if key != name and between and value:
+                total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def ranks_figure(plt: Any, ranks: dict[int, list[Record]]) -> Any:
+    """Each rank's parts of a step, and its memory, in the mean of what it has logged."""
+    means = {rank: {key: mean(records, key) for key in _PARTS.values()} for rank, records in ranks.items()}
+    busy = {rank: of["compute_seconds"] + of["data_seconds"] for rank, of in means.items()}
+    shown = sorted(sorted(means, key=lambda rank: -busy[rank])[:_RANKS])
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 1.2 + 0.22 * len(shown)), width_ratios=(2, 1))
+    names = [f"rank {rank}" for rank in shown]
+    begin = [0.0] * len(shown)
+    for (part, key), color in zip(_PARTS.items(), COLORS, strict=False):
+        widths = [means[rank][key] for rank in shown]
+        left.barh(names, widths, left=begin, color=color, alpha=0.8, label=part)
+        begin = [start + width for start, width in zip(begin, widths, strict=True)]
+    left.set_title("Time of a step of each rank, in the mean", fontsize=11, loc="left")
+    left.set_xlabel("seconds")
+    left.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+    memory = [max((it.get("memory_gib") or 0.0 for it in ranks[rank]), default=0.0) for rank in shown]
+    right.barh(names, memory, color=COLORS[2], alpha=0.8)
+    right.set_title("Most memory", fontsize=11, loc="left")
+    right.set_xlabel("GiB")
+    for axes in (left, right):
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    return figure
+
+
+def mean(records: Iterable[Record], key: str) -> float:
+    """The mean of ``key`` where it was logged, without the first record, which has a warm-up; else 0."""
+    values = [record[key] for record in records if record.get(key) is not None]
+    return fmean(values[1:] or values or [0.0])
+
+
+def summary_lines(folder: Path, records: Sequence[Record]) -> list[str]:
+    """How far the run is and what it has reached, in a few sentences."""
+    steps = [record for record in records if record.get("loss") is not None]
+    lines = [f"{folder.absolute()}, written {time.strftime('%Y-%m-%d %H:%M')}"]
+    if steps:
+        last = steps[-1]
+        lines.append(
+            f"step {last['step']:,}: loss {last['loss']:.4f} (at first {steps[0]['loss']:.4f}), "
+            f"{last.get('tokens', 0):,} tokens, {mean(steps, 'tokens_per_second'):,.0f} tokens/s in the mean"
+        )
+    validation = [record for record in records if record.get("validation_loss") is not None]
+    if validation:
+        best = min(validation, key=lambda record: record["validation_loss"])
+        lines.append(
+            f"validation loss {validation[-1]['validation_loss']:.4f}, lowest {best['validation_loss']:.4f} "
+            f"at step {best['step']:,}"
+        )
+    if beat := _json(folder / "heartbeat.json"):
+        age = max(0.0, time.time() - beat.get("time", 0))
+        lines.append(f"heartbeat: {beat.get('state')} at step {beat.get('step')}, {age:,.0f} s ago")
+    return lines
+
+
+def events_table(records: Sequence[Record]) -> str:
+    events = [record for record in records if "event" in record]
+    if not events:
+        return "<h2>Events</h2><p>none</p>"
+    rows = "".join(
+        f"<tr><td>{event['step']}</td><td>{html.escape(str(event['event']))}</td>"
+        f"<td>{html.escape(str(event.get('reason', '')))}</td></tr>"
+        for event in events
+    )
+    return f"<h2>Events</h2><table><tr><th>step</th><th></th><th></th></tr>{rows}</table>"
+
+
+def config_text(folder: Path) -> str:
+    """The configuration, folded away, if the folder has it."""
+    try:
+        text = (folder / "config.toml").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return f"<details><summary>config.toml</summary><pre>{html.escape(text)}</pre></details>"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_report(folder: Path, output: Path) -> None:
+    """Write the report of the run in ``folder``.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        DataError: it is no folder of a run, or holds nothing yet.
+        OSError: ``output`` cannot be written.
+    """
+    ranks = read_ranks(folder)
+    plt = pyplot()
+    figures = [curves_figure(plt, ranks[0])]
+    if any(record.get("step_seconds") is not None for record in ranks[0]):
+        figures.append(time_figure(plt, ranks[0]))
+    if len(ranks) > 1:
+        figures.append(ranks_figure(plt, ranks))
+    tables = [events_table(ranks[0]), config_text(folder)]
+    name = folder.absolute().name
+    write_html(output, f"Run {name}", summary_lines(folder, ranks[0]), figures, tables)
+    plt.close("all")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=local_path, metavar="RUN", help="folder of a run")
+    parser.add_argument("-o", "--output", type=local_path, help="file to write (default: RUN/report.html)")
+    options = parser.parse_args(argv)
+    output = options.output or options.run / "report.html"
+    try:
+        write_report(options.run, output)
+    except ToolkitError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {output} cannot be written: {error}", file=sys.stderr)
+        return 1
+    print(output)
+    return 0
+
+
+if __name__ == "__main__":
+    standard_streams.protect()
+    sys.exit(main(sys.argv[1:]))
