@@ -53,7 +53,7 @@ def in_layout(layout: str) -> Iterator[None]:
         raise RuntimeError(f"in the layout: {layout}") from error
 
 
-def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """Run ``fn(*args)`` on each rank of a gloo world and return what the ranks returned, in rank order.
 
     ``fn`` must be a module-level function; results must pickle. The first rank that fails, and a

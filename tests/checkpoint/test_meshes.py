@@ -147,7 +147,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> list[dict[str, Any]]:
-    return _runs(True, CHAIN, folder, timeout=170)
+    return _runs(True, CHAIN, folder, timeout=380)
 
 
 def _together(of_ranks: Iterable[Digests]) -> Digests:
