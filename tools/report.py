@@ -56,7 +56,7 @@ def read_ranks(folder: Path) -> dict[int, list[Record]]:
 
 
 def curves_figure(plt: Any, records: Sequence[Record]) -> Any:
-    """What was logged over the steps; a line down where something happened."""
+    """Curves of what was logged over the steps; a line down where something happened."""
     panels = [it for it in _CURVES if any(record.get(it.key) is not None for record in records)]
     rows = -(-len(panels) // 2)
     figure, grid = plt.subplots(rows, 2, figsize=(11, 2.9 * rows), squeeze=False)
