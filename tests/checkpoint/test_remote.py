@@ -43,7 +43,7 @@ def server() -> Iterator[Server]:
 def url(server: Server, request: pytest.FixtureRequest) -> str:
     """A place of its own for each test."""
     server.requests()
-    return f"s3://bucket/{request.node.name.translate(str.maketrans('[]', '__'))}/checkpoint"
+    return f"s3://bucket/{request.node.name.translate(str.maketrans('[] ', '___'))}/checkpoint"
 
 
 def _tensors(shift: float = 0.0) -> dict[str, Tensor]:
@@ -85,6 +85,8 @@ def test_what_is_saved_is_loaded_and_the_oldest_goes(
     manager.end_save(wait=True)
     assert _equal(_loaded(manager, 2), _tensors(9))
     assert not any(tmp_path.iterdir())  # no folder s3: either
+    (manager.folder / "a note, of someone #1").write_new(b"")
+    assert manager.latest() == 3
 
 
 @pytest.mark.parametrize("moment", ["shard", "index", "manifest"])

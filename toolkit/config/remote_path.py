@@ -45,7 +45,9 @@ class RemotePath:
         self._names = tuple(name for name in rest.split("/") if name)
 
     def _of(self, *names: str) -> RemotePath:
-        return RemotePath(f"{self.scheme}://{'/'.join(names)}")
+        other = object.__new__(RemotePath)  # unchecked: a listing may have any names
+        other.scheme, other._names = self.scheme, names
+        return other
 
     def __str__(self) -> str:
         return f"{self.scheme}://{'/'.join(self._names)}"
