@@ -49,10 +49,10 @@ def report(starts: Sequence[dict[str, Any]], command: str, machine: str) -> str:
     lines += [
         "",
         f"Seconds: the median and the longest. {len(hit)} faults in {runs} runs, each ended by the same "
-        "command. Not named within 60 s by each launcher that was left, another exit code than 1 (after a slow "
-        "link, which is mended and the run stopped by SIGTERM: 0 or 75), a process left on a node, a committed "
-        "step lost, not resumed from the newest one, or at the end another loss than in a run that was never "
-        f"disturbed: {len(problems)}.",
+        "command. Not named within 60 s by each launcher that was left, another exit code than 1 (after a "
+        "slow link, which is mended and the run stopped by SIGTERM: 0 or 75), a process left on a node, a "
+        "committed step lost, not resumed from the newest one, or at the end another loss than in a run that "
+        f"was never disturbed: {len(problems)}.",
         *(f"- {problem}" for problem in problems),
     ]
     return "\n".join(lines) + "\n"

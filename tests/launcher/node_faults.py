@@ -152,7 +152,7 @@ def _name(outcome: Outcome, fault: Fault, left: list[Started], begun: float) -> 
             "node 1 of NNODES = 2 did not come",
             "node 0 does not answer",
         ],
-        "a link slow": [r"node 1 \(host1\) is slow to answer"],
+        "a link slow": [r"node 1 \(host1\) is slow: "],
     }[fault.kind]
     tellers = left[:1] if fault.kind == "a link slow" else left
     said = re.compile("|".join(patterns))

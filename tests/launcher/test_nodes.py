@@ -180,6 +180,19 @@ def test_a_fault_ends_all_and_is_named(three: Cluster, folder: Path, fault: str)
     _ended(nodes, survivors[:1] if fault == "a link is cut" else survivors, code, said)
 
 
+def test_a_slow_link_is_named_and_the_run_goes_on(three: Cluster, folder: Path) -> None:
+    nodes = three.nodes[:2]
+    started = [_start(node, folder) for node in nodes]
+    _begun(folder, 2)
+    assert "is slow" not in started[0].text
+    nodes[1].slow("2mbit")
+    slow = re.compile(r"node 1 \(host1\) is slow: \d\.\d Mbit/s through its link")
+    assert eventually(lambda: slow.search(started[0].text), SECONDS), started[0].text
+    nodes[1].fast()
+    (folder / "finish").touch()
+    _ended(nodes, started, 0)
+
+
 def test_a_signal_to_one_node_stops_all_after_a_save(three: Cluster, folder: Path) -> None:
     nodes = three.nodes[:2]
     started = [_start(node, folder) for node in nodes]

@@ -9,6 +9,7 @@ import struct
 import threading
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 LONGEST = 1 << 20  # bytes of a line; a configuration has some ten thousand
@@ -20,14 +21,25 @@ Message = dict[str, Any]
 
 
 class Link:
-    """A connection to another launcher, of which nothing is heard for ``timeout`` seconds when it is gone."""
+    """A connection to another launcher, of which nothing is heard for ``timeout`` seconds when it is gone.
+
+    A thread sends, so that a node whose link is bad keeps nobody waiting.
+    """
 
     def __init__(self, connection: socket.socket, timeout: float):
         self._socket = connection
         self._lines = connection.makefile("rb")
-        self._sending = threading.Lock()
+        self._outgoing: SimpleQueue[bytes] = SimpleQueue()
         connection.settimeout(timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._writer = threading.Thread(target=self._write, name="node link", daemon=True)
+        self._writer.start()
+
+    def _write(self) -> None:
+        with suppress(OSError):  # the other one has gone: reading tells that
+            while line := self._outgoing.get():
+                self._socket.sendall(line)
+            self._socket.shutdown(socket.SHUT_WR)
 
     @property
     def own_address(self) -> str:
@@ -42,10 +54,8 @@ class Link:
         self._socket.settimeout(seconds)
 
     def send(self, kind: str, **values: object) -> None:
-        """Send a message, or nothing where the other one has gone: reading tells that."""
-        line = json.dumps({"kind": kind, **values}).encode() + b"\n"
-        with self._sending, suppress(OSError):
-            self._socket.sendall(line)
+        """Send a message, at once or as soon as those before it have gone."""
+        self._outgoing.put(json.dumps({"kind": kind, **values}).encode() + b"\n")
 
     def receive(self) -> Message:
         """Wait for a message.
@@ -65,12 +75,13 @@ class Link:
             raise ValueError("no message of a launcher")
         return message
 
-    def finish(self) -> None:
-        """Send nothing more; what has been sent still arrives."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+    def finish(self, seconds: float = 0.0) -> None:
+        """Send nothing more, and wait up to ``seconds`` until what has been sent is on its way."""
+        self._outgoing.put(b"")
+        self._writer.join(timeout=seconds)
 
     def close(self) -> None:
+        self._outgoing.put(b"")
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -25,7 +25,7 @@ from toolkit.launcher import fault_reports, supervisor
 from toolkit.launcher.environment import QUESTION, environment_error, whole_number
 from toolkit.launcher.failure import any_failed_by_itself, first_failure
 from toolkit.launcher.node_link import Link, Message, interface_of
-from toolkit.launcher.roll_call import TELL_EVERY, Fits, RollCall, Terms
+from toolkit.launcher.roll_call import FAREWELL_SECONDS, TELL_EVERY, Fits, RollCall, Terms
 from toolkit.launcher.signals import Stopped, stop_at_once
 from toolkit.launcher.supervisor import Launch, Watch, say
 
@@ -148,6 +148,7 @@ class Member:
             try:
                 code, why = self._attend(link)
             finally:
+                link.finish(FAREWELL_SECONDS)
                 link.close()
             if code is not None:
                 return code
@@ -204,7 +205,7 @@ class Member:
             while True:
                 message = link.receive()
                 if message["kind"] == "ping":
-                    link.send("pong", sent=message["sent"])
+                    link.send("pong", sent=message["sent"], load=message["load"])
                 else:
                     self.arrived.put(message | {"link": link})
         except (OSError, ValueError) as error:

@@ -27,8 +27,11 @@ from toolkit.launcher.supervisor import exit_code, say
 
 SHOWN = 8
 TELL_EVERY = 30.0  # seconds
+LOAD_BYTES = 1 << 18
+"""Sent to a node, and back, now and then. A short message says little of a link: it waits behind no more than
+the kernel lets each connection keep in a queue."""
 SLOW_SECONDS = 1.0
-"""An answer that takes longer, twice in a row, has waited in queues: a hundred times what networks take."""
+"""Time of the load there and back at 4 Mbit/s; where it takes longer twice in a row, something is wrong."""
 FAREWELL_SECONDS = 5.0
 FINAL = (EXIT_CONFIG, EXIT_DATA)  # codes of a mistake that another start would repeat
 
@@ -67,6 +70,8 @@ class Node:
     ready: bool = False
     playing: bool = False
     outcome: Message | None = None
+    loaded: bool = False
+    next_load: float = 0.0
     slow: int = 0
     told_slow: float = -math.inf
 
@@ -174,7 +179,11 @@ class RollCall:
         now = time.monotonic()
         if now >= self._next_ping:
             self._next_ping = now + self.terms.node_timeout / 10
-            self._send(self.nodes.values(), "ping", sent=now)
+            for node in self.nodes.values():
+                loaded = not node.loaded and now >= node.next_load
+                if loaded:
+                    node.loaded, node.next_load = True, now + self.terms.node_timeout / 2
+                node.link.send("ping", sent=now, load="0" * LOAD_BYTES if loaded else "")
 
     def _send(self, nodes: Iterable[Node], kind: str, **values: object) -> None:
         for node in nodes:
@@ -198,7 +207,9 @@ class RollCall:
             elif kind == "ready":
                 node.ready = True
             elif kind == "pong":
-                self._time(node, time.monotonic() - float(message["sent"]))
+                if message["load"]:
+                    node.loaded = False
+                    self._time(node, time.monotonic() - float(message["sent"]))
             elif kind == "failed" and node.playing:
                 self._end_round(grace=True)
             elif kind == "ended" and node.playing:
@@ -256,12 +267,13 @@ class RollCall:
             self._end_round(grace=False)
 
     def _time(self, node: Node, seconds: float) -> None:
-        """Tell of a node that is slow to answer, once in a while."""
+        """Tell of a node that took so long for the load, once in a while."""
         node.slow = node.slow + 1 if seconds > SLOW_SECONDS else 0
         now = time.monotonic()
         if node.slow >= 2 and now > node.told_slow + 2 * TELL_EVERY:
             node.told_slow = now
-            say(f"{node} is slow to answer, {seconds:.1f} s: its link or the machine is overloaded")
+            rate = 2 * 8 * LOAD_BYTES / seconds / 1e6
+            say(f"{node} is slow: {rate:.1f} Mbit/s through its link, or the machine has no time to answer")
 
     # What follows
 
