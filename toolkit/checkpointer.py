@@ -18,6 +18,7 @@ from toolkit import __version__
 from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
+from toolkit.checkpoint.room import check_room
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
 from toolkit.data.batch_size import BatchShape
@@ -108,6 +109,14 @@ class Checkpointer:
         options = self._options
         if not options.load_only:
             self.manager.remove_leftovers(exports=self._exports)
+            check_room(
+                self.manager.folder,
+                self.tensors(model_only=True).values(),
+                lambda: self.tensors(model_only=False).values(),
+                stages=self._config.parallelism.pipeline_parallel_degree,
+                ranks=self.manager.ranks,
+                group=self._group,
+            )
         step = self.manager.latest() if options.load_step == -1 else options.load_step
         if self._config.finetune.adds:
             self._load_base()

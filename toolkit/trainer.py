@@ -296,6 +296,10 @@ class Trainer:
             yield from (f"validation: {told}" for told in self.validation.loader.conversations())
         if self.loader.mixture:
             yield self.loader.mixture.describe(self.total_steps * self.batch.total)
+        if dist.get_world_size() > int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size()):
+            from toolkit.distributed.clocks import clock_skew
+
+            yield from clock_skew()
 
     def _log_step(self, result: StepResult, speed: SpeedMeter) -> None:
         values = {
