@@ -1,8 +1,8 @@
 """A launcher of one node whose ranks train nothing: python -m tests.launcher.node_stand_in SETTINGS FOLDER.
 
-SETTINGS is JSON of `Launch` and `Terms`, and of "facts" and "fits", the numbers of nodes that can train.
-Ranks leave their place in FOLDER, end with 75 when they are asked to stop, and with 0 once FOLDER has a file
-"finish"; where it has "fail" with their node's host name in it, they end with that code.
+SETTINGS is JSON of `Launch` and `Terms`, of "facts", of "fits", the numbers of nodes that can train, and of
+what is "broken" in the data. Ranks leave their place in FOLDER, end with 75 when they are asked to stop, and
+with 0 once FOLDER has a file "finish"; where it has "fail" with their host's name, they end with that code.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from toolkit.errors import ToolkitError, report
+from toolkit.errors import DataError, ToolkitError, report
 from toolkit.launcher.nodes import supervise_nodes
 from toolkit.launcher.roll_call import Terms
 from toolkit.launcher.supervisor import Launch
@@ -46,13 +46,18 @@ def main() -> int:
     terms = Terms(**settings["terms"])
     launch = Launch(**settings["launch"], nodes=terms.most, peer_grace=0.3, kill_grace=0.3)
     sizes = settings.get("fits", list(range(terms.most + 1)))
+
+    def prepare() -> None:
+        if "broken" in settings:
+            raise DataError(settings["broken"])
+
     try:
         return supervise_nodes(
             [sys.executable, "-S", "-c", RANK, str(folder)],
             launch,
             terms,
             settings.get("facts", {}),
-            lambda: None,
+            prepare,
             None,
             lambda nodes: [f"mesh-{nodes}"] if nodes in sizes else None,
             lambda: len(list(folder.glob("step-*"))),

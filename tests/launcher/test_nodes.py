@@ -116,6 +116,22 @@ def test_who_differs_is_refused(
     _ended(three.nodes, [first, other], 2, said)
 
 
+def test_a_node_that_cannot_prepare_ends_all(three: Cluster, folder: Path) -> None:
+    first = _start(three.nodes[0], folder)
+    other = _start(three.nodes[1], folder, broken="the corpus is not on this disk")
+    _ended(three.nodes, [first, other], 3, "the corpus is not on this disk")
+    assert "node 1 (host1): the corpus is not on this disk" in first.text
+
+
+def test_a_single_node_starts_again_as_well(three: Cluster, folder: Path) -> None:
+    alone = _start(three.nodes[0], folder, terms={"least": 1, "most": 1, "restarts": 1})
+    _begun(folder, 1)
+    (folder / "fail-host0").write_text("9")
+    _begun(folder, 2)
+    (folder / "finish").touch()
+    _ended(three.nodes, [alone], 0, "ended with code 9")
+
+
 def test_what_no_launcher_says_does_no_harm(three: Cluster, folder: Path) -> None:
     first = _start(three.nodes[0], folder)
     assert eventually(lambda: "is here" in first.text, SECONDS)
