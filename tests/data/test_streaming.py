@@ -5,15 +5,23 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.helpers import run_world
+from tests.s3_server import Server, running
 from tests.training import small_config, small_trainer
 from toolkit.config import load_config
+from toolkit.config.remote_path import RemotePath
 from toolkit.data import text_files
 from toolkit.data.batch_size import batch_shape
 from toolkit.data.packing import PackedRows
@@ -49,7 +57,9 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_files, "PIECE_BYTES", 1000)
 
 
-def loader(corpus: Path, *, rank: int = 0, ranks: int = 1, batch: int = 4, **values: Any) -> StreamedLoader:
+def loader(
+    corpus: Path | str, *, rank: int = 0, ranks: int = 1, batch: int = 4, **values: Any
+) -> StreamedLoader:
     options = {"training.seq_len": SEQ_LEN, "data.streaming": "true", "training.dataset_path": corpus}
     options |= {f"{key.replace('__', '.')}": value for key, value in values.items()}
     config = load_config([f"--{key}={value}" for key, value in options.items()])
@@ -158,6 +168,104 @@ def test_files_without_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="hold no text"):
         rows(loader(tmp_path), 1)
+
+
+def test_parquet_streams_as_lines_do(corpus: Path, tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    texts = [json.loads(line)["text"] for line in (corpus / "0.jsonl").read_text().splitlines()]
+    (tmp_path / "lines.jsonl").write_text((corpus / "0.jsonl").read_text())
+    pq.write_table(arrow.table({"text": texts}), tmp_path / "rows.parquet", row_group_size=7)
+    lines, columns = (rows(loader(tmp_path / name), 20) for name in ("lines.jsonl", "rows.parquet"))
+    same(columns, lines)
+
+
+@pytest.fixture(scope="module")
+def store(corpus: Path) -> Iterator[Server]:
+    """A server of S3 with the corpus in it."""
+    with running() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        for file in corpus.iterdir():
+            RemotePath(f"s3://bucket/corpus/{file.name}").write_new(file.read_bytes())
+        yield server
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["s3://bucket/corpus", "s3://bucket/corp*/*", "s3://bucket/corpus/*.jsonl*,s3://bucket/corpus/last.txt"],
+)
+def test_object_storage_gives_the_same_samples(corpus: Path, store: Server, place: str) -> None:
+    same(rows(loader(place), 40), rows(loader(corpus), 40))
+
+
+def test_a_store_that_fails_for_a_while_loses_nothing(corpus: Path, store: Server) -> None:
+    streamed = loader("s3://bucket/corpus", training__dataloader__num_workers=1)
+    store.fail("GET", "corpus", status=503, times=3)
+    store.fail("GET", "corpus", hang_up=True, times=2)
+    same(rows(streamed, 40), rows(loader(corpus), 40))
+
+
+def test_a_dataset_of_the_hub_streams(corpus: Path, store: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's list of files is stood in for; the files are those of the store."""
+    datasets = pytest.importorskip("datasets")
+    urls = sorted(f"s3://bucket/corpus/{file.name}" for file in corpus.glob("*.jsonl*"))
+
+    def builder(name: str, subset: str | None) -> SimpleNamespace:
+        assert (name, subset) == ("allenai/c4", "en")
+        return SimpleNamespace(config=SimpleNamespace(data_files={"train": urls}))
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    streamed = loader("None", training__dataset="c4")
+    same(rows(streamed, 20), rows(loader(",".join(map(str, sorted(corpus.glob("*.jsonl*"))))), 20))
+    with pytest.raises(DataError, match="dataset_split"):
+        loader("None", training__dataset="c4", training__dataset_split="test")
+
+
+class _Ranges(SimpleHTTPRequestHandler):
+    """A web server that answers for a part of a file, as all large ones do."""
+
+    parts = True
+
+    def do_GET(self) -> None:
+        content = Path(self.translate_path(self.path)).read_bytes()
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked and self.parts:
+            content = content[int(asked[1]) : int(asked[2]) + 1]
+        self.send_response(206 if asked and self.parts else 200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_web_address_streams(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Ranges, directory=str(corpus))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        same(rows(loader(f"{address}/0.jsonl"), 20), rows(loader(corpus / "0.jsonl"), 20))
+        monkeypatch.setattr(_Ranges, "parts", False)
+        monkeypatch.setattr("toolkit.config.remote_path._FIRST_BLOCK", 64)
+        with pytest.raises(DataError, match="sends whole files"):
+            rows(loader(f"{address}/2.jsonl"), 20)
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("s3://bucket/corpus/none.jsonl", "no such file"),
+        ("s3://bucket/nothing", "holds no"),
+        ("s3://bucket/corpus/*.parquet", "no file matches"),
+        ("s3://elsewhere/corpus", "bucket does not exist"),
+        ("s3://bucket/corpus,books.txt", "a path beside URLs"),
+    ],
+)
+def test_what_is_not_there_is_told(store: Server, place: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        loader(place)
 
 
 def _train(folder: str, name: str, steps: int) -> dict[str, Any]:

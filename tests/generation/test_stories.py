@@ -45,7 +45,7 @@ def test_text_of_llama2_c(form: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "tp"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.exhaustive)])
 def test_text_of_llama2_c_sharded(ranks: int, tp: int) -> None:
-    assert run_world(_story, ranks, STORIES / "meta", tp, timeout=170) == [_expected()] * ranks
+    assert run_world(_story, ranks, STORIES / "meta", tp) == [_expected()] * ranks
 
 
 def test_ids_of_stories15m() -> None:

@@ -194,7 +194,7 @@ def _world(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_world(_world, 4, str(tmp_path_factory.mktemp("meshes")), timeout=170)
+    return run_world(_world, 4, str(tmp_path_factory.mktemp("meshes")))
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -227,7 +227,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_any_mesh_has_the_weights_of_one_process_and_shares_the_work(folder: str, ranks: int) -> None:
-    everywhere = run_world(_compare, ranks, folder, LAYOUTS[ranks], timeout=170)
+    everywhere = run_world(_compare, ranks, folder, LAYOUTS[ranks])
     for layout, result in everywhere[0].items():
         assert max(result["parameters"].values()) < 1e-9, layout
         assert max(result["losses"]) < 1e-9, layout
@@ -302,7 +302,7 @@ def _go_on(folder: str, source: str, name: str, mesh: str, steps: int) -> dict[i
 
 def test_a_checkpoint_goes_on_to_the_bit_and_from_two_ranks_to_four_to_one(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    for whole, same, *others in run_world(_save_and_go_on, 2, folder, timeout=170):
+    for whole, same, *others in run_world(_save_and_go_on, 2, folder):
         rest = {step: loss for step, loss in whole.items() if step > SAVED}
         assert same == rest and len(rest) == LAST - SAVED
         assert others == [pytest.approx(rest, rel=1e-12)] * 2

@@ -112,7 +112,7 @@ def _world():
 
 @pytest.fixture(scope="module")
 def world():
-    return run_world(_world, 4, timeout=60)
+    return run_world(_world, 4)
 
 
 def test_norm_counts_every_element_once_on_mixed_meshes(world):

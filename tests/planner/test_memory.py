@@ -142,7 +142,7 @@ def _world(folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """Holdings of each of 4 ranks after each of ``RUNS``."""
-    return run_world(_world, 4, tmp_path_factory.mktemp("runs"), timeout=170)
+    return run_world(_world, 4, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -10,4 +10,11 @@ CASES: list[Bad] = [
     bad(_RULE, f"{_ON} data.packing=false", "end to end", "data.streaming = false", key="data.packing"),
     bad(_RULE, f"{_ON} training.epochs=2", "not counted", "training.steps", key="training.epochs"),
     bad(_RULE, f"{_ON} data.mixture.a.weight=1", "drawn by their lengths", key="data.mixture"),
+    bad(
+        "urls_stream",
+        "training.dataset_path=s3://bucket/text.jsonl",
+        "text of a URL is streamed",
+        "data.streaming = true",
+        key="training.dataset_path",
+    ),
 ]

@@ -12,6 +12,8 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
+from toolkit.config.types import Storage
+
 _NAME_BYTES, _PATH_BYTES = 255, 4095  # of Linux
 
 
@@ -70,7 +72,7 @@ def read_text(path: str | os.PathLike[str], *, at_most: int) -> str:
         raise OSError(errno.EILSEQ, f"it is not UTF-8 text (byte {error.start})") from None
 
 
-def path_problem(text: str, *, storage: bool = False) -> tuple[str, str] | None:
+def path_problem(text: str, *, storage: Storage = False) -> tuple[str, str] | None:
     """Say why ``text`` names nothing here, nor with ``storage`` in object storage, and what to do."""
     try:
         name = os.fsencode(text)

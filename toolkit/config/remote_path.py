@@ -23,7 +23,7 @@ from toolkit.config.urls import url_problem
 from toolkit.errors import redacted
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from typing_extensions import Buffer, Self
 
 RANGE, RANGES_AT_ONCE = 16 << 20, 8
 """Bytes of a request of a large read, and how many such requests run at once."""
@@ -38,14 +38,17 @@ class RemotePath:
         StorageError: by every method that asks the store.
     """
 
+    reads = False
+    """Also of what is no store: the hub, a web address."""
+
     def __init__(self, url: str):
-        if problem := url_problem(url, storage=True):
+        if problem := url_problem(url, storage="read" if self.reads else True):
             raise StorageError(f"{redacted(url)}: {problem[0]}\n  fix:  {problem[1]}")
         self.scheme, _, rest = url.partition("://")
         self._names = tuple(name for name in rest.split("/") if name)
 
-    def _of(self, *names: str) -> RemotePath:
-        other = object.__new__(RemotePath)  # unchecked: a listing may have any names
+    def _of(self, *names: str) -> Self:
+        other = object.__new__(type(self))  # unchecked: a listing may have any names
         other.scheme, other._names = self.scheme, names
         return other
 
@@ -155,6 +158,8 @@ class RemotePath:
         def one(begin: int) -> int:
             part = memory[begin : begin + RANGE]
             content = self._call("cat_file", str(self), start=offset + begin, end=offset + begin + len(part))
+            if len(content) > len(part):
+                raise StorageError(f"{self}: the server sends whole files where a part is asked for")
             part[: len(content)] = content
             return len(content)
 

@@ -211,7 +211,7 @@ class Training(Table):
     """Corpus by name: embedded (also called c4_test) or embedded_validation (c4_validation), which are
     shipped, or a dataset of the Hugging Face hub as owner/name; c4 is en of allenai/c4. With dataset_path the
     name is only a label."""
-    dataset_path: Annotated[str | None, LocalPath()] = None
+    dataset_path: Annotated[str | None, LocalPath(storage="read")] = None
     """Own text: a .txt, .jsonl (also .gz) or .parquet file, a folder of them or one that Hugging Face's
     save_to_disk wrote, a glob, or several of these with commas."""
     dataset_subset: str | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from toolkit.config.types import Storage
 from toolkit.errors import redacted
 
 _URL = re.compile(r"(?:^|,)\s*([A-Za-z][A-Za-z0-9+.-]*)://([^,\s]*)")  # of several paths with commas, too
@@ -20,15 +21,16 @@ def is_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
-def url_problem(text: str, *, storage: bool = False) -> tuple[str, str] | None:
-    """Say why a URL cannot stand here, and what to do; None where it can, or where ``text`` is none.
-    ``storage`` says that object storage is read and written here."""
+def url_problem(text: str, *, storage: Storage = False) -> tuple[str, str] | None:
+    """Say why a URL cannot stand here, and what to do; None where it can, or where ``text`` is none."""
     found = _URL.search(text)
     if found is None:
         return None
     scheme, place = found.groups()
     if redacted(text) != text:
         return "a URL with credentials would be told in logs and checkpoints", _CREDENTIALS
+    if storage == "read" and scheme not in ("file", "local"):
+        return None if place else (f"{scheme}:// takes a path", f"write {scheme}://bucket/folder")
     if storage and scheme not in _NO_STORE and is_url(text):
         bucket, *rest = place.split("/")
         strange = {".", ".."} & {bucket, *rest} or any(mark in text for mark in "*?[]#, ")

@@ -42,6 +42,10 @@ def find(path: str, *, split: str = "train", any_suffix: bool = False) -> tuple[
     Raises:
         SourceError: there are none, or one that cannot be read.
     """
+    if "://" in path:
+        from toolkit.data.remote_text import find_remote
+
+        return find_remote(path, SUFFIXES)
     # A path that exists is taken whole, so that a comma or a bracket in a name does no harm.
     items = [path] if os.path.exists(os.path.expanduser(path)) else [item.strip() for item in path.split(",")]
     found: dict[str, Path] = {}

@@ -19,7 +19,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from toolkit.config.local_paths import expand_user
 from toolkit.data.content_hash import remember, say, too_large
@@ -127,7 +127,9 @@ class HubSource(Corpus):
         ):
             rule = f"{_title(self)} has no files of JSON lines or Parquet on the hub to stream"
             raise DataError(f"{rule}\n  fix:  correct dataset_split, or set data.streaming = false")
-        files = tuple(expand_user(url) for url in urls)
+        from toolkit.data.remote_text import RemoteText
+
+        files = cast(tuple[Path, ...], tuple(map(RemoteText, urls)))  # whose revision each URL names
         return Corpus(self.name, files, self.text_column, shape=self.shape)
 
 

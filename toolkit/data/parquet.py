@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from toolkit.config.local_paths import open_regular
 from toolkit.data import text_files
 from toolkit.data.columns import Template, template_for
 from toolkit.data.corpus import RowShape
@@ -145,9 +146,14 @@ def _errors(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read: {error}{REPLACE}") from error
 
 
+def _readable(path: Path) -> Any:
+    """What Arrow reads a file from: its name here, or the open file of a URL."""
+    return path if isinstance(path, Path) else open_regular(path)
+
+
 def _schema(path: Path) -> pa.Schema:
     if path.suffix == ".parquet":
-        return pq.read_schema(path)
+        return pq.read_schema(_readable(path))
     with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
         return stream.schema
 
@@ -176,7 +182,7 @@ def _parquet_batches(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[pa.
     """(rows, bytes of the file so far), a row group decoded bit by bit."""
     size = path.stat().st_size
     options = {"buffer_size": text_files.PIECE_BYTES, "page_checksum_verification": True}
-    with pq.ParquetFile(path, **options) as file:
+    with pq.ParquetFile(_readable(path), **options) as file:
         total, done = file.metadata.num_rows, 0
         for number in range(file.metadata.num_row_groups):
             group = file.metadata.row_group(number)

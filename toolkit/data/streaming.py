@@ -17,7 +17,6 @@ import json
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -338,13 +337,11 @@ def streamed_loader(
 
 def _fingerprint(corpus: Corpus, tokenizer: str) -> str:
     """Identify the files by names and sizes, wherever they lie, and what they are read by."""
-    names: list[Any] = [(file.name, _size(file)) for file in corpus.files]
+    names: list[Any] = [
+        str(file) if "@" in str(file) else (file.name, file.stat().st_size) for file in corpus.files
+    ]
     parts = [corpus.identity or names, corpus.text_column, tokenizer]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size
 
 
 def _agree(fingerprint: str, corpus: Corpus) -> None:

@@ -67,7 +67,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "validation.columns",
     ),
     "mixture": ("data.mixture",),
-    "streaming": ("data.streaming",),
+    "streaming": ("data.streaming", "training.dataset_path"),
     "saving": (
         "checkpoint.keep_every_n",
         "checkpoint.keep_best",
