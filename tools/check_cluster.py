@@ -33,7 +33,7 @@ from toolkit.io import standard_streams
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 ROUNDS = 5
 GPU_MIB, CPU_MIB = 256, 16
-"""Of a reduction; the rate of larger ones is about the same."""
+"""MiB of a reduction, large enough for the full rate."""
 SLOW = 2.0
 """Times that the rate of a machine is below the median's for which the verdict names it."""
 
@@ -189,7 +189,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def problems(nodes: Sequence[Node], found: Sequence[Link]) -> list[str]:
-    """What would break or slow a run down, with the machine that it is about."""
+    """Tell what would break a run or slow it down, with the machine that it is about."""
     from toolkit.distributed.clocks import skewed
 
     first = nodes[0]
