@@ -16,10 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer, weights_digest
 from toolkit.config import Config
+from toolkit.config.job import Health
 from toolkit.distributed.dtensor import local
 from toolkit.errors import TrainingError
 from toolkit.optim.optimizer_in_backward import StepInBackward
 from toolkit.optim.optimizer_state import optimizer_tensors
+from toolkit.parallel.guard import Guard
 from toolkit.trainer import Trainer
 
 STEPS = 3
@@ -136,8 +138,15 @@ def _ahead(folder: Path) -> dict[str, Any]:
         _, late = _stepped(folder / f"{max_norm} late", ahead=False, max_norm=max_norm)
         assert early.keys() == late.keys()
         far[max_norm] = max((x - late[name]).abs().max().item() for name, x in early.items() if x.numel())
-    _poison(trainer)
     batches = iter(trainer.loader)
+    memory = {"losses": [1.0, 1.0], "norms": [1e9, 1e9]}
+    guard = Guard(Health(loss_spike_policy="skip", loss_spike_window=2), lambda: memory)
+    trainer.train_step.guard, trainer.train_step.limits = guard, guard.limits()
+    trainer.train_step([next(batches) for _ in range(trainer.batch.accumulation)], learning_rate=1e-2)
+    assert guard.refusal and "is above 1, " in guard.refusal.reason
+    assert all(torch.equal(x, early[name]) for name, x in _tensors(trainer).items()), "a spike was trained on"
+    trainer.train_step.guard = None
+    _poison(trainer)
     with pytest.raises(TrainingError) as error:
         trainer.train_step([next(batches) for _ in range(trainer.batch.accumulation)], learning_rate=1e-2)
     kept = all(torch.equal(x, early[name]) for name, x in _tensors(trainer).items())
