@@ -80,6 +80,7 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
 
 def main(argv: Sequence[str]) -> int:
     """Check the configuration that ``argv`` describes, tokenise its corpus, then run ``toolkit.train``."""
+    launch = None
     try:
         with stop_at_once():
             config = load_config(argv)
@@ -97,7 +98,12 @@ def main(argv: Sequence[str]) -> int:
             if not several:
                 _prepare(config, launch, hardware)
     except ToolkitError as error:
-        return report(error, show=True, debug="--debug" in argv)
+        code = report(error, show=True, debug="--debug" in argv)
+        if launch and launch.node_rank:
+            from toolkit.launcher.nodes import stay_away
+
+            stay_away(launch, error)
+        return code
     except Stopped as stopped:
         say(f"{stopped.name}: stopped before the ranks started; the same command starts again")
         return EXIT_REQUEUE

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.nodes import PORT, Cluster, Node, Started, cluster, eventually, why_not
+from tests.nodes import PORT, TINY, Cluster, Node, Started, cluster, eventually, why_not
 from toolkit.launcher.node_link import interface_of
 
 SKIP = why_not()
@@ -121,6 +121,15 @@ def test_a_node_that_cannot_prepare_ends_all(three: Cluster, folder: Path) -> No
     other = _start(three.nodes[1], folder, broken="the corpus is not on this disk")
     _ended(three.nodes, [first, other], 3, "the corpus is not on this disk")
     assert "node 1 (host1): the corpus is not on this disk" in first.text
+
+
+def test_what_one_node_lacks_ends_all_before_the_start(three: Cluster, folder: Path) -> None:
+    flags = [*TINY, f"--job.dump_folder={folder}/run", f"--data.cache_folder={folder}/cache"]
+    first = three.nodes[0].launch(*flags, NNODES="2")
+    assert eventually(lambda: "is here" in first.text, SECONDS), first.text
+    other = three.nodes[1].launch(*flags, "--training.dataset_path=/none/here.txt", NNODES="2")
+    _ended(three.nodes, [first, other], 3, "/none/here.txt")
+    assert "node 1 (host1): " in first.text
 
 
 def test_a_single_node_starts_again_as_well(three: Cluster, folder: Path) -> None:

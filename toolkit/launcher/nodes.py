@@ -31,6 +31,7 @@ from toolkit.launcher.supervisor import Launch, Watch, say
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 RETRY_SECONDS = 0.5
+LEAVING_SECONDS = 3.0
 COMMITTING_SECONDS = 2.0
 """A save that all ranks have written is given so long to be committed when a node is lost."""
 
@@ -293,6 +294,24 @@ class Member:
         signum = Signals(watch.asked).name if watch.asked else ""
         link.send("ended", code=code, own=said, signal=signum, known=watch.ended_by_us)
         return watch.gone
+
+
+def stay_away(launch: Launch, error: ToolkitError) -> None:
+    """Tell node 0, if it can be reached at once, that the checks of this node have found ``error``."""
+    end = time.monotonic() + LEAVING_SECONDS
+    while time.monotonic() < end:
+        try:
+            address = launch.master_addr, launch.master_port
+            connection = socket.create_connection(address, timeout=LEAVING_SECONDS)
+        except OSError:
+            time.sleep(RETRY_SECONDS)
+            continue
+        link = Link(connection, LEAVING_SECONDS)
+        said = {"node": launch.node_rank, "host": socket.gethostname()}
+        link.send("leave", **said, code=error.exit_code, text=str(error))
+        link.finish(LEAVING_SECONDS)
+        link.close()
+        return
 
 
 def supervise_nodes(

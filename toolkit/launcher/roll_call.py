@@ -200,6 +200,8 @@ class RollCall:
             if node is None:
                 if kind == "hello":
                     self._hello(link, message)
+                elif kind == "leave":
+                    self._gone(Node(int(message["node"]), str(message["host"]), link), message)
                 else:  # a stranger, or one that was turned away
                     link.close()
             elif kind in ("lost", "leave"):
