@@ -138,7 +138,8 @@ def _prepare(config: Config, launch: Launch, hardware: Hardware) -> None:
     data = open_data(config, progress=True)
     os.environ |= {CHECKED_DEVICE: hardware.device, TOKENS: data.text()}
     ranks = f"{launch.processes} ranks" if launch.processes > 1 else "1 rank"
-    say(f"configuration checked, corpus tokenised; starting {ranks}")
+    begin = "starting" if launch.nodes == 1 else "ready for"
+    say(f"configuration checked, corpus tokenised; {begin} {ranks}")
 
 
 def _show_text(config: Config, prompt: str) -> None:

@@ -63,7 +63,7 @@ def _flags(config: Config, world_size: int) -> list[str]:
     raise ConfigError(Problem(rule, "add one", MESHES, meshes, config.origin(MESHES)))
 
 
-def _layouts(
+def layouts(
     config: Config, argv: Sequence[str], launch: Launch, hardware: Hardware
 ) -> Callable[[int], list[str]]:
     """Gives the flags for a number of nodes.
@@ -106,7 +106,7 @@ def run_nodes(
         ToolkitError: preparing failed.
     """
     terms = terms_from(os.environ, launch)
-    flags_for = _layouts(config, argv, launch, hardware)
+    flags_for = layouts(config, argv, launch, hardware)
     try:
         flags_for(terms.least)
     except ConfigError as error:

@@ -302,6 +302,7 @@ class RollCall:
         now, terms = time.monotonic(), self.terms
         ready = sorted(number for number, node in self.nodes.items() if node.ready)
         preparing = len(self.nodes) > len(ready)
+        absent = [f"node {number}" for number in range(terms.most) if number not in self.nodes]
         if len(ready) == terms.most:
             self._start(ready[: self._most_that_fit(terms.most)])
             return
@@ -310,10 +311,13 @@ class RollCall:
             self._enough_since = None
         elif self._enough_since is None:
             self._enough_since = now
+            if absent:
+                say(
+                    f"{fitting} nodes can train; {first_few(absent, SHOWN)} may come in {terms.last_call:.0f} s"
+                )
         if self._enough_since is not None and now >= self._enough_since + terms.last_call and not preparing:
             self._start(ready[:fitting])
             return
-        absent = [f"node {number}" for number in range(terms.most) if number not in self.nodes]
         if now > self._began + terms.join_timeout and not preparing and not fitting:
             here = first_few([str(self.nodes[number]) for number in sorted(self.nodes)], SHOWN)
             said = f"{first_few(absent, SHOWN)} of NNODES = {self._asked} did not come"

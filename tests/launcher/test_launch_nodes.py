@@ -1,0 +1,81 @@
+"""A launch whose number of nodes may change: what it needs, and the meshes that its ranks take."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.nodes import TINY
+from toolkit.config import load_config
+from toolkit.errors import ConfigError
+from toolkit.hardware import Hardware
+from toolkit.launch import launch_from
+from toolkit.launch_nodes import at_full_size, layouts, run_nodes
+from toolkit.launcher.nodes import terms_from
+
+CPU = Hardware("cpu", "CPU", 1, native_bf16=False)
+MESHES = "--parallelism.elastic_meshes"
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    said = {"NNODES": "2:4", "NGPU": "1", "MASTER_ADDR": "first"}
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    return said
+
+
+def test_a_range_of_nodes_is_read(asked: dict[str, str]) -> None:
+    launch = launch_from(asked, CPU)
+    terms = terms_from(asked, launch)
+    assert (launch.nodes, terms.least, terms.most, terms.restarts, terms.elastic) == (4, 2, 4, 3, True)
+    fixed = terms_from(asked | {"NNODES": "4"}, launch)
+    assert (fixed.least, fixed.restarts, fixed.elastic) == (4, 0, False)
+    for wrong in ("5:4", "0:4", ":4", "x:4"):
+        with pytest.raises(ConfigError, match="NNODES"):
+            terms_from(asked | {"NNODES": wrong}, launch)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--checkpoint.no-enable"], "set checkpoint.enable = true"),
+        (["--training.global_batch_size=-1"], "training.global_batch_size = -1"),
+        ([f"{MESHES}=dp_shard=3"], "none of these meshes has 4 ranks"),
+    ],
+)
+def test_what_such_a_run_needs(asked: dict[str, str], flags: list[str], said: str) -> None:
+    argv = [*TINY, *flags]
+    with pytest.raises(ConfigError, match=said):
+        at_full_size(load_config(argv), argv, launch_from(asked, CPU))
+
+
+def test_the_degrees_hold_for_every_number_that_they_fit(asked: dict[str, str]) -> None:
+    launch = launch_from(asked | {"NNODES": "2:5"}, CPU)
+    flags = layouts(at_full_size(load_config(TINY), TINY, launch), TINY, launch, CPU)
+    assert [flags(nodes) for nodes in (2, 3, 4)] == [[], [], []]
+    os.environ["NNODES"] = "2:6"
+    flags = layouts(load_config(TINY), TINY, launch_from(asked | {"NNODES": "2:6"}, CPU), CPU)
+    with pytest.raises(ConfigError, match="global_batch_size"):
+        flags(5)  # of a batch of 12
+
+
+def test_a_list_of_meshes_names_the_sizes(asked: dict[str, str]) -> None:
+    argv = [*TINY, f"{MESHES}=dp_shard=2 tp=2,dp_shard=2"]
+    launch = launch_from(asked, CPU)
+    config = at_full_size(load_config(argv), argv, launch)
+    assert config.parallelism.tensor_parallel_degree == 2
+    flags = layouts(config, argv, launch, CPU)
+    assert "--parallelism.data_parallel_shard_degree=2" in flags(2)
+    assert "--parallelism.tensor_parallel_degree=1" in flags(2)
+    with pytest.raises(ConfigError, match="none of these meshes has 3 ranks"):
+        flags(3)
+
+
+def test_a_least_number_that_cannot_train_is_refused(asked: dict[str, str]) -> None:
+    argv = [*TINY, f"{MESHES}=dp_shard=4"]
+    launch = launch_from(asked, CPU)
+    config = at_full_size(load_config(argv), argv, launch)
+    with pytest.raises(ConfigError, match="2 nodes are allowed, and cannot train: .*none of these meshes"):
+        run_nodes([], config, argv, launch, CPU, lambda: None)
