@@ -65,13 +65,11 @@ class Parallelism(Table):
     fsdp_shared_memory: bool = True
     """Gather and reduce on CPUs through memory that ranks of one machine share; false: by gloo's sockets."""
     tensor_parallel_degree: Degree = 1
-    """Ranks over which each matrix is split, and the sequence between blocks. Divides heads, key and value
-    heads, feed-forward, vocabulary and sequence."""
+    """Ranks over which matrices are split, and the sequence between blocks. Divides them and all heads."""
     disable_loss_parallel: Annotated[bool, _TP] = False
     """Gather the logits of a tensor-parallel head before the loss."""
     enable_async_tensor_parallel: Annotated[bool, _TP] = False
-    """Overlap the communication of tensor parallelism with its matmuls. Needs compile and GPUs with NVLink of
-    compute capability 9.0 or above."""
+    """Overlap its communication with matmuls. Needs compile and GPUs of compute capability 9.0 with NVLink."""
     pipeline_parallel_degree: Degree = 1
     """Ranks over which the blocks are spread in order."""
     module_fqns_per_model_part: Annotated[list[list[str]] | None, _PP] = None

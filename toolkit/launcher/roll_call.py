@@ -312,9 +312,8 @@ class RollCall:
         elif self._enough_since is None:
             self._enough_since = now
             if absent:
-                say(
-                    f"{fitting} nodes can train; {first_few(absent, SHOWN)} may come in {terms.last_call:.0f} s"
-                )
+                rest = first_few(absent, SHOWN)
+                say(f"{fitting} nodes can train; {rest} may come in {terms.last_call:.0f} s")
         if self._enough_since is not None and now >= self._enough_since + terms.last_call and not preparing:
             self._start(ready[:fitting])
             return
