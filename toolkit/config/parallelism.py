@@ -69,7 +69,7 @@ class Parallelism(Table):
     disable_loss_parallel: Annotated[bool, _TP] = False
     """Gather the logits of a tensor-parallel head before the loss."""
     enable_async_tensor_parallel: Annotated[bool, _TP] = False
-    """Overlap its communication with matmuls. Needs compile and GPUs of compute capability 9.0 with NVLink."""
+    """Overlap its communication with matmuls. Needs compile and GPUs of capability 9.0 or more, NVLink."""
     pipeline_parallel_degree: Degree = 1
     """Ranks over which the blocks are spread in order."""
     module_fqns_per_model_part: Annotated[list[list[str]] | None, _PP] = None
