@@ -18,16 +18,18 @@ import numpy as np
 import pytest
 
 from tests.helpers import run_world
+from tests.preflight.bad_runs import CPU
 from tests.s3_server import Server, running
 from tests.training import small_config, small_trainer
 from toolkit.config import load_config
 from toolkit.config.remote_path import RemotePath
-from toolkit.data import text_files
+from toolkit.data import streaming
 from toolkit.data.batch_size import batch_shape
 from toolkit.data.packing import PackedRows
 from toolkit.data.streaming import StreamedLoader, n_shards, streamed_loader
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import DataError
+from toolkit.preflight import check
 
 SEQ_LEN, STEPS = 32, 6
 
@@ -54,7 +56,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_files, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(streaming, "PIECE_BYTES", 1000)
 
 
 def loader(
@@ -246,6 +248,8 @@ def test_a_web_address_streams(corpus: Path, monkeypatch: pytest.MonkeyPatch) ->
         Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}"
         same(rows(loader(f"{address}/0.jsonl"), 20), rows(loader(corpus / "0.jsonl"), 20))
+        options = ("data.streaming=true", f"training.dataset_path={address}/0.jsonl")
+        assert check(load_config([f"--{option}" for option in options]), world_size=1, hardware=CPU) == []
         monkeypatch.setattr(_Ranges, "parts", False)
         monkeypatch.setattr("toolkit.config.remote_path._FIRST_BLOCK", 64)
         with pytest.raises(DataError, match="sends whole files"):

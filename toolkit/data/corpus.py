@@ -74,20 +74,23 @@ class Corpus:
 
         return size + parquet.text_bytes(rows, self.text_column)
 
-    def pieces(self) -> Iterator[Piece]:
-        """Every file, in order, as pieces. Raises DataError for a file that cannot be read."""
+    def pieces(self, size: int = 0) -> Iterator[Piece]:
+        """Every file, in order, as pieces of about ``size`` bytes of text, or 1 MiB. Raises DataError for a
+        file that cannot be read."""
         for path in self.files:
             if kind(path) == "rows":
                 from toolkit.data import parquet
 
                 shape = self.shape
                 yield from (
-                    parquet.read_shaped(path, shape) if shape else parquet.read_pieces(path, self.text_column)
+                    parquet.read_shaped(path, shape)
+                    if shape
+                    else parquet.read_pieces(path, self.text_column, size)
                 )
             else:
                 from toolkit.data import text_files
 
-                yield from text_files.read_pieces(path)
+                yield from text_files.read_pieces(path, size)
 
     def fetched(self, cache_folder: Path, *, progress: bool, max_bytes: float, again: bool) -> Corpus:
         """The source with its files at hand, which these are."""

@@ -89,8 +89,8 @@ def read_shaped(path: Path, shape: RowShape) -> Iterator[RowPiece]:
             row, position = row + rows.num_rows, end
 
 
-def read_pieces(path: Path, text_column: str) -> Iterator[RowPiece]:
-    """The pieces of a Parquet or Arrow file, in order. Raises DataError for a file that cannot be read."""
+def read_pieces(path: Path, text_column: str, size: int = 0) -> Iterator[RowPiece]:
+    """The pieces of a Parquet or Arrow file, in order, as :func:`toolkit.data.text_files.read_pieces`."""
     with _errors(path):
         template = _template(path, _schema(path), text_column)
         batches = _parquet_batches if path.suffix == ".parquet" else _arrow_batches
@@ -98,7 +98,7 @@ def read_pieces(path: Path, text_column: str) -> Iterator[RowPiece]:
         for batch, end in batches(path, template.columns):
             strings = [_as_strings(batch.column(name)) for name in template.columns]
             rows = pa.RecordBatch.from_arrays(strings, names=list(template.columns))
-            for start, stop in itertools.pairwise(_cuts(rows)):
+            for start, stop in itertools.pairwise(_cuts(rows, size or text_files.PIECE_BYTES)):
                 last = stop == rows.num_rows
                 yield RowPiece(path, _stream(rows[start:stop]), row + start, (end - position) * last)
             row, position = row + rows.num_rows, end
@@ -205,12 +205,12 @@ def _as_strings(column: pa.Array) -> pa.Array:
     return column if pa.types.is_string(column.type) else column.cast(pa.large_string())
 
 
-def _cuts(rows: pa.RecordBatch) -> list[int]:
-    """Where to cut rows into pieces of about ``PIECE_BYTES``: 0, …, the number of rows."""
+def _cuts(rows: pa.RecordBatch, size: int) -> list[int]:
+    """Where to cut rows into pieces of about ``size`` bytes: 0, …, the number of rows."""
     lengths = np.zeros(rows.num_rows, np.int64)
     for column in rows.columns:
         lengths += pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False)
-    number = (np.cumsum(lengths) - lengths) // text_files.PIECE_BYTES
+    number = (np.cumsum(lengths) - lengths) // size
     starts = np.flatnonzero(np.diff(number)) + 1
     return [0, *starts.tolist(), rows.num_rows] if rows.num_rows else [0]
 

@@ -78,7 +78,7 @@ class RegisteredCorpus(Corpus):
     """A corpus that :func:`toolkit.extensions.register_dataset` knows by its name. Its file is the
     module that gives the documents."""
 
-    def pieces(self) -> Iterator[RegisteredPiece]:
+    def pieces(self, size: int = 0) -> Iterator[RegisteredPiece]:
         """The documents, some at a time. Raises DataError where giving them fails."""
         rows, _, _ = added("training.dataset")[self.name]
         held: list[Row] = []

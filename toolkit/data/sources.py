@@ -78,7 +78,8 @@ def problem_of(error: DataError, path: str | None) -> Problem:
 def choices_read(name: str, path: str | None) -> set[str]:
     """Which of "subset" and "split" mean something for a corpus."""
     if path is not None:
-        return {"split"} if (expand_user(path) / "dataset_dict.json").is_file() else set()
+        saved = "://" not in path and (expand_user(path) / "dataset_dict.json").is_file()
+        return {"split"} if saved else set()
     return set() if name in EMBEDDED or name in added("training.dataset") else {"subset", "split"}
 
 

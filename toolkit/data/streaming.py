@@ -6,7 +6,7 @@ largest divisor of the global batch that is no more than the files. A rank reads
 several ranks have rows of one shard, each reads it. The position of a shard is where its next row begins: an
 epoch, a file, a piece of it and a token of that.
 
-Memory holds some pieces (1 MiB of text) a shard, the disk nothing. Going on after a stop reads the file of
+Memory holds two pieces of 128 KiB of text a shard, the disk nothing. Going on after a stop reads the file of
 each shard up to its piece, and tokenises that piece.
 """
 
@@ -33,12 +33,14 @@ from toolkit.data.packing import PackedRows, Sample
 from toolkit.data.position import refuse_another
 from toolkit.data.sampler import epoch_key, permute
 from toolkit.data.sources import open_corpus
-from toolkit.data.text_files import PIECE_BYTES, Piece
+from toolkit.data.text_files import Piece
 from toolkit.data.token_cache import ids_dtype
 from toolkit.data.tokenize import Encoded, Encoder, TextEncoder
 from toolkit.data.tokenize_helpers import Helper
 from toolkit.errors import DataError
 
+PIECE_BYTES = 1 << 17
+"""Bytes of text that a shard reads and tokenises at a time: the first step waits for one of each shard."""
 READERS = 16
 """Shards at most whose next piece is read and tokenised at the same time."""
 
@@ -183,7 +185,7 @@ class Shard:
                 if (epoch, number) < start[:2]:
                     continue
                 one = Corpus(self._corpus.name, (self._corpus.files[file],), self._corpus.text_column)
-                for count, piece in enumerate(one.pieces()):
+                for count, piece in enumerate(one.pieces(PIECE_BYTES)):
                     some = True
                     if (epoch, number, count) >= start[:3]:
                         yield Position(epoch, number, count), piece

@@ -97,11 +97,12 @@ class TextPiece:
         return text.removeprefix(_BOM) if self.offset == 0 else text
 
 
-def read_pieces(path: Path) -> Iterator[TextPiece]:
-    """The pieces of a file, in order. Raises DataError for a file that cannot be read."""
+def read_pieces(path: Path, size: int = 0) -> Iterator[TextPiece]:
+    """The pieces of a file of about ``size`` bytes, or ``PIECE_BYTES``, in order. Raises DataError for a file
+    that cannot be read."""
     try:
         with open_regular(path) as raw:
-            yield from _file_pieces(path, raw)
+            yield from _file_pieces(path, raw, size or PIECE_BYTES)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {error}{REPLACE}") from error
 
@@ -162,14 +163,14 @@ def _json_type(value: object) -> str:
     return names.get(type(value), "null")
 
 
-def _file_pieces(path: Path, raw: io.BufferedReader) -> Iterator[TextPiece]:
+def _file_pieces(path: Path, raw: io.BufferedReader, size: int) -> Iterator[TextPiece]:
     stream: BinaryIO = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # type: ignore[assignment]
     json_lines = is_json(path)
-    blocks = _line_blocks(stream)
+    blocks = _line_blocks(stream, size)
     if not json_lines:
         from toolkit.data.text_segments import text_segments
 
-        blocks = text_segments(stream, PIECE_BYTES)
+        blocks = text_segments(stream, size)
     offset, line, file_offset = 0, 1, 0
     for data, last in blocks:
         n_file_bytes = raw.tell() - file_offset
@@ -177,6 +178,6 @@ def _file_pieces(path: Path, raw: io.BufferedReader) -> Iterator[TextPiece]:
         offset, line, file_offset = (offset + len(data), line + data.count(b"\n"), file_offset + n_file_bytes)
 
 
-def _line_blocks(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    while data := stream.read(PIECE_BYTES) + stream.readline():
+def _line_blocks(stream: BinaryIO, size: int) -> Iterator[tuple[bytes, bool]]:
+    while data := stream.read(size) + stream.readline():
         yield data, True
