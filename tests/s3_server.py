@@ -4,7 +4,8 @@
         server.fail("PUT", "distcp", status=503, times=3)
 
 moto answers every request that gets through. Before it stands a layer that by order sends an error in place
-of the answer, answers late, or hangs up: what a store does that is overloaded, full or gone.
+of the answer, or hangs up: what a store does that is overloaded, full or gone. With a folder, the layer keeps
+there what was put, before it is acknowledged: a server that is killed and started again has it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
+
+from werkzeug.test import Client
 
 ROOT = Path(__file__).parents[1]
 BUCKET = "bucket"
+_SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=x/20200101/us-east-1/s3/aws4_request"}
 
 
 @dataclass
@@ -34,6 +40,7 @@ class Server:
 
     process: subprocess.Popen[bytes]
     port: int
+    folder: Path | None = None
 
     @property
     def address(self) -> str:
@@ -51,8 +58,7 @@ class Server:
 
     def fail(self, method: str, path: str, *, times: int = 1, **fault: Any) -> None:
         """Have the next ``times`` requests of a ``method`` for a path with ``path`` in it end otherwise:
-        ``status`` and ``code`` of an error, ``hang_up``, ``late`` by some seconds, or ``after`` the request
-        was done."""
+        ``status`` and ``code`` of an error, ``hang_up``, or either ``after`` the request was done."""
         body = {"method": method, "path": path, "times": times, **fault}
         self.call("/faults", body)
 
@@ -68,46 +74,59 @@ class Server:
         found: list[str] = json.loads(self.call("/faults", method="GET"))
         return found
 
-    def stall(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+    def fall(self, how: str, seconds: float) -> None:
+        """Be ``killed``, or ``stalled``, and back after so long."""
+        self.process.send_signal(signal.SIGSTOP if how == "stalled" else signal.SIGKILL)
+        time.sleep(seconds)
+        if how == "stalled":
+            self.process.send_signal(signal.SIGCONT)
+            return
+        self.process.wait()
+        self.process = _process(self.port, self.folder)
+        self.wait()
 
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-
-@contextmanager
-def running(port: int = 0) -> Iterator[Server]:
-    """A server with an empty bucket named ``bucket``."""
-    if not port:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.s3_server", str(port)]
-    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | keys
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
-    server = Server(process, port)
-    try:
+    def wait(self) -> None:
+        """Wait until the server answers, with a bucket."""
         deadline = time.monotonic() + 60
         while True:
             try:
-                server.call(f"/{BUCKET}", method="PUT")
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, "the server does not start"
+                self.call(f"/{BUCKET}", method="PUT")
+                return
+            except (OSError, HTTPException):
+                alive = self.process.poll() is None and time.monotonic() < deadline
+                assert alive, "the server does not start"
                 time.sleep(0.05)
+
+
+def _process(port: int, folder: Path | None) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.s3_server", str(port), *([str(folder)] if folder else [])]
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | keys
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+
+
+@contextmanager
+def running(folder: Path | None = None) -> Iterator[Server]:
+    """A server with a bucket named ``bucket``, empty but for what is in the ``folder`` of one of before."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = Server(_process(port, folder), port, folder)
+    try:
+        server.wait()
         server.requests()
         yield server
     finally:
-        process.kill()
-        process.wait()
+        server.process.kill()
+        server.process.wait()
 
 
 class _Faults:
     """The layer before moto."""
 
-    def __init__(self, application: Any):
+    def __init__(self, application: Any, folder: Path | None):
         self._application = application
+        self._folder = folder
         self._faults: list[dict[str, Any]] = []
         self._requests: list[str] = []
         self._lock = threading.Lock()
@@ -125,10 +144,9 @@ class _Faults:
             if fault:
                 fault["times"] -= 1
         if not fault:
-            return self._application(environ, start_response)
+            return self._kept(environ, start_response)
         if fault.get("after"):
             list(self._application(environ, lambda *_: None))
-        time.sleep(fault.get("late", 0))
         if "status" in fault:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response(f"{fault['status']} Told", [("Content-Type", "application/xml")])
@@ -139,6 +157,30 @@ class _Faults:
             start_response("500 Gone", [])
             return [b""]
         return self._application(environ, start_response)
+
+    def _kept(self, environ: dict[str, Any], start_response: Any) -> Any:
+        """moto's answer; a file that it now has is kept before it is given, one that goes is removed."""
+        name, query = environ["PATH_INFO"], environ["QUERY_STRING"]
+        path = self._folder / quote(name.removeprefix(f"/{BUCKET}/"), safe="") if self._folder else None
+        if path is None or name.count("/") < 2 or environ["REQUEST_METHOD"] in ("GET", "HEAD"):
+            return self._application(environ, start_response)
+        method, status = environ["REQUEST_METHOD"], [""]
+
+        def told(line: str, headers: Any, *_: Any) -> Any:
+            status[0] = line
+            return start_response(line, headers)
+
+        answer = list(self._application(environ, told))
+        if method == "DELETE" and not query:
+            path.unlink(missing_ok=True)
+        elif status[0].startswith("200") and ((method == "PUT" and not query) or "uploadId" in query):
+            address = f"http://{environ['HTTP_HOST']}"
+            content = Client(self._application).get(name, base_url=address, headers=_SIGNED)
+            if content.status_code == 200:
+                work = path.with_name(f"{threading.get_ident()}.tmp")
+                work.write_bytes(content.data)
+                work.replace(path)
+        return answer
 
     def _told(self, environ: dict[str, Any], start_response: Any) -> Any:
         start_response("200 OK", [])
@@ -151,14 +193,23 @@ class _Faults:
             return [b""]
 
 
-def main(port: int) -> None:
+def main(port: int, folder: Path | None) -> None:
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
-    os.environ["MOTO_S3_CUSTOM_ENDPOINTS"] = f"http://127.0.0.1:{port}"
-    application = _Faults(DomainDispatcherApplication(create_backend_app))
-    make_server("127.0.0.1", port, application, threaded=True).serve_forever()
+    application = DomainDispatcherApplication(create_backend_app)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        store = Client(application)
+        store.put(f"/{BUCKET}", base_url=f"http://127.0.0.1:{port}")
+        for path in folder.iterdir():
+            if path.suffix == ".tmp":
+                path.unlink()
+                continue
+            name = f"/{BUCKET}/{unquote(path.name)}"
+            store.put(name, base_url=f"http://127.0.0.1:{port}", data=path.read_bytes(), headers=_SIGNED)
+    make_server("127.0.0.1", port, _Faults(application, folder), threaded=True).serve_forever()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2:] else None)

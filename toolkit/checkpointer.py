@@ -33,6 +33,7 @@ from toolkit.parallel.model_parts import ModelParts
 from toolkit.train_step import TrainState
 
 if TYPE_CHECKING:
+    from toolkit.config.remote_path import RemotePath
     from toolkit.weights.source import WeightSource
 
 EXPORT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -337,6 +338,8 @@ class Checkpointer:
             self.say(f"NOT EXPORTED: {error}\n  Training goes on.")
         else:
             self.say(f"wrote {what}: {self._exported}")
+            if not isinstance(self.manager.folder, Path):
+                self._upload(self.manager.folder / EXPORTS / self._exported.name)
             if final and self._options.push_to_hub:
                 self._push(self._options.push_to_hub)
 
@@ -360,6 +363,17 @@ class Checkpointer:
             return f"the model of step {step}, with its adapter merged, as a Hugging Face folder"
         export_peft(self.step_folder, self._exported, **arguments)
         return f"the adapter of step {step} as a folder of PEFT's"
+
+    def _upload(self, out: RemotePath) -> None:
+        """Bring the folder to where the checkpoints are, or tell why not."""
+        from toolkit.weights.remote_folder import upload_folder
+
+        try:
+            self.manager.ranks.on_rank_0(lambda: upload_folder(self._exported, out, replace=True))
+        except DataError as error:
+            self.say(f"NOT UPLOADED: {error}\n  The folder stays on this machine.")
+        else:
+            self.say(f"uploaded it to {out}")
 
     def _push(self, repository: str) -> None:
         from toolkit.weights.hub import push_folder

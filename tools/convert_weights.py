@@ -11,7 +11,8 @@
 HF_FOLDER has config.json and safetensors, META_FOLDER params.json and consolidated.NN.pth. CHECKPOINT is a
 step-N, or a run's folder for its newest; that of a LoRA stands for its base with the LoRA merged. ADAPTER is
 such a checkpoint or a folder of PEFT's, BASE any of the three. As a checkpoint, OUT becomes the folder of a
-step-0, which checkpoint.initial_load_path then names, unless it is itself called step-N.
+step-0, which checkpoint.initial_load_path then names, unless it is itself called step-N. IN and OUT may be
+URLs of object storage (s3://bucket/model); OUT is then written to a temporary folder (TMPDIR) first.
 
 OUT appears whole or not at all. Hugging Face files that a killed program had finished are not written again
 when the same is asked for again.
@@ -24,12 +25,15 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 
 from tqdm import tqdm
 
 from toolkit.errors import EXIT_FINISHED, ToolkitError, one_line, report
 from toolkit.io import standard_streams
-from tools.arguments import add_custom_import, local_path
+from tools.arguments import add_custom_import, any_path, local_path
 
 _WAYS = ("merge", "hf-to-dcp", "dcp-to-hf", "meta-to-dcp", "dcp-to-meta", "meta-to-hf", "hf-to-meta")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -45,9 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_custom_import(parser)
     parser.add_argument("way", choices=_WAYS, metavar="WAY")
-    parser.add_argument("source", type=local_path, metavar="IN")
+    parser.add_argument("source", type=any_path, metavar="IN")
     parser.add_argument("adapter", type=local_path, metavar="ADAPTER", nargs="?", help="of merge")
-    parser.add_argument("out", type=local_path, metavar="OUT")
+    parser.add_argument("out", type=any_path, metavar="OUT")
     parser.add_argument("--dtype", choices=_DTYPES, help="default: as in IN")
     parser.add_argument(
         "--vocab-size",
@@ -74,6 +78,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _advance(bar: tqdm, count: int) -> None:
     bar.update(count)
+
+
+def _place(out: Path) -> AbstractContextManager[Path]:
+    """Where ``out`` is written: there, or of a URL in a folder of this machine that is brought there."""
+    if isinstance(out, Path):
+        return nullcontext(out)
+    from toolkit.weights.remote_folder import staged
+
+    return staged(out)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -107,8 +120,10 @@ def main(argv: Sequence[str]) -> int:
             for line in mapping(conversion):
                 print(one_line(line))
             return EXIT_FINISHED
-        with tqdm(total=conversion.bytes, unit="B", unit_scale=True, disable=None, desc=asked.way) as bar:
-            convert(conversion, verify=asked.verify, progress=lambda count: _advance(bar, count))
+        bar = tqdm(total=conversion.bytes, unit="B", unit_scale=True, disable=None, desc=asked.way)
+        with bar, _place(conversion.out) as out:
+            written = replace(conversion, out=out)
+            convert(written, verify=asked.verify, progress=lambda count: _advance(bar, count))
     except ToolkitError as error:
         return report(error, show=True, debug=asked.debug)
     verified = ", each tensor compared" if asked.verify else ""

@@ -3,6 +3,9 @@
 A run of two ranks saves after every step. Each of its starts is killed by SIGKILL at a random moment, one in
 two while a save is going on; then the next start must go on from the newest checkpoint, until one comes to
 the end: with the losses, parameters and moments of a run that was never killed, to the last bit.
+
+With a ``server`` the checkpoints are in object storage, which falls as well, killed or stalled, at random
+moments of each start, and comes back.
 """
 
 from __future__ import annotations
@@ -16,15 +19,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
+from threading import Event, Thread
 
+from tests.s3_server import BUCKET, Server
 from toolkit.checkpoint.dcp_storage import read_metadata, tensors_of
-from toolkit.checkpoint.local_steps import leftovers
 from toolkit.checkpoint.manifest import check_files, committed_steps, read_manifest, step_folder
 from toolkit.checkpoint.read_tensor import read_tensor
+from toolkit.checkpoint.retention import steps_in
+from toolkit.config.local_paths import expand_user
 
 ROOT = Path(__file__).parents[2]
 STEPS, RANKS = 40, 2
@@ -70,11 +77,17 @@ class Outcome:
     before: int = 0
     after: int = 0
     unfinished_save: bool = False
+    falls: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
-def _newest(folder: Path) -> int:
-    return max(committed_steps(folder / "checkpoint"), default=0)
+def checkpoints_of(folder: Path, server: Server | None = None) -> Path:
+    """Where the run in ``folder`` has its checkpoints."""
+    return expand_user(f"s3://{BUCKET}/{folder.name}") if server else folder / "checkpoint"
+
+
+def _newest(checkpoints: Path) -> int:
+    return max(committed_steps(checkpoints), default=0)
 
 
 def _ranks(launcher: int) -> list[int]:
@@ -92,14 +105,19 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def start(folder: Path, mode: str, kill: Kill | None) -> Outcome:
+def start(folder: Path, mode: str, kill: Kill | None, server: Server | None = None) -> Outcome:
     """One start of the run in ``folder``, with saves by ``checkpoint.async_mode`` = ``mode``."""
-    outcome = Outcome(kill, before=_newest(folder))
-    log, old = folder / "log.txt", leftovers(folder / "checkpoint")
+    checkpoints = checkpoints_of(folder, server)
+    outcome = Outcome(kill, before=_newest(checkpoints))
+    log, old = folder / "log.txt", steps_in(checkpoints).leftovers(checkpoints)
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "toolkit.launch", *_FLAGS, f"--job.dump_folder={folder}"]
     command += [f"--checkpoint.async_mode={mode}", f"--data.cache_folder={folder.parent / 'cache'}"]
     environment = os.environ | {"NGPU": str(RANKS), "OMP_NUM_THREADS": "1"}
+    if server:
+        command.append(f"--checkpoint.folder={checkpoints}")
+        environment |= server.environment
+        server.requests()
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -110,31 +128,68 @@ def start(folder: Path, mode: str, kill: Kill | None) -> Outcome:
             stdin=subprocess.DEVNULL,
         )
     ranks: list[int] = []
+    over = Event()
+    falling = Thread(
+        target=_fall, args=(server, over, random.Random(outcome.before), outcome.falls), daemon=True
+    )
     try:
+        if server:
+            falling.start()
         if kill:
-            ranks = _kill(process, folder, kill, outcome, old)
+            saves = _begun(checkpoints, {path.name for path in old}) if server is None else _put(server)
+            ranks = _kill(process, saves, kill, outcome)
         process.wait(timeout=LIMIT)
     except subprocess.TimeoutExpired:
         outcome.problems.append(f"it did not end in {LIMIT:.0f} s")
         process.kill()
-    _look(outcome, folder, log.read_text(errors="replace"), ranks, process.wait())
-    outcome.unfinished_save = not set(leftovers(folder / "checkpoint")) <= set(old)
+    finally:
+        over.set()
+    process.wait()
+    if server:
+        falling.join()
+    _look(outcome, checkpoints, log.read_text(errors="replace"), ranks, process.wait())
+    outcome.unfinished_save = not set(steps_in(checkpoints).leftovers(checkpoints)) <= set(old)
     return outcome
 
 
-def _kill(
-    process: subprocess.Popen[bytes], folder: Path, kill: Kill, outcome: Outcome, old: list[Path]
-) -> list[int]:
-    """Wait for the moment, then kill; the ranks that ran. ``old`` saves are not this start's."""
-    checkpoints = folder / "checkpoint"
-    seen: int = outcome.before
-    left = {path.name for path in old}
+def _fall(server: Server, over: Event, generator: random.Random, falls: list[str]) -> None:
+    """Have the server fall again and again until a start is ``over``."""
+    while not over.wait(generator.uniform(0, 15)):
+        how = generator.choice(("killed", "stalled"))
+        falls.append(how)
+        server.fall(how, generator.uniform(0.1, 6))
+
+
+def _begun(checkpoints: Path, old: set[str]) -> Iterator[tuple[int, int]]:
+    """Saves that were begun, and the newest step that was committed, until now; ``old`` ones do not count."""
     begun: set[str] = set()
-    deadline = time.monotonic() + LIMIT
-    while len(begun) < kill.saves and process.poll() is None and time.monotonic() < deadline:
+    newest = 0
+    while True:
         names = os.listdir(checkpoints) if checkpoints.is_dir() else []
-        begun |= {name for name in names if ".tmp-" in name} - left
-        seen = max([seen, *(int(name[5:]) for name in names if name[5:].isdecimal())])
+        begun |= {name for name in names if ".tmp-" in name} - old
+        newest = max([newest, *(int(name[5:]) for name in names if name[5:].isdecimal())])
+        yield len(begun), newest
+
+
+def _put(server: Server) -> Iterator[tuple[int, int]]:
+    """Do the same by the requests that the server got: a save begins when the one before was committed."""
+    begun: set[int] = set()
+    while True:
+        with suppress(OSError, HTTPException, ValueError):  # it has fallen
+            asked = [request for request in server.requests() if request.startswith("PUT")]
+            begun |= {int(step) for request in asked for step in re.findall(r"/step-(\d+)/__", request)}
+        yield len(begun), max(begun, default=1) - 1
+
+
+def _kill(
+    process: subprocess.Popen[bytes], saves: Iterator[tuple[int, int]], kill: Kill, outcome: Outcome
+) -> list[int]:
+    """Wait for the moment, then kill; the ranks that ran."""
+    begun, seen = 0, outcome.before
+    deadline = time.monotonic() + LIMIT
+    while begun < kill.saves and process.poll() is None and time.monotonic() < deadline:
+        begun, newest = next(saves)
+        seen = max(seen, newest)
         time.sleep(0.001)
     time.sleep(kill.delay)
     ranks = _ranks(process.pid)
@@ -147,9 +202,9 @@ def _kill(
     return ranks
 
 
-def _look(outcome: Outcome, folder: Path, said: str, ranks: list[int], code: int) -> None:
+def _look(outcome: Outcome, checkpoints: Path, said: str, ranks: list[int], code: int) -> None:
     """Check what must hold after any start."""
-    seen, outcome.after = outcome.after, _newest(folder)
+    seen, outcome.after = outcome.after, _newest(checkpoints)
     problems = outcome.problems
     resumed = _RESUMED.search(said)
     outcome.resumed = int(resumed[1]) if resumed else 0
@@ -164,17 +219,16 @@ def _look(outcome: Outcome, folder: Path, said: str, ranks: list[int], code: int
         time.sleep(0.05)
     if left:
         problems.append(f"ranks {left} still run")
-    checkpoints = folder / "checkpoint"
     for step in committed_steps(checkpoints):
         where = step_folder(checkpoints, step)
         problems += check_files(where, read_manifest(where)["files"], verify=True)
 
 
-def result(folder: Path) -> Mapping[str, str]:
+def result(folder: Path, server: Server | None = None) -> Mapping[str, str]:
     """Results of a finished run: each step's loss as written, and each tensor's SHA-256."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = {f"loss {record['step']}": repr(record["loss"]) for record in records if "loss" in record}
-    last = step_folder(folder / "checkpoint", STEPS)
+    last = step_folder(checkpoints_of(folder, server), STEPS)
     metadata = read_metadata(last, read_manifest(last)["files"])
     tensors = {name: read_tensor(last, metadata, name) for name in tensors_of(metadata)}
     return losses | {
@@ -183,16 +237,21 @@ def result(folder: Path) -> Mapping[str, str]:
 
 
 def chain(
-    folder: Path, mode: str, generator: random.Random, kills: int, expected: Mapping[str, str]
+    folder: Path,
+    mode: str,
+    generator: random.Random,
+    kills: int,
+    expected: Mapping[str, str],
+    server: Server | None = None,
 ) -> list[Outcome]:
     """Kill the run of ``folder`` at most ``kills`` times, let it come to its end and compare that."""
     outcomes: list[Outcome] = []
-    while _newest(folder) < STEPS:
+    while _newest(checkpoints_of(folder, server)) < STEPS:
         kill = Kill.at_random(generator) if len(outcomes) < kills else None
-        outcomes.append(start(folder, mode, kill))
+        outcomes.append(start(folder, mode, kill, server))
         if kill is None and outcomes[-1].problems:
             return outcomes
-    found = result(folder)
+    found = result(folder, server)
     apart = [name for name in expected if found.get(name) != expected[name]]
     if apart or found.keys() != expected.keys():
         outcomes[-1].problems.append(f"the run that was never killed has other {', '.join(apart[:5])}")

@@ -25,8 +25,9 @@ from toolkit.config.remote_calls import StorageError
 from toolkit.config.remote_path import RemotePath
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, ConfigError
 from toolkit.weights.open import open_weights
+from toolkit.weights.remote_folder import upload_folder
 from tools import checkpoint as tool
-from tools import make_random_model
+from tools import convert_weights, make_random_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +37,7 @@ def server() -> Iterator[Server]:
     with running() as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
+        remote_calls.file_system.cache_clear()  # it may know the server of other tests
         yield server
 
 
@@ -301,6 +303,24 @@ def test_weights_are_read_from_a_url(url: str, tmp_path: Path) -> None:
     assert torch.equal(here.read(name, columns), there.read(name, columns))
 
 
+def test_weights_are_converted_from_a_url_to_another(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, tokenizer = tmp_path / "hf", str(ROOT / "tests/assets/tokenizer")
+    arguments = [str(here), "--flavor", "debugmodel", "--tokenizer", tokenizer]
+    assert make_random_model.main(arguments) == 0
+    upload_folder(here, RemotePath(f"{url}/hf"), replace=False)
+    assert convert_weights.main(["hf-to-dcp", f"{url}/hf", f"{url}/dcp", "--verify"]) == 0
+    assert committed_steps(expand_user(f"{url}/dcp")) == [0]
+    assert convert_weights.main(["dcp-to-hf", f"{url}/dcp/step-0", f"{url}/back"]) == 0
+    back, before = open_weights(f"{url}/back"), open_weights(here)
+    assert dict(back.tensors) == dict(before.tensors)
+    assert all(torch.equal(back.read(name), before.read(name)) for name in before.tensors)
+    capsys.readouterr()
+    assert convert_weights.main(["dcp-to-hf", f"{url}/dcp", f"{url}/back"]) == EXIT_DATA
+    assert f"{url}/back is there already" in capsys.readouterr().err
+
+
 def test_a_run_saves_to_a_url_and_goes_on_from_there(url: str, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "toolkit.train", "--job.config_file=train_configs/debug_model.toml",
@@ -308,6 +328,7 @@ def test_a_run_saves_to_a_url_and_goes_on_from_there(url: str, tmp_path: Path) -
         "--training.dataset=embedded_validation", "--lr_scheduler.warmup_steps=1",
         "--validation.enable=false", "--metrics.enable_tensorboard=false", "--metrics.log_freq=1",
         "--checkpoint.interval=2", f"--checkpoint.folder={url}", f"--data.cache_folder={tmp_path / 'cache'}",
+        "--checkpoint.last_save_in_hf",
     ]  # fmt: skip
 
     def losses(folder: Path, *arguments: str) -> dict[int, float]:
@@ -319,6 +340,8 @@ def test_a_run_saves_to_a_url_and_goes_on_from_there(url: str, tmp_path: Path) -
 
     first = losses(tmp_path / "run", "--training.steps=4")
     assert committed_steps(expand_user(url)) == [2, 4]
+    written, uploaded = open_weights(tmp_path / "run" / "hf" / "step-4"), open_weights(f"{url}/hf/step-4")
+    assert all(torch.equal(written.read(name), uploaded.read(name)) for name in written.tensors)
     again = losses(
         tmp_path / "again", "--training.steps=4", "--checkpoint.folder=checkpoint",
         f"--checkpoint.initial_load_path={url}/step-2", "--checkpoint.initial_load_model_only=false",

@@ -77,8 +77,6 @@ def test_a_path_is_no_url(text: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "convert_weights hf-to-dcp hf://o/n out",
-        "convert_weights hf-to-dcp m s3://b/out",
         "evaluate s3://b/m",
         "evaluate m --text s3://b/a.txt",
         "generate m --tokenizer s3://b/t",
@@ -93,3 +91,12 @@ def test_arguments_of_tools(words: str, capsys: pytest.CaptureFixture[str]) -> N
         import_module(f"tools.{tool}").main(arguments)
     assert caught.value.code == 2
     assert ":// is a URL, and only files and folders of this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["checkpoint list hf://b/c", "convert_weights hf-to-dcp hf://o/n out"])
+def test_arguments_of_tools_that_take_object_storage(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tool, *arguments = words.split()
+    with pytest.raises(SystemExit) as caught:
+        import_module(f"tools.{tool}").main(arguments)
+    assert caught.value.code == 2
+    assert "hf:// names no object storage" in capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -44,8 +43,6 @@ _MAX_DIMENSIONS = 8
 _CHUNK = 4 << 20
 """Bytes that are hashed and then written while they are in the processor's cache."""
 Files = dict[str, dict[str, Any]]
-REMOTE_READS = 8
-"""Tensors that are read at once from object storage, each of which waits for some answers."""
 
 
 class _HashingStream:
@@ -261,8 +258,11 @@ def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
-def tensor_place(folder: Path, metadata: Metadata, name: str, number: int) -> TensorPlace:
+def tensor_place(
+    folder: Path, metadata: Metadata, name: str, number: int, file: Path | None = None
+) -> TensorPlace:
     """Find where a vetted index puts the numbers of a chunk of the tensor ``name``; read none of them.
+    ``file`` stands for the file that the index names.
 
     Raises:
         CheckpointError: there is no such tensor whose rows follow one another.
@@ -270,7 +270,7 @@ def tensor_place(folder: Path, metadata: Metadata, name: str, number: int) -> Te
     entry = tensors_of(metadata)[name]
     chunk = entry.chunks[number]
     stored = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-    file = folder / stored.relative_path
+    file = file or folder / stored.relative_path
     try:
         with open_regular(file) as stream:
             part = io.BufferedReader(FilePart(stream, stored.offset, stored.length))
@@ -289,23 +289,21 @@ class VerifiedReader(FileSystemReader):
 
     def __init__(self, folder: Path, metadata: Metadata):
         super().__init__("")  # DCP's own way is not taken
-        self._folder = folder
-        self._metadata = metadata
+        self.folder = folder
+        self.metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
+        return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        with ThreadPoolExecutor(1 if isinstance(self._folder, Path) else REMOTE_READS) as threads:
-            list(threads.map(lambda item: self._read(item, planner), plan.items))
+        for item in plan.items:
+            self.read_item(item, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
-        index = item.storage_index
-        assert index.index is not None, "the planner numbers the chunks"
-        place = tensor_place(self._folder, self._metadata, index.fqn, index.index)
+    def read_item(self, item: ReadItem, planner: LoadPlanner) -> None:
+        place = self.place(item.storage_index)
         corner = zip(item.storage_offsets, item.lengths, strict=True)
         region = [slice(start, start + size) for start, size in corner]
         target = planner.resolve_tensor(item).detach()
@@ -314,3 +312,8 @@ class VerifiedReader(FileSystemReader):
         else:
             target.copy_(read_region(place, region, torch.empty(item.lengths, dtype=place.dtype)))
         planner.commit_tensor(item, target)
+
+    def place(self, index: MetadataIndex) -> TensorPlace:
+        """Find where a chunk lies, as :func:`tensor_place` does."""
+        assert index.index is not None, "the planner numbers the chunks"
+        return tensor_place(self.folder, self.metadata, index.fqn, index.index)

@@ -58,7 +58,7 @@ def load_tensors(
             with ranks.quiet():
                 dcp.load(
                     wanted,
-                    storage_reader=VerifiedReader(folder, metadata),
+                    storage_reader=_reader(folder, metadata),
                     planner=DefaultLoadPlanner(flatten_state_dict=False),
                     process_group=ranks.group,
                 )
@@ -68,6 +68,14 @@ def load_tensors(
     if failure:
         causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in sorted(failure.failures.items()))
         raise CheckpointError(f"{folder} could not be read: {causes}") from failure
+
+
+def _reader(folder: Path, metadata: Metadata) -> VerifiedReader:
+    if isinstance(folder, Path):
+        return VerifiedReader(folder, metadata)
+    from toolkit.checkpoint.remote_storage import RemoteReader
+
+    return RemoteReader(folder, metadata)
 
 
 def excluded(name: str, exclude: Sequence[str]) -> bool:

@@ -1,12 +1,23 @@
-"""DCP's file system, over object storage."""
+"""DCP's file system and reader, over object storage."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from toolkit.checkpoint.dcp_storage import HashingFileSystem
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from toolkit.checkpoint.dcp_storage import HashingFileSystem, VerifiedReader, tensor_place
+from toolkit.config.remote_path import RemotePath
+from toolkit.io.tensor_file import TensorPlace
+
+_READS_AT_ONCE = 8
+_HELD_BYTES = 32 << 20
+"""Size up to which a chunk is fetched whole, by a request or two, to be cut and placed in memory."""
 
 
 class RemoteFileSystem(HashingFileSystem):
@@ -30,3 +41,55 @@ class RemoteFileSystem(HashingFileSystem):
 
     def rename(self, path: Any, new_path: Any) -> None:
         pass
+
+
+class RemoteReader(VerifiedReader):
+    """Reads several chunks at once, since each waits for answers."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        with ThreadPoolExecutor(_READS_AT_ONCE) as threads:
+            list(threads.map(lambda item: self.read_item(item, planner), plan.items))
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def place(self, index: MetadataIndex) -> TensorPlace:
+        stored = self.metadata.storage_data[MetadataIndex(index.fqn, index.offset)]
+        if stored.length > _HELD_BYTES:
+            return super().place(index)
+        assert index.index is not None, "the planner numbers the chunks"
+        held: Any = _Held(self.folder / stored.relative_path, stored.offset, stored.length)
+        return tensor_place(self.folder, self.metadata, index.fqn, index.index, held)
+
+
+class _Held:
+    """Some bytes of a file, in memory, by their places in the file."""
+
+    def __init__(self, path: RemotePath, begin: int, length: int):
+        self._path, self._begin, self._at = path, begin, 0
+        self._memory = memoryview(bytearray(length))
+        count = path.read_into(self._memory, begin)
+        self._memory = self._memory[:count]
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def open_regular(self) -> _Held:
+        return self
+
+    def __enter__(self) -> _Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def seek(self, offset: int) -> None:
+        self._at = offset - self._begin
+
+    def read(self, count: int) -> memoryview:
+        return self._memory[self._at : self._at + count]
+
+    def read_into(self, memory: memoryview, offset: int) -> int:
+        part = self._memory[offset - self._begin :][: len(memory)]
+        memory[: len(part)] = part
+        return len(part)

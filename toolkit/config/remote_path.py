@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import PurePosixPath
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -96,14 +97,16 @@ class RemotePath:
     # Looking
 
     def stat(self) -> Any:
-        """``st_size`` and ``st_mode`` alone.
+        """``st_size``, ``st_mode``, and a ``st_mtime_ns`` that tells a file from what was there before.
 
         Raises:
             FileNotFoundError: nothing has this name.
         """
         found = self._call("info", str(self))
         kind = stat.S_IFDIR if found["type"] == "directory" else stat.S_IFREG
-        return SimpleNamespace(st_size=found["size"], st_mode=kind | 0o644)
+        state = f"{found.get('ETag')} {found.get('LastModified')} {found.get('mtime')}"
+        changed = int.from_bytes(blake2b(state.encode(), digest_size=7).digest(), "big")
+        return SimpleNamespace(st_size=found["size"], st_mode=kind | 0o644, st_mtime_ns=changed)
 
     def exists(self) -> bool:
         with suppress(FileNotFoundError):

@@ -60,7 +60,8 @@ def hugging_face_folder(path: str) -> Path:
         saved = saved_settings(read_manifest(folder)["run"])
     except CheckpointError:
         return folder  # no checkpoint, or one of which another check tells what is wrong
-    exported = _run_folder(folder, saved) / EXPORTS / folder.name
+    beside = _run_folder(folder, saved) if isinstance(folder, Path) else folder.parent
+    exported = beside / EXPORTS / folder.name
     return exported if exported.is_dir() else folder
 
 
@@ -68,6 +69,6 @@ def _run_folder(step: Path, saved: Mapping[str, Any]) -> Path:
     """The folder of the run with the config ``saved``: as many levels above its checkpoint as that says,
     wherever the folder was moved since."""
     inside = Path(saved.get("checkpoint.folder", "checkpoint"))
-    if inside.is_absolute() or not isinstance(step, Path):
+    if inside.is_absolute():
         return expand_user(saved["job.dump_folder"])
     return Path(os.path.normpath(step.joinpath("..", *[".."] * len(inside.parts))))

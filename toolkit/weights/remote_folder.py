@@ -1,0 +1,63 @@
+"""Folders of weights that were written here and go to object storage, and tokenizers that come from there."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from toolkit.config.remote_path import RemotePath
+from toolkit.errors import DataError
+
+_LAST = ("model.safetensors.index.json", "params.json", "config.json", "manifest.json")
+"""Files by which a folder is known for one of weights, the last of them last."""
+_CHUNK = 16 << 20
+
+
+def upload_folder(folder: Path, out: RemotePath, *, replace: bool) -> None:
+    """Bring the files in ``folder`` to ``out``: complete, or without the file by which it would be read.
+
+    Raises:
+        DataError: something is there already that is not to be replaced, or the store cannot be used.
+    """
+    if out.is_dir():
+        if not replace:
+            raise DataError(f"{out} is there already: name another folder, or delete it")
+        out.remove_tree(first=_LAST)
+    paths = sorted(folder.iterdir(), key=lambda path: (path.name in _LAST, _rank(path.name), path.name))
+    for path in paths:
+        with path.open("rb") as content, (out / path.name).open("wb") as file:
+            while chunk := content.read(_CHUNK):
+                file.write(chunk)
+
+
+@contextmanager
+def staged(out: RemotePath) -> Iterator[Path]:
+    """A folder of this machine that is to be written, and then goes to ``out``; nothing of it stays here.
+
+    Raises:
+        DataError: as :func:`upload_folder`.
+    """
+    with tempfile.TemporaryDirectory(prefix="upload-") as folder:
+        work = Path(folder, out.name or "out")
+        yield work
+        upload_folder(work, out, replace=False)
+
+
+def _rank(name: str) -> int:
+    return _LAST.index(name) if name in _LAST else 0
+
+
+def fetched(place: RemotePath, names: Iterable[str]) -> Path:
+    """A folder of this machine with those of the small files ``names`` that are in ``place``, until this
+    process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="tokenizer-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name in names:
+        if (place / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes((place / name).read_bytes())
+    return folder
