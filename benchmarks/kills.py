@@ -64,7 +64,7 @@ def report(starts: Sequence[dict[str, Any]], command: str, machine: str) -> str:
 
 
 def _falls(starts: Sequence[dict[str, Any]]) -> list[str]:
-    """What became of the server, where there was one."""
+    """Count the falls of the server, where there was one."""
     falls = Counter(how for one in starts for how in one.get("falls", ()))
     if not falls:
         return []
