@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -58,6 +59,10 @@ def checkpoint_bytes(tensors: Iterable[Tensor], *, stages: int, group: dist.Proc
 
 def _free(folder: Path) -> int:
     probe = folder / f".probe-{uuid.uuid4().hex[:8]}"
+    if not isinstance(folder, Path):  # object storage tells no size
+        probe.write_new(b"probe")
+        probe.unlink()
+        return sys.maxsize
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
