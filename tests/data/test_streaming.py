@@ -27,6 +27,7 @@ from toolkit.data import streaming
 from toolkit.data.batch_size import batch_shape
 from toolkit.data.packing import PackedRows
 from toolkit.data.streaming import StreamedLoader, n_shards, streamed_loader
+from toolkit.data.tokenize_helpers import Helper
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import DataError
 from toolkit.preflight import check
@@ -125,6 +126,15 @@ def test_fewer_files_than_rows_of_a_batch(corpus: Path) -> None:
 
 def test_workers_change_nothing(corpus: Path) -> None:
     same(rows(loader(corpus, training__dataloader__num_workers=2), 30), rows(loader(corpus), 30))
+
+
+def test_a_worker_that_dies_is_told(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(streaming, "Helper", lambda: started.append(Helper()) or started[-1])
+    streamed = loader(corpus, training__dataloader__num_workers=1)
+    started[0].process.kill()
+    with pytest.raises(DataError, match="a tokenising process was killed by signal 9"):
+        rows(streamed, 30)
 
 
 def test_ten_stops_lose_and_repeat_nothing(corpus: Path) -> None:

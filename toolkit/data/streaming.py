@@ -75,9 +75,11 @@ class Encoders:
 
     def _by_helper(self, piece: Piece) -> Encoded:
         helper = self._idle.get()
-        helper.send(piece)
-        found = helper.receive()
-        self._idle.put(helper)
+        try:
+            helper.send(piece)
+            found = helper.receive()
+        finally:  # of one that has died, whoever takes it next hears so too
+            self._idle.put(helper)
         if isinstance(found, Exception):
             raise found
         return found
