@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from toolkit import preflight
 from toolkit.checkpoint.manifest import committed_steps
 from toolkit.config import Config, load_config
 from toolkit.config.local_paths import expand_user
-from toolkit.errors import ConfigError, Problem
+from toolkit.errors import ConfigError, Problem, ToolkitError
 from toolkit.hardware import Hardware
 from toolkit.launcher import fault_reports
 from toolkit.launcher.environment import environment_error
@@ -122,7 +123,7 @@ def run_nodes(
             return None
 
     prefix = fault_reports.traces_prefix(config.job, config.comm)
-    saved = expand_user(config.job.dump_folder) / config.checkpoint.folder
+    saved = expand_user(config.checkpoint.folder, inside=expand_user(config.job.dump_folder))
 
     def hung(nodes: int, known: Mapping[int, str]) -> str:
         return _who_hangs(prefix, nodes * launch.processes, known)
@@ -135,9 +136,16 @@ def run_nodes(
         prepare,
         prefix,
         fits,
-        lambda: max(committed_steps(saved), default=0),
+        lambda: _newest(saved),
         hung,
     )
+
+
+def _newest(folder: Path) -> int:
+    """The newest step saved; 0 without one, or where the storage does not answer."""
+    with suppress(OSError, ToolkitError):
+        return max(committed_steps(folder), default=0)
+    return 0
 
 
 def _facts(config: Config, hardware: Hardware) -> dict[str, Any]:
