@@ -160,8 +160,16 @@ def _name(outcome: Outcome, fault: Fault, left: list[Started], begun: float) -> 
     def named() -> bool:
         return all(said.search(one.text) for one in tellers)
 
-    if eventually(named, NAMED_WITHIN):
+    def over() -> bool:
+        """The run came to its end before it felt the link."""
+        ended = [one.process.poll() for one in left]
+        return fault.kind == "a link slow" and ended == [0] * len(left)
+
+    eventually(lambda: named() or over(), NAMED_WITHIN)
+    if named():
         outcome.named = time.monotonic() - begun
+    elif over():
+        outcome.hit = False
     else:
         told = "\n".join(one.text[-1500:] for one in tellers)
         outcome.problems.append(f"not named within {NAMED_WITHIN:.0f} s:\n{told}")
