@@ -36,7 +36,7 @@ def report(starts: Sequence[dict[str, Any]], command: str, machine: str) -> str:
         f"`{command}`: a run of {STEPS} steps on {NODES} nodes, which are namespaces of one machine with a "
         f"rank each, saves after each step; each start has a fault at a random moment. {machine}",
         "",
-        "| fault | times | of them before the first save | named everywhere after | all ended after |",
+        "| fault | times | of them at most 15 s after the start | named everywhere after | all ended after |",
         "|---|---|---|---|---|",
     ]
     for kind in KINDS:
@@ -49,10 +49,11 @@ def report(starts: Sequence[dict[str, Any]], command: str, machine: str) -> str:
     lines += [
         "",
         f"Seconds: the median and the longest. {len(hit)} faults in {runs} runs, each ended by the same "
-        "command. Not named within 60 s by each launcher that was left, another exit code than 1 (after a "
-        "slow link, which is mended and the run stopped by SIGTERM: 0 or 75), a process left on a node, a "
-        "committed step lost, not resumed from the newest one, or at the end another loss than in a run that "
-        f"was never disturbed: {len(problems)}.",
+        "command; a link that gets slow as its run ends is not counted. Not named within 60 s by each "
+        "launcher that was left, another exit code than 1 (after a slow link, which is mended and the run "
+        "stopped by SIGTERM: 0 or 75), a process left on a node, a committed step lost, not resumed from the "
+        "newest one, or at the end another loss than in a run that was never disturbed: "
+        f"{len(problems)}.",
         *(f"- {problem}" for problem in problems),
     ]
     return "\n".join(lines) + "\n"
