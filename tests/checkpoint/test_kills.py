@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.kills import chain, result, start
+from tests.s3_server import running
+from toolkit.config.remote_calls import file_system
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
@@ -35,3 +37,18 @@ def test_a_killed_run_goes_on_as_if_it_never_was(
     outcomes = chain(tmp_path / "run", mode, random.Random(SEED), KILLS, uninterrupted)
     assert [problem for outcome in outcomes for problem in outcome.problems] == []
     assert sum(outcome.killed for outcome in outcomes) == KILLS
+
+
+@pytest.mark.exhaustive
+def test_a_killed_run_goes_on_from_a_store_that_falls_as_well(
+    uninterrupted: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``python -m benchmarks.kills --storage`` does it 200 times."""
+    with running(tmp_path / "store") as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        file_system.cache_clear()
+        outcomes = chain(tmp_path / "run", "async", random.Random(SEED), KILLS, uninterrupted, server)
+        file_system.cache_clear()
+    assert [problem for outcome in outcomes for problem in outcome.problems] == []
+    assert any(outcome.falls for outcome in outcomes)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from toolkit.errors import DataError, redacted
+from toolkit.errors import DataError, install, redacted
 
 PATIENCE, FIRST_PATIENCE = 300.0, 30.0
 """Seconds for which a call is tried again."""
@@ -99,8 +99,7 @@ def file_system(scheme: str, process: int) -> Any:
         kind = fsspec.get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
         raise StorageError(
-            f"{scheme}:// needs a file system that is not here ({error})\n"
-            "  fix:  pip install -c constraints.txt '.[remote]', or what fsspec names for it"
+            f"{scheme}:// needs a file system that is not here ({error})\n  fix:  {install('remote')}"
         ) from None
     options: dict[str, Any] = {}
     if hasattr(kind, "call_s3"):  # the tries are counted here

@@ -147,7 +147,7 @@ def _errors(path: Path) -> Iterator[None]:
 
 
 def _readable(path: Path) -> Any:
-    """What Arrow reads a file from: its name here, or the open file of a URL."""
+    """The place that Arrow reads a file from: its name here, or the open file of a URL."""
     return path if isinstance(path, Path) else open_regular(path)
 
 
