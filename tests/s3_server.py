@@ -29,6 +29,8 @@ from urllib.parse import quote, unquote
 
 from werkzeug.test import Client
 
+from toolkit.config import remote_calls
+
 ROOT = Path(__file__).parents[1]
 BUCKET = "bucket"
 _SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=x/20200101/us-east-1/s3/aws4_request"}
@@ -115,8 +117,10 @@ def running(folder: Path | None = None) -> Iterator[Server]:
     try:
         server.wait()
         server.requests()
+        remote_calls.file_system.cache_clear()  # what was opened for another server
         yield server
     finally:
+        remote_calls.file_system.cache_clear()
         server.process.kill()
         server.process.wait()
 

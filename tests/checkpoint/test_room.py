@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers import run_world
+from tests.s3_server import running
 from tests.training import MESHES, small_config, small_trainer
 from toolkit.checkpoint import room
 from toolkit.checkpoint.manifest import read_manifest, step_folder
+from toolkit.config.remote_path import RemotePath
 from toolkit.errors import CheckpointError
 
 Usage = namedtuple("Usage", "total used free")
@@ -66,3 +69,11 @@ def test_a_folder_that_takes_no_file_is_told(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="no checkpoint can be written into"):
         room._free(tmp_path / "file" / "checkpoint")
+
+
+def test_object_storage_takes_a_small_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        assert room._free(RemotePath("s3://bucket/run/checkpoint")) == sys.maxsize
+        assert list(RemotePath("s3://bucket/run/checkpoint").iterdir()) == []
