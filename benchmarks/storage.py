@@ -90,7 +90,8 @@ def main() -> None:
             "",
             f"`python -m benchmarks.storage --mib {mib}`: a checkpoint of {mib} MiB, one process, median of "
             f"{REPEATS}. A load compares every hash. The S3 server is moto, on the same machine: its rate, "
-            f"not that of the client, is what limits the second and third row. {describe()}",
+            "not that of the client, limits the second and third row, and it reads a whole object for each "
+            f"range that is asked of it. {describe()}",
             "",
             "| where | save | load | memory grows by |",
             "|---|---|---|---|",
