@@ -122,8 +122,7 @@ def test_lines_of_json_are_documents(tmp_path: Path, suffix: str) -> None:
 def test_a_text_file_is_one_document_whatever_it_is_cut_into(text: str, size: int, compressed: bool) -> None:
     data = text.encode()
     raw = io.BufferedReader(io.BytesIO(gzip.compress(data) if compressed else data))  # type: ignore[arg-type]
-    with mock.patch.object(text_files, "PIECE_BYTES", size):
-        pieces = list(text_files._file_pieces(Path("a.txt.gz" if compressed else "a.txt"), raw))
+    pieces = list(text_files._file_pieces(Path("a.txt.gz" if compressed else "a.txt"), raw, size))
     assert b"".join(piece.data for piece in pieces) == data
     assert [piece.opens for piece in pieces] == [number == 0 for number in range(len(pieces))]
     assert [piece.closes for piece in pieces] == [number == len(pieces) - 1 for number in range(len(pieces))]

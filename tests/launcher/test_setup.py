@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fsspec.registry import known_implementations
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -256,6 +257,8 @@ def test_each_extra_is_imported_by_some_code():
                 used.add((node.module or "").split(".")[0])
             elif isinstance(node, ast.Import):
                 used.update(name.name.split(".")[0] for name in node.names)
+    assert "fsspec" in used  # which imports a store's package when its URL is named
+    used |= {str(entry["class"]).partition(".")[0] for entry in known_implementations.values()}
     for extra in PROJECT["optional-dependencies"].keys() - {"test", "dev"}:
         packages = {Requirement(text).name for text in PROJECT["optional-dependencies"][extra]}
         assert {name for name in packages if name.replace("-", "_") not in used} == set(), extra

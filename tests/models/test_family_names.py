@@ -11,6 +11,7 @@ FAMILIES = re.compile(
 )
 ALLOWED = {
     "llama-toolkit": "the name of this package, in its caches and in the keys of its hashes",
+    "llama_toolkit": "the same, in names of Prometheus",
     "llama_adapter": "a technique of the literature, LLaMA-Adapter (arXiv:2303.16199)",
     "LlamaAdapter": "its class",
     "LLaMA-Adapter": "its name in prose",

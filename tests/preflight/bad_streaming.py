@@ -11,7 +11,7 @@ CASES: list[Bad] = [
     bad(_RULE, f"{_ON} training.epochs=2", "not counted", "training.steps", key="training.epochs"),
     bad(_RULE, f"{_ON} data.mixture.a.weight=1", "drawn by their lengths", key="data.mixture"),
     bad(
-        "urls_stream",
+        "corpus_readable",
         "training.dataset_path=s3://bucket/text.jsonl",
         "text of a URL is streamed",
         "data.streaming = true",

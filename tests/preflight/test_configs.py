@@ -116,6 +116,7 @@ def test_every_option_of_torchtitan_at_its_default(tmp_path: Path) -> None:
         "training",
         "activation_checkpoint",
         "data",
+        "health",
         "finetune",
         "loss",
         "parallelism",

@@ -2,7 +2,7 @@
 
 It is made of the global loss and norm and of those of the updates before, which are the same numbers on every
 rank, and on every mesh but for rounding. They travel with checkpoints, so that a run that goes on decides as
-it did, or would have done. The rule of spikes is that of OLMo's SkipStepOptimizer (Olmo 2, 2024, section 3).
+it did, or would have done. The rule of spikes is that of AllenAI's SkipStepOptimizer (arXiv:2501.00656).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
 from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.data.build import CorpusOptions, corpora
-from toolkit.data.corpus import Corpus
+from toolkit.data.corpus import Corpus, SourceError
 from toolkit.data.sources import open_corpus
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
@@ -56,6 +56,10 @@ class PlannedRun:
         """Each corpus of the run, or what is wrong with it, by the name of its table; found once."""
 
         def found(options: CorpusOptions) -> Corpus | DataError:
+            if "://" in (options.dataset_path or "") and not self.config.data.streaming:
+                rule = "text of a URL is streamed, and data.streaming is false"
+                fix = "set data.streaming = true, or copy it to a local disk and name that path"
+                return SourceError(Problem(rule, fix, "dataset_path", options.dataset_path))
             try:
                 return open_corpus(**options.arguments())
             except DataError as error:

@@ -67,7 +67,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "validation.columns",
     ),
     "mixture": ("data.mixture",),
-    "streaming": ("data.streaming", "training.dataset_path"),
+    "streaming": ("data.streaming",),
     "saving": (
         "checkpoint.keep_every_n",
         "checkpoint.keep_best",

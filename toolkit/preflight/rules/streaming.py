@@ -34,18 +34,6 @@ def streams_one_text(run: PlannedRun) -> list[Problem]:
     ]
 
 
-@rule()
-def urls_stream(run: PlannedRun) -> list[Problem]:
-    """Text behind a URL is read while the run goes on, and not kept."""
-    path = run.config.training.dataset_path or ""
-    if "://" not in path or run.config.data.streaming:
-        return []
-    fix = "set data.streaming = true, or copy it to a local disk and name that path"
-    return [
-        run.problem("training.dataset_path", "text of a URL is streamed, and data.streaming is false", fix)
-    ]
-
-
 @note
 def streaming_notes(run: PlannedRun) -> list[str]:
     """Tell what streaming costs where no process is given to it."""
