@@ -10,7 +10,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,7 +225,11 @@ FORMATS = {
 }
 
 
-def try_format(name: str, sound: Path, folder: Path, seeds: range) -> None:
+FOUND = {"safetensors index": [54], "adapter_model.safetensors": [268, 754]}
+"""Seeds that have once ended in a traceback."""
+
+
+def try_format(name: str, sound: Path, folder: Path, seeds: Iterable[int]) -> None:
     form = FORMATS[name]
     for seed in seeds:
         chance = random.Random(f"{name} {seed}")
@@ -262,7 +266,7 @@ def test_sound_files_are_read(name: str, sound: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_whatever_a_file_holds(name: str, sound: Path, tmp_path: Path) -> None:
-    try_format(name, sound, tmp_path, range(30))
+    try_format(name, sound, tmp_path, [*range(30), *FOUND.get(name, ())])
 
 
 @pytest.mark.exhaustive

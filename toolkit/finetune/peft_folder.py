@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from toolkit.config.local_paths import expand_user
 from toolkit.distributed.agreement import Ranks
+from toolkit.errors import DataError
 from toolkit.finetune.adapter import Adapter
 from toolkit.finetune.parameters import IN_ATTENTION, is_added
 from toolkit.finetune.peft_config import (
@@ -50,7 +51,11 @@ def open_peft(folder: Path, args: ModelArgs) -> Adapter:
         DataError: see :func:`toolkit.finetune.peft_config.read_peft`.
     """
     about = read_peft(folder, args)
-    with safe_open(folder / PEFT_TENSORS, framework="pt") as file:
+    try:
+        file = safe_open(folder / PEFT_TENSORS, framework="pt")
+    except SafetensorError as error:  # what the package itself will not have of the header
+        raise DataError(f"{folder / PEFT_TENSORS} has a damaged header: {error}") from None
+    with file:
         base = {"place": about.base}
         if said := (file.metadata() or {}).get(_FINGERPRINT):
             base["fingerprint"] = said

@@ -52,7 +52,7 @@ def folder_entries(folder: Path) -> dict[str, Entry]:
         return file_entries(folder / SINGLE)
     weight_map = _weight_map(folder / INDEX)
     files = sorted(set(weight_map.values()))
-    absent = [name for name in files if not (folder / name).is_file()]
+    absent = [name for name in files if not _is_file(folder / name)]
     if absent:
         raise DataError(
             f"{folder / INDEX} names files that are not there: {first_few(absent, _SHOWN)}\n"
@@ -75,6 +75,13 @@ def folder_entries(folder: Path) -> dict[str, Entry]:
     return found
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
+
+
 def file_entries(path: Path) -> dict[str, Entry]:
     """Every tensor of one safetensors file.
 
@@ -95,7 +102,9 @@ def file_entries(path: Path) -> dict[str, Entry]:
         raise DataError(f"{path} has a damaged header: {error}") from None
     if not isinstance(header, dict):
         raise DataError(f"{path} has a damaged header: no JSON object")
-    about = header.pop("__metadata__", None) or {}
+    about = header.pop("__metadata__", None)
+    if about is None:
+        about = {}
     if not isinstance(about, dict) or not all(isinstance(text, str) for text in about.values()):
         raise DataError(f"{path} has a damaged header: its __metadata__ are no texts by name")
     entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
