@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from benchmarks.machine import describe
+from benchmarks.resumable import publish
 from toolkit.config import load_config
 from toolkit.data.batch_size import batch_shape
 from toolkit.data.sources import EMBEDDED, EMBEDDED_FOLDER
@@ -140,9 +141,7 @@ def main() -> None:
         finally:
             server.kill()
     text = "\n".join(lines) + "\n"
-    print(text)
-    if options.output:
-        options.output.write_text(text)
+    publish(text, options.output)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.processes import children, runs
 from toolkit.checkpoint.manifest import committed_steps
 
 ROOT = Path(__file__).parents[1]
@@ -48,21 +49,6 @@ def _processes() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdecimal())
 
 
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def runs(pid: int) -> bool:
-    """Say if there is such a process, and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def eventually(condition: Callable[[], object], seconds: float) -> bool:
     """Wait at most so long for ``condition``; says if it came."""
     end = time.monotonic() + seconds
@@ -82,14 +68,14 @@ class Started:
     @property
     def pid(self) -> int:
         """Its number on this machine, not the one that it sees itself; 0 once it has ended."""
-        return next(iter(_children(self.process.pid)), 0)
+        return next(iter(children(self.process.pid)), 0)
 
     @property
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
     def ranks(self) -> list[int]:
-        return _children(self.pid)
+        return children(self.pid)
 
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -143,7 +129,7 @@ class Node:
             stderr=(self.cluster.folder / f"machine{self.number}.log").open("ab"),
         )  # fmt: skip
         assert self._machine.stdout and self._machine.stdout.readline() == b"up\n"
-        [self._first] = _children(self._machine.pid)
+        [self._first] = children(self._machine.pid)
         self._space = os.readlink(f"/proc/{self._first}/ns/pid")
         self.mend()
 

@@ -29,7 +29,7 @@ from urllib.parse import quote, unquote
 
 from werkzeug.test import Client
 
-from toolkit.config import remote_calls
+from toolkit.storage import remote_calls
 
 ROOT = Path(__file__).parents[1]
 BUCKET = "bucket"

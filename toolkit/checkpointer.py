@@ -33,7 +33,7 @@ from toolkit.parallel.model_parts import ModelParts
 from toolkit.train_step import TrainState
 
 if TYPE_CHECKING:
-    from toolkit.config.remote_path import RemotePath
+    from toolkit.storage.remote_path import RemotePath
     from toolkit.weights.source import WeightSource
 
 EXPORT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -6,10 +6,11 @@ Every argument belongs to ``toolkit.train``; the launch itself is described by e
 (:func:`launch_from`). The configuration is checked here, before any rank starts. With SAMPLE, a run that has
 finished shows how its model goes on from that text.
 
-The ranks meet at MASTER_ADDR:MASTER_PORT, as with torchrun's static rendezvous, so nothing here needs
-torch. For two ranks that do nothing torchrun takes 2.5 s on a 2-core machine, most of it its own imports,
-and this 0.4 s (benchmarks/startup.py). torchrun would also turn every exit code into 1, die of SIGUSR1 and
-kill the ranks 30 s into a save. Elastic restarts remain torchrun's: it can start ``toolkit.train`` too.
+The ranks of one node meet at a port of their own; launchers of several nodes hold a roll call, and start
+again after a failure, in ``launcher/nodes.py``. Nothing here needs torch: for two ranks that do nothing
+torchrun takes 2.5 s on a 2-core machine, most of it its own imports, and this 0.4 s (benchmarks/startup.py).
+torchrun, which can start ``toolkit.train`` too, would also turn every exit code into 1, die of SIGUSR1 and
+kill the ranks 30 s into a save.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
             tell = launch.node_rank == 0
             several = launch.nodes > 1 or bool(os.environ.get("MAX_RESTARTS"))
             if several:
-                from toolkit.launch_nodes import at_full_size, run_nodes
+                from toolkit.preflight.several_nodes import at_full_size, run_nodes
 
                 config = at_full_size(config, argv, launch)
             preflight.check_and_tell(config, world_size=launch.world_size, hardware=hardware, tell=tell)

@@ -265,7 +265,8 @@ def check(config: Config, mib: int) -> int:
 def launch(config: Config, command: Sequence[str], keys: Sequence[str]) -> int:
     """Start ``command`` once a rank of this machine, as a launch of a run does."""
     from toolkit.launch import launch_from
-    from toolkit.launcher.nodes import supervise_nodes, terms_from
+    from toolkit.launcher.node_terms import terms_from
+    from toolkit.launcher.nodes import supervise_nodes
     from toolkit.launcher.supervisor import supervise
 
     hardware = detect(config.training.device)

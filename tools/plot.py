@@ -15,7 +15,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,6 +221,20 @@ def write_html(
     )
 
 
+def written(output: Path, write: Callable[[], None]) -> int:
+    """Have ``write`` make ``output`` and say where it is, or what is wrong; returns the exit code."""
+    try:
+        write()
+    except ToolkitError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {output} cannot be written: {error}", file=sys.stderr)
+        return 1
+    print(output)
+    return 0
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -232,17 +246,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--x", choices=list(X_LABELS), default="step")
     options = parser.parse_args(argv)
     output = options.output or options.runs[0] / "curves.png"
-    try:
+
+    def write() -> None:
         runs = dict(zip(names(options.runs), map(read_run, options.runs), strict=True))
         draw(runs, output, x=options.x)
-    except ToolkitError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {output} cannot be written: {error}", file=sys.stderr)
-        return 1
-    print(output)
-    return 0
+
+    return written(output, write)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,22 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from toolkit.errors import DataError, ToolkitError, printable
+from toolkit.errors import DataError
 from toolkit.io import standard_streams
 from tools.arguments import local_path
-from tools.plot import COLORS, PANELS, Panel, Record, curve, draw_curve, dress, pyplot, read_run, write_html
+from tools.plot import (
+    COLORS,
+    PANELS,
+    Panel,
+    Record,
+    curve,
+    draw_curve,
+    dress,
+    pyplot,
+    read_run,
+    write_html,
+    written,
+)
 
 _CURVES = (
     *PANELS[:2],
@@ -228,16 +240,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", type=local_path, help="file to write (default: RUN/report.html)")
     options = parser.parse_args(argv)
     output = options.output or options.run / "report.html"
-    try:
-        write_report(options.run, output)
-    except ToolkitError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {output} cannot be written: {error}", file=sys.stderr)
-        return 1
-    print(output)
-    return 0
+    return written(output, lambda: write_report(options.run, output))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from http.client import HTTPException
 from pathlib import Path
 from threading import Event, Thread
 
+from tests.processes import children, runs
 from tests.s3_server import BUCKET, Server
 from toolkit.checkpoint.dcp_storage import read_metadata, tensors_of
 from toolkit.checkpoint.manifest import check_files, committed_steps, read_manifest, step_folder
@@ -88,21 +89,6 @@ def checkpoints_of(folder: Path, server: Server | None = None) -> Path:
 
 def _newest(checkpoints: Path) -> int:
     return max(committed_steps(checkpoints), default=0)
-
-
-def _ranks(launcher: int) -> list[int]:
-    """Processes that the launcher has started."""
-    try:
-        return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def start(folder: Path, mode: str, kill: Kill | None, server: Server | None = None) -> Outcome:
@@ -192,7 +178,7 @@ def _kill(
         seen = max(seen, newest)
         time.sleep(0.001)
     time.sleep(kill.delay)
-    ranks = _ranks(process.pid)
+    ranks = children(process.pid)
     targets = {"one rank": ranks[-1:], "all ranks": ranks, "the launcher": []}[kill.target] or [process.pid]
     outcome.killed = process.poll() is None
     for pid in targets:
@@ -215,7 +201,7 @@ def _look(outcome: Outcome, checkpoints: Path, said: str, ranks: list[int], code
     if not outcome.killed and code != 0:
         problems.append(f"it ended with code {code}, not killed:\n{said[-2000:]}")
     deadline = time.monotonic() + 15
-    while (left := [pid for pid in ranks if _alive(pid)]) and time.monotonic() < deadline:
+    while (left := [pid for pid in ranks if runs(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     if left:
         problems.append(f"ranks {left} still run")

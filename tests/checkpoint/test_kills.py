@@ -11,7 +11,7 @@ import pytest
 
 from tests.checkpoint.kills import chain, result, start
 from tests.s3_server import running
-from toolkit.config.remote_calls import file_system
+from toolkit.storage.remote_calls import file_system
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),

@@ -19,11 +19,12 @@ from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, unsound_steps
 from toolkit.checkpoint.remote_steps import leftovers
-from toolkit.config import load_config, remote_calls, remote_upload
+from toolkit.config import load_config
 from toolkit.config.local_paths import expand_user
-from toolkit.config.remote_calls import StorageError
-from toolkit.config.remote_path import RemotePath
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, ConfigError
+from toolkit.storage import remote_calls, remote_upload
+from toolkit.storage.remote_calls import StorageError
+from toolkit.storage.remote_path import RemotePath
 from toolkit.weights.open import open_weights
 from toolkit.weights.remote_folder import upload_folder
 from tools import checkpoint as tool

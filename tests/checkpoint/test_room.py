@@ -16,8 +16,8 @@ from tests.s3_server import running
 from tests.training import MESHES, small_config, small_trainer
 from toolkit.checkpoint import room
 from toolkit.checkpoint.manifest import read_manifest, step_folder
-from toolkit.config.remote_path import RemotePath
 from toolkit.errors import CheckpointError
+from toolkit.storage.remote_path import RemotePath
 
 Usage = namedtuple("Usage", "total used free")
 

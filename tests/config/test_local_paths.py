@@ -10,8 +10,8 @@ import pytest
 from toolkit.config import load_config
 from toolkit.config.schema import NAME, Field, fields
 from toolkit.config.types import LocalPath
-from toolkit.config.urls import url_problem
 from toolkit.errors import ConfigError
+from toolkit.storage.urls import url_problem
 
 PATHS = {field: mark.storage for field in fields() for mark in field.marks if isinstance(mark, LocalPath)}
 LOCAL = [field for field, storage in PATHS.items() if not storage]
@@ -74,29 +74,26 @@ def test_a_path_is_no_url(text: str) -> None:
     assert url_problem(text) is None
 
 
+_NO_STORE = "hf:// names no object storage"
+_HERE_ALONE = ":// is a URL, and only files and folders of this machine"
+
+
 @pytest.mark.parametrize(
-    "words",
+    ("words", "said"),
     [
-        "evaluate s3://b/m",
-        "evaluate m --text s3://b/a.txt",
-        "generate m --tokenizer s3://b/t",
-        "chat s3://b/m",
-        "make_random_model s3://b/m --flavor debugmodel",
-        "plot s3://b/run",
+        ("evaluate s3://b/m", _HERE_ALONE),
+        ("evaluate m --text s3://b/a.txt", _HERE_ALONE),
+        ("generate m --tokenizer s3://b/t", _HERE_ALONE),
+        ("chat s3://b/m", _HERE_ALONE),
+        ("make_random_model s3://b/m --flavor debugmodel", _HERE_ALONE),
+        ("plot s3://b/run", _HERE_ALONE),
+        ("checkpoint list hf://b/c", _NO_STORE),
+        ("convert_weights hf-to-dcp hf://o/n out", _NO_STORE),
     ],
 )
-def test_arguments_of_tools(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_of_tools(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     tool, *arguments = words.split()
     with pytest.raises(SystemExit) as caught:
         import_module(f"tools.{tool}").main(arguments)
     assert caught.value.code == 2
-    assert ":// is a URL, and only files and folders of this machine" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", ["checkpoint list hf://b/c", "convert_weights hf-to-dcp hf://o/n out"])
-def test_arguments_of_tools_that_take_object_storage(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    tool, *arguments = words.split()
-    with pytest.raises(SystemExit) as caught:
-        import_module(f"tools.{tool}").main(arguments)
-    assert caught.value.code == 2
-    assert "hf:// names no object storage" in capsys.readouterr().err
+    assert said in capsys.readouterr().err

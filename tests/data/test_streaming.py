@@ -22,7 +22,6 @@ from tests.preflight.bad_runs import CPU
 from tests.s3_server import Server, running
 from tests.training import small_config, small_trainer
 from toolkit.config import load_config
-from toolkit.config.remote_path import RemotePath
 from toolkit.data import streaming
 from toolkit.data.batch_size import batch_shape
 from toolkit.data.packing import PackedRows
@@ -31,6 +30,7 @@ from toolkit.data.tokenize_helpers import Helper
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import DataError
 from toolkit.preflight import check
+from toolkit.storage.remote_path import RemotePath
 
 SEQ_LEN, STEPS = 32, 6
 
@@ -261,7 +261,7 @@ def test_a_web_address_streams(corpus: Path, monkeypatch: pytest.MonkeyPatch) ->
         options = ("data.streaming=true", f"training.dataset_path={address}/0.jsonl")
         assert check(load_config([f"--{option}" for option in options]), world_size=1, hardware=CPU) == []
         monkeypatch.setattr(_Ranges, "parts", False)
-        monkeypatch.setattr("toolkit.config.remote_path._FIRST_BLOCK", 64)
+        monkeypatch.setattr("toolkit.storage.remote_path._FIRST_BLOCK", 64)
         with pytest.raises(DataError, match="sends whole files"):
             rows(loader(f"{address}/2.jsonl"), 20)
         server.shutdown()

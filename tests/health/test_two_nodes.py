@@ -10,26 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.nodes import cluster, eventually, why_not
+from tests.sabotage import sabotage
 
 ROOT = Path(__file__).parents[2]
-SABOTAGE = """
-import importlib.abc, importlib.util, os, sys, time
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "toolkit.train_step":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            module.TrainStep.__call__ = sabotaged(module.TrainStep.__call__)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
+SABOTAGED = """
 def sabotaged(call):
     calls, seconds, launcher = 0, 0.0, os.getppid()
 
@@ -52,9 +36,6 @@ def sabotaged(call):
         return result
 
     return step
-
-if os.environ.get("RANK") == "1":
-    sys.meta_path.insert(0, Finder())
 """
 RUN = [
     "--job.config_file=train_configs/debug_model.toml", "--model.dim=64", "--model.n_layers=2",
@@ -69,7 +50,9 @@ RUN = [
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 @pytest.mark.timeout(300)
 def test_slow_unsound_and_hung_ranks_are_named(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(SABOTAGE)
+    (tmp_path / "sitecustomize.py").write_text(
+        sabotage("toolkit.train_step:TrainStep.__call__", SABOTAGED, rank=1)
+    )
     flags = [*RUN, f"--job.dump_folder={tmp_path}/run", f"--data.cache_folder={tmp_path}/cache"]
     with cluster(2, tmp_path / "logs") as made:
         started = [node.launch(*flags, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}") for node in made.nodes]

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import free_port
+from tests.sabotage import sabotage
 from toolkit.launcher.fault_reporter import PATIENCE_SECONDS
 from toolkit.launcher.supervisor import Launch
 
@@ -29,24 +30,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
     pytest.mark.timeout(600),  # most of it for starting: four ranks import torch
 ]
-SABOTAGE = """
-import importlib.abc, importlib.util, os, signal, sys, time
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "MODULE":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            module.CLASS.METHOD = sabotaged(module.CLASS.METHOD)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
+SABOTAGED = """
 def sabotaged(method):
     calls = 0
 
@@ -60,9 +44,6 @@ def sabotaged(method):
         return method(*args)
 
     return sabotage
-
-if os.environ.get("RANK") == "BAD_RANK":
-    sys.meta_path.insert(0, Finder())
 """
 BACKWARD = "toolkit.parallel.pipeline_parallel:Pipeline.backward"
 SAVE = "toolkit.checkpoint.dcp_storage:CommittingWriter.write_data"
@@ -105,9 +86,7 @@ def _run(words: list[str], tmp_path: Path, fault: str, rank: int, *flags: str, a
     """Train on pp 2 × tp 2 with ``rank`` at fault in its second call of ``at``: of backward, in the second
     step, the first with the short time-out."""
     marker = f"FAULT_FILE={tmp_path}/fault"
-    text = SABOTAGE.replace("FAULT\n", FAULTS[fault] + "\n").replace("BAD_RANK", str(rank))
-    module, _, method = at.partition(":")
-    text = text.replace("MODULE", module).replace("CLASS.METHOD", method)
+    text = sabotage(at, SABOTAGED.replace("FAULT\n", FAULTS[fault] + "\n"), rank=rank)
     (tmp_path / "sitecustomize.py").write_text(text)
     name, _, value = marker.partition("=")
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"

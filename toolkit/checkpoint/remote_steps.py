@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from toolkit.checkpoint.manifest import MANIFEST, step_folder
-from toolkit.config.remote_calls import StorageError
-from toolkit.config.remote_path import RemotePath
-from toolkit.config.remote_upload import check_size, end_uploads
+from toolkit.storage.remote_calls import StorageError
+from toolkit.storage.remote_path import RemotePath
+from toolkit.storage.remote_upload import check_size, end_uploads
 
 _STEP = re.compile(r"step-\d+")
 _AT_ONCE = 16

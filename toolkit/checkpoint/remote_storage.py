@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from toolkit.checkpoint.dcp_storage import HashingFileSystem, VerifiedReader, tensor_place
-from toolkit.config.remote_path import RemotePath
 from toolkit.io.tensor_file import TensorPlace
+from toolkit.storage.remote_path import RemotePath
 
 _READS_AT_ONCE = 8
 _HELD_BYTES = 32 << 20

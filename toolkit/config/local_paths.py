@@ -11,18 +11,17 @@ import re
 import stat
 from io import BufferedReader
 from pathlib import Path
-
-from toolkit.config.types import Storage
+from typing import Literal
 
 _NAME_BYTES, _PATH_BYTES = 255, 4095  # of Linux
 
 
 def expand_user(path: str | os.PathLike[str], *, inside: Path | None = None) -> Path:
     """Return a path, ``inside`` that folder if it is relative, with the home folder in place of ``~`` where
-    there is such a user; of a URL a RemotePath (``remote_path.py``), which stands for a path of storage."""
+    there is such a user; of a URL a RemotePath (``toolkit/storage``), which stands for a path of storage."""
     if isinstance(path, str) and "://" not in path or isinstance(path, os.PathLike):
         return Path(inside or "", os.path.expanduser(path))
-    from toolkit.config.remote_path import RemotePath
+    from toolkit.storage.remote_path import RemotePath
 
     return path if isinstance(path, RemotePath) else RemotePath(path)  # type: ignore[return-value]
 
@@ -72,7 +71,7 @@ def read_text(path: str | os.PathLike[str], *, at_most: int) -> str:
         raise OSError(errno.EILSEQ, f"it is not UTF-8 text (byte {error.start})") from None
 
 
-def path_problem(text: str, *, storage: Storage = False) -> tuple[str, str] | None:
+def path_problem(text: str, *, storage: bool | Literal["read"] = False) -> tuple[str, str] | None:
     """Say why ``text`` names nothing here, nor with ``storage`` in object storage, and what to do."""
     try:
         name = os.fsencode(text)
@@ -83,6 +82,6 @@ def path_problem(text: str, *, storage: Storage = False) -> tuple[str, str] | No
         return "no file can have this name: it is too long, or has a NUL or half a surrogate", "correct it"
     if "://" not in text:
         return None
-    from toolkit.config.urls import url_problem
+    from toolkit.storage.urls import url_problem
 
     return url_problem(text, storage=storage)

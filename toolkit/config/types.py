@@ -10,7 +10,7 @@ import json
 import types
 import typing
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval, Len, Lt
 from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
@@ -67,15 +67,11 @@ class RefusedValues:
         return _holds(value, self.values)
 
 
-Storage: TypeAlias = bool | Literal["read"]
-"""True where object storage is read and written, "read" where anything that has a URL is read."""
-
-
 @dataclass(frozen=True)
 class LocalPath:
     """A file or folder of this machine, or of ``storage``, or the name of a corpus."""
 
-    storage: Storage = False
+    storage: bool | Literal["read"] = False
 
 
 @dataclass(frozen=True)

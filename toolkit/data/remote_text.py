@@ -1,6 +1,6 @@
 """Files of text in object storage, on the hub or behind a web address, found by URL and read by ranges.
 
-Retries, time-outs and messages are those of :mod:`toolkit.config.remote_path`.
+Retries, time-outs and messages are those of :mod:`toolkit.storage.remote_path`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from toolkit.config.remote_path import RemotePath
 from toolkit.data.corpus import SourceError
 from toolkit.errors import Problem
+from toolkit.storage.remote_path import RemotePath
 
 _MAGIC = "*?["
 

@@ -22,10 +22,11 @@ from signal import SIGCHLD, SIGKILL, SIGUSR1, Signals
 import toolkit
 from toolkit.errors import EXIT_ERROR, EXIT_REQUEUE, ToolkitError
 from toolkit.launcher import fault_reports, supervisor
-from toolkit.launcher.environment import QUESTION, environment_error, whole_number
+from toolkit.launcher.environment import QUESTION, environment_error
 from toolkit.launcher.failure import any_failed_by_itself, first_failure
 from toolkit.launcher.node_link import Link, Message, interface_of
-from toolkit.launcher.roll_call import FAREWELL_SECONDS, TELL_EVERY, Fits, RollCall, Terms
+from toolkit.launcher.node_terms import Terms
+from toolkit.launcher.roll_call import FAREWELL_SECONDS, TELL_EVERY, Fits, RollCall
 from toolkit.launcher.signals import Stopped, stop_at_once
 from toolkit.launcher.supervisor import Launch, Watch, say
 
@@ -34,31 +35,6 @@ RETRY_SECONDS = 0.5
 LEAVING_SECONDS = 3.0
 COMMITTING_SECONDS = 2.0
 """A save that all ranks have written is given so long to be committed when a node is lost."""
-
-
-def terms_from(environ: Mapping[str, str], launch: Launch) -> Terms:
-    """Read NNODES, MAX_RESTARTS, JOIN_TIMEOUT, LAST_CALL_TIMEOUT and NODE_TIMEOUT.
-
-    Raises:
-        ConfigError: a value is no such number.
-    """
-    least = launch.nodes
-    text, colon, _ = environ.get("NNODES", "").partition(":")
-    if colon:
-        least = whole_number({"NNODES": text}, "NNODES", 0, 0)
-        if not 1 <= least <= launch.nodes:
-            rule = "NNODES is a number of nodes, or the least and the most with a colon between"
-            raise environment_error("NNODES", environ["NNODES"], rule, "set it to such as 4 or 2:4")
-    restarts = 3 if least < launch.nodes else 0
-    return Terms(
-        least=least,
-        most=launch.nodes,
-        restarts=whole_number(environ, "MAX_RESTARTS", restarts, 0),
-        join_timeout=whole_number(environ, "JOIN_TIMEOUT", 600, 1),
-        last_call=whole_number(environ, "LAST_CALL_TIMEOUT", 30, 0),
-        node_timeout=whole_number(environ, "NODE_TIMEOUT", 20, 1),
-        ending=launch.peer_grace + launch.kill_grace,
-    )
 
 
 def versions() -> dict[str, object]:

@@ -23,7 +23,8 @@ from typing import Any
 
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, first_few, shown
 from toolkit.launcher.node_link import Link, Message
-from toolkit.launcher.supervisor import exit_code, say
+from toolkit.launcher.node_terms import Terms
+from toolkit.launcher.supervisor import bound, exit_code, say
 
 SHOWN = 8
 TELL_EVERY = 30.0  # seconds
@@ -34,29 +35,6 @@ SLOW_SECONDS = 1.0
 """Time of the load there and back at 4 Mbit/s; where it takes longer twice in a row, something is wrong."""
 FAREWELL_SECONDS = 5.0
 FINAL = (EXIT_CONFIG, EXIT_DATA)  # codes of a mistake that another start would repeat
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Conditions of a run of ``least`` to ``most`` nodes, with times in seconds.
-
-    A node must come within ``join_timeout``; where fewer than ``most`` are enough, the others have
-    ``last_call`` from then on. One that is silent for ``node_timeout`` is lost. After a failure all start
-    again, at most ``restarts`` times in a row without a new checkpoint. Ranks of a failed round have
-    ``ending`` to end.
-    """
-
-    least: int = 1
-    most: int = 1
-    restarts: int = 0
-    join_timeout: float = 600.0
-    last_call: float = 30.0
-    node_timeout: float = 20.0
-    ending: float = 15.0
-
-    @property
-    def elastic(self) -> bool:
-        return self.least < self.most
 
 
 @dataclass
@@ -120,7 +98,7 @@ class RollCall:
         Raises:
             OSError: it cannot be had.
         """
-        listener = _bound(port)
+        listener = bound(port)
         listener.listen(128)
         threading.Thread(target=self._accept, args=(listener,), name="roll call door", daemon=True).start()
         self.thread = threading.Thread(target=self._run, args=(listener,), name="roll call", daemon=True)
@@ -338,7 +316,7 @@ class RollCall:
         flags = self.fits(len(numbers))
         if self._store:
             self._store.close()
-        self._store = _bound(0)  # bound and not listening, it is kept for rank 0's store
+        self._store = bound(0)  # bound and not listening, it is kept for rank 0's store
         chosen = [self.nodes[number] for number in numbers]
         if self.terms.most > 1:
             begin = "starting" if self._round == 1 else f"start {self._round}:"
@@ -447,21 +425,6 @@ class RollCall:
     def _exit(self, code: int, text: str) -> None:
         self._send(self.nodes.values(), "exit", code=code, text=text)
         self._phase = "over"
-
-
-def _bound(port: int) -> socket.socket:
-    """A socket at ``port`` of all addresses, 0 for a free one."""
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    bound = socket.socket(family)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        bound.bind(("", port))
-    except OSError:
-        bound.close()
-        raise
-    return bound
 
 
 def _apart(theirs: Mapping[str, Any], ours: Mapping[str, object]) -> list[str]:

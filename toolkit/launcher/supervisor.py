@@ -76,6 +76,21 @@ class Worker:
 # --- starting the ranks
 
 
+def bound(port: int) -> socket.socket:
+    """A socket at ``port`` of all addresses, 0 for a free one, which does not listen."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    holder = socket.socket(family)
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        holder.bind(("", port))
+    except OSError:
+        holder.close()
+        raise
+    return holder
+
+
 @contextmanager
 def _reserved_port(launch: Launch) -> Iterator[int]:
     """The port at which rank 0 will listen, free on this machine until it does.
@@ -86,14 +101,8 @@ def _reserved_port(launch: Launch) -> Iterator[int]:
     if launch.master_port:
         yield launch.master_port
         return
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    with socket.socket(family) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        holder.bind(("", 0))
-        port: int = holder.getsockname()[1]
-        yield port
+    with bound(0) as holder:
+        yield holder.getsockname()[1]
 
 
 def _environment(launch: Launch, rank: int, port: int) -> dict[str, str]:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from toolkit.config.remote_path import RemotePath
 from toolkit.errors import DataError
+from toolkit.storage.remote_path import RemotePath
 
 _LAST = ("model.safetensors.index.json", "params.json", "config.json", "manifest.json")
 """Files by which a folder is known for one of weights, the last of them last."""

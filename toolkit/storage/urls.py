@@ -6,10 +6,12 @@ Imports neither torch nor fsspec; loaded where a value has ``://`` in it.
 from __future__ import annotations
 
 import re
+from typing import Literal, TypeAlias
 
-from toolkit.config.types import Storage
 from toolkit.errors import redacted
 
+Storage: TypeAlias = bool | Literal["read"]
+"""True where object storage is read and written, "read" where anything that has a URL is read."""
 _URL = re.compile(r"(?:^|,)\s*([A-Za-z][A-Za-z0-9+.-]*)://([^,\s]*)")  # of several paths with commas, too
 _HUB = re.compile(r"(?:https?://(?:www\.)?huggingface\.co/|hf://)(datasets/)?([\w.-]+/([\w.-]+))")
 _NO_STORE = ("file", "local", "http", "https", "hf", "memory", "ftp")

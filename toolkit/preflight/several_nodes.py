@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit import preflight
 from toolkit.checkpoint.manifest import committed_steps
 from toolkit.config import Config, load_config
 from toolkit.config.local_paths import expand_user
@@ -17,9 +16,11 @@ from toolkit.errors import ConfigError, Problem, ToolkitError
 from toolkit.hardware import Hardware
 from toolkit.launcher import fault_reports
 from toolkit.launcher.environment import environment_error
-from toolkit.launcher.nodes import supervise_nodes, terms_from
+from toolkit.launcher.node_terms import terms_from
+from toolkit.launcher.nodes import supervise_nodes
 from toolkit.launcher.supervisor import Launch
 from toolkit.parallel.elastic_mesh import elastic_mesh, mesh_flags
+from toolkit.preflight import check
 
 MESHES = "parallelism.elastic_meshes"
 BATCH = "training.global_batch_size"
@@ -81,7 +82,7 @@ def layouts(
         if _has_list(config, launch):
             flags = _flags(config, size)
             sized = load_config([*argv, *flags])
-        if problems := preflight.check(sized, world_size=size, hardware=hardware):
+        if problems := check(sized, world_size=size, hardware=hardware):
             raise ConfigError(problems)
         return flags
 

@@ -19,9 +19,9 @@ from pathlib import PurePosixPath
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.remote_calls import StorageError, again, file_system, run_call
-from toolkit.config.urls import url_problem
 from toolkit.errors import redacted
+from toolkit.storage.remote_calls import StorageError, again, file_system, run_call
+from toolkit.storage.urls import url_problem
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
@@ -151,7 +151,7 @@ class RemotePath:
         if mode == "rb":
             return self.open_regular()
         assert mode == "wb", "the store knows bytes"
-        from toolkit.config.remote_upload import S3Upload, Upload
+        from toolkit.storage.remote_upload import S3Upload, Upload
 
         return S3Upload(self) if hasattr(self.file_system, "call_s3") else Upload(self)
 

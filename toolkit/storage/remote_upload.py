@@ -14,8 +14,8 @@ from contextlib import suppress
 from hashlib import md5
 from typing import Any
 
-from toolkit.config.remote_calls import StorageError, again, run_call
-from toolkit.config.remote_path import RemotePath
+from toolkit.storage.remote_calls import StorageError, again, run_call
+from toolkit.storage.remote_path import RemotePath
 
 PART = 64 << 20
 """Bytes of a part of an upload, of which S3 takes 10,000."""

@@ -11,8 +11,8 @@ from toolkit.config import load_config
 from toolkit.errors import ConfigError
 from toolkit.hardware import Hardware
 from toolkit.launch import launch_from
-from toolkit.launch_nodes import at_full_size, layouts, run_nodes
-from toolkit.launcher.nodes import terms_from
+from toolkit.launcher.node_terms import terms_from
+from toolkit.preflight.several_nodes import at_full_size, layouts, run_nodes
 
 CPU = Hardware("cpu", "CPU", 1, native_bf16=False)
 MESHES = "--parallelism.elastic_meshes"
