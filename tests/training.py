@@ -46,7 +46,7 @@ def small_config(folder: str | Path, **tables: dict[str, Any]) -> Config:
     """A config of a tiny model that writes into ``folder``, with ``tables`` laid over it."""
     values = {table: {**_DEFAULTS.get(table, {}), **tables.get(table, {})} for table in {*_DEFAULTS, *tables}}
     values.setdefault("job", {})["dump_folder"] = str(folder)
-    values.setdefault("data", {})["cache_folder"] = str(Path(folder).parent / "cache")
+    values.setdefault("data", {}).setdefault("cache_folder", str(Path(folder).parent / "cache"))
     return Config.model_validate(values)
 
 

@@ -19,7 +19,8 @@ LOCAL = [field for field, storage in PATHS.items() if not storage]
 
 def test_keys_that_take_object_storage() -> None:
     keys = {field.key for field in PATHS.keys() - set(LOCAL)}
-    assert keys == {"checkpoint.folder", "checkpoint.initial_load_path", "training.dataset_path"}
+    checkpoint = {"checkpoint.folder", "checkpoint.initial_load_path"}
+    assert keys == checkpoint | {"training.dataset_path", "data.cache_folder"}
     for key in keys:
         for text in ("s3://bucket/run", "gs://bucket", "abfss://container/a/b"):
             assert load_config([f"--{key}={text}"]).value(key) == text

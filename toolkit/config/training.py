@@ -315,8 +315,9 @@ class Data(Table):
     streaming: bool = False
     """Read and tokenise the text of the training while it runs, by training.dataloader.num_workers processes
     a rank, in place of a token cache: nothing is prepared or kept, and files are shuffled, not samples."""
-    cache_folder: Annotated[str, LocalPath()] = "~/.cache/llama-toolkit"
-    """Folder in which tokenised corpora are kept."""
+    cache_folder: Annotated[str, LocalPath(storage=True)] = "~/.cache/llama-toolkit"
+    """Folder in which tokenised corpora are kept, or a URL of object storage (s3://bucket/tokens), from which
+    a run reads the tokens of each sample as it comes to them."""
     max_inline_gb: PositiveFloat = 10.0
     """Gigabytes of text that a run tokenises itself; for more it asks for tools/prepare_data.py."""
     mixture: dict[Name, MixtureCorpus] = {}

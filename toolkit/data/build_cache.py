@@ -1,4 +1,4 @@
-"""Builds a token cache: the pieces of a corpus as tokens, under a temporary name until a rename commits them.
+"""Builds a token cache: the pieces of a corpus as tokens, which nobody finds before they are committed.
 
 Loaded where a corpus has not been tokenised before.
 """
@@ -11,9 +11,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -44,30 +45,24 @@ def build_cache(
     processes: int,
     progress: bool,
 ) -> None:
-    """Write the cache of ``key`` under a temporary name and commit it as ``folder``, if the text is
+    """Write the cache of ``key`` and commit it as ``folder``, if the text is
     ``unchanged`` since the key was made. The caller holds the lock. ``processes`` and ``progress`` are those
     of :func:`toolkit.data.token_cache.tokenized`.
 
     Raises:
         DataError: the corpus is unreadable or empty, or has changed.
     """
-    _remove_leftovers(folder.parent)
     processes = processes or _process_count(source)
-    building = folder.with_suffix(".building")
-    for leftover in (building, folder):  # of a killed build; a damaged cache
-        if leftover.exists():
-            shutil.rmtree(leftover)
-    building.mkdir()
     dtype = ids_dtype(tokenizer)
     encode: Encoder = TextEncoder(source.text_column, tokenizer, dtype)
     extra: Sequence[str] = ()
     if encoder:
         encode, extra = replace(encoder, files=source.files), encoder.EXTRA
-    try:
+    with _building(folder) as place:
         with TokenizeBar(source.name, source.n_bytes, processes, shown=progress) as bar:
             pieces = encode_all(source.pieces(), encode, processes=processes)
             with contextlib.closing(pieces):
-                n_tokens, n_documents, blocks = _write(pieces, building, bar, extra)
+                n_tokens, n_documents, blocks = _write(pieces, place, bar, extra)
         if n_documents == 0:
             files = "file" if len(source.files) == 1 else f"{len(source.files):,} files"
             raise DataError(
@@ -85,14 +80,58 @@ def build_cache(
             "n_words": tokenizer.n_words,
             "blocks": blocks,
         }
-        with open(building / "meta.json", "wb") as file:
-            file.write(json.dumps(meta | _about(source)).encode())
-            sync_file(file)
-        sync_folder(building)
-        os.rename(building, folder)
-        sync_folder(folder.parent)
+        place.commit(json.dumps(meta | _about(source)).encode())
+
+
+class Building(Protocol):
+    """A cache that is being written, and that nobody finds before it is committed."""
+
+    def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        """A new file, which is complete on disk once it is closed."""
+
+    def commit(self, meta: bytes) -> None:
+        """Have the cache be there, with meta.json."""
+
+
+@contextlib.contextmanager
+def _building(folder: Path) -> Iterator[Building]:
+    """The cache of ``folder`` while it is built; what is not committed is removed."""
+    if not isinstance(folder, Path):
+        from toolkit.data.remote_cache import RemoteBuilding
+
+        with RemoteBuilding(folder) as remote:
+            yield remote
+        return
+    local = _LocalBuilding(folder)
+    try:
+        yield local
     finally:
-        shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(local.building, ignore_errors=True)
+
+
+class _LocalBuilding:
+    """Files under a temporary name, until a rename commits them."""
+
+    def __init__(self, folder: Path):
+        _remove_leftovers(folder.parent)
+        self.folder, self.building = folder, folder.with_suffix(".building")
+        for leftover in (self.building, folder):  # of a killed build; a damaged cache
+            if leftover.exists():
+                shutil.rmtree(leftover)
+        self.building.mkdir()
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[IO[bytes]]:
+        with open(self.building / name, "wb") as file:
+            yield file
+            sync_file(file)
+
+    def commit(self, meta: bytes) -> None:
+        with self.create("meta.json") as file:
+            file.write(meta)
+        sync_folder(self.building)
+        os.rename(self.building, self.folder)
+        sync_folder(self.folder.parent)
 
 
 def _remove_leftovers(tokens: Path) -> None:
@@ -118,16 +157,15 @@ def _about(source: Corpus) -> dict[str, Any]:
 
 
 def _write(
-    pieces: Iterator[Encoded], building: Path, bar: TokenizeBar, extra: Sequence[str]
+    pieces: Iterator[Encoded], place: Building, bar: TokenizeBar, extra: Sequence[str]
 ) -> tuple[int, int, dict[str, list[str]]]:
-    """Stream pieces to disk, with files for what is ``extra``; returns the number of tokens and of
+    """Write pieces as they come, with files for what is ``extra``; returns the number of tokens and of
     documents, and the hashes of the files."""
     n_tokens = n_documents = 0
     unfinished = 0  # tokens so far of a document that the next piece goes on with
     with contextlib.ExitStack() as opened:
         names = ("tokens.bin", "offsets.bin", *extra)
-        raw = {name: opened.enter_context(open(building / name, "wb")) for name in names}
-        files = {name: HashedFile(file) for name, file in raw.items()}
+        files = {name: HashedFile(opened.enter_context(place.create(name))) for name in names}
         files["offsets.bin"].write(bytes(8))
         for piece in pieces:
             files["tokens.bin"].write(piece.tokens)
@@ -143,6 +181,4 @@ def _write(
             files["offsets.bin"].write(ends)
             n_tokens, n_documents = (int(ends[-1]) if len(ends) else n_tokens, n_documents + len(ends))
             bar.advance(piece.n_file_bytes, n_tokens)
-        for file in raw.values():
-            sync_file(file)
     return n_tokens, n_documents, {name: file.hashes() for name, file in files.items()}

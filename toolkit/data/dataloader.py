@@ -79,6 +79,7 @@ class _MicroBatchDataset(Dataset[Batch]):
         self.corpora, self.options = dict(corpora), options
         self.rows = [_rows(name, corpus, **options) for name, corpus in corpora.items()]
         self.starts = [0, *accumulate(map(len, self.rows))]
+        self._map = getattr(next(iter(corpora.values())).tokens, "map", map)  # RemoteArray's: at once
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -88,7 +89,7 @@ class _MicroBatchDataset(Dataset[Batch]):
         return functools.partial(_MicroBatchDataset, **self.options), (self.corpora,)
 
     def __getitem__(self, indices: list[int]) -> Batch:
-        samples = [self._sample(index) for index in indices]
+        samples = list(self._map(self._sample, indices))
         return {
             name: torch.from_numpy(np.stack([sample[name] for sample in samples]))
             if name in samples[0]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from toolkit.config import Config
+from toolkit.config.local_paths import expand_user
 from toolkit.data.token_files import MixturePart, TokenCache, open_cache
 from toolkit.errors import DataError
 
@@ -54,7 +54,7 @@ def from_text(text: str) -> RunData:
     """
     told = json.loads(text)
     try:
-        caches = {table: open_cache(Path(folder)) for table, folder in told["caches"].items()}
+        caches = {table: open_cache(expand_user(folder)) for table, folder in told["caches"].items()}
     except OSError as error:
         raise DataError(
             f"the tokens that the launcher has prepared cannot be read: {error}\n  fix:  start again"

@@ -11,6 +11,9 @@
     <cache folder>/hashes/                    content hashes, so that a second start reads no text
     <cache folder>/hub/                       what a dataset of the Hugging Face hub was when it was fetched
 
+Of a cache folder that is a URL, all but tokens/<key>/ is on this machine (``local_cache``); see
+:mod:`toolkit.data.remote_cache`.
+
 The key is the SHA-256 of the files' contents in order (for a dataset of the hub, of what names its
 revision), the tokenizer's fingerprint, the text column (of conversations, their shape, chat format and what
 of them is learnt) and ``FORMAT``. A folder under its final name is complete: it gets there by one atomic
@@ -33,6 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from toolkit.config.local_paths import expand_user
+from toolkit.data.cache_folder import local_cache
 from toolkit.data.content_hash import content_hashes, say, stamps, too_large, unread
 from toolkit.data.corpus import Corpus, kind
 from toolkit.data.token_files import TokenCache, open_cache
@@ -71,7 +75,8 @@ def tokenized(
         DataError: unreadable, undecodable or empty corpus; one that changes meanwhile; one of more than
             ``max_inline_gb`` gigabytes of text that is not built yet; a cache folder that cannot be written.
     """
-    root = expand_user(cache_folder).absolute()
+    root = local_cache(cache_folder)
+    tokens = expand_user(cache_folder) if "://" in str(cache_folder) else root
     encoder = _encoder(source, tokenizer, chat)
     max_bytes = max_inline_gb * 1e9
     for again in (False, True):
@@ -82,7 +87,7 @@ def tokenized(
         here = all(path.exists() for path in found.files)  # of the hub the tokens may be all that is left
         before = stamps(found) if here else None  # the key is of what the files hold from here on
         key = _key(found, tokenizer, encoder, root, progress)
-        folder = root / "tokens" / key[:32]
+        folder = tokens / "tokens" / key[:32]
         with _cache_errors(root):
             if (cache := _open_if_sound(folder, progress, verify=verify)) is not None:
                 return cache
@@ -93,8 +98,9 @@ def tokenized(
     from toolkit.io.locks import locked
 
     with _cache_errors(root):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder.with_suffix(".lock"), "tokenising this corpus", lambda text: say(progress, text)):
+        lock = root / "tokens" / f"{folder.name}.lock"
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with locked(lock, "tokenising this corpus", lambda text: say(progress, text)):
             if (cache := _open_if_sound(folder, False, verify=verify)) is not None:
                 return cache
 

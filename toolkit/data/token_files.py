@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -75,34 +75,37 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
     if not (files is None or (isinstance(files, list) and all(isinstance(name, str) for name in files))):
         meta.refuse("files", "must be the names of files")
     meta.finish(f"{folder / 'meta.json'} is damaged")
-    expected = {"tokens.bin": n_tokens * dtype.itemsize, "offsets.bin": (n_documents + 1) * 8}
+    expected = {"tokens.bin": (dtype.name, n_tokens), "offsets.bin": ("int64", n_documents + 1)}
     if files is not None:
-        expected |= {"mask.bin": n_tokens, "conversations.bin": n_documents * 32}
+        expected |= {"mask.bin": ("uint8", n_tokens), "conversations.bin": ("int64", n_documents * 4)}
     if LABELS in blocks.values:
-        expected[LABELS] = n_documents * 4
-    for name, size in expected.items():
-        actual = (folder / name).stat().st_size
+        expected[LABELS] = ("int32", n_documents)
+    arrays = {}
+    for name, (kind, length) in expected.items():
+        path, size = folder / name, length * np.dtype(kind).itemsize
+        actual = path.stat().st_size
         if actual != size:
-            raise DataError(f"{folder / name} is damaged: it has {actual:,} bytes and should have {size:,}")
+            raise DataError(f"{path} is damaged: it has {actual:,} bytes and should have {size:,}")
         hashes = blocks.values.get(name)
         if not isinstance(hashes, list) or len(hashes) != max(1, -(-size // BLOCK_BYTES)):
             raise DataError(f"{folder / 'meta.json'} is damaged: it has no hash for each block of {name}")
-        if (begin := first_damaged(folder / name, hashes, every=verify)) is not None:
-            raise DataError(f"{folder / name} is damaged: its block at byte {begin:,} was altered")
-    tokens = np.asarray(np.memmap(folder / "tokens.bin", dtype, "r"))  # plain views: slices cost less
-    offsets = np.asarray(np.memmap(folder / "offsets.bin", np.int64, "r"))
+        if (begin := first_damaged(path, hashes, every=verify)) is not None:
+            raise DataError(f"{path} is damaged: its block at byte {begin:,} was altered")
+        if isinstance(path, Path):
+            arrays[name] = np.asarray(np.memmap(path, kind, "r"))  # a plain view: slices cost less
+        else:
+            from toolkit.data.remote_cache import remote_array
+
+            arrays[name] = remote_array(path, kind, length, hashes)
+    tokens, offsets = arrays["tokens.bin"], arrays["offsets.bin"]
     if offsets[0] != 0 or offsets[-1] != n_tokens:
         raise DataError(f"{folder / 'offsets.bin'} is damaged: it does not span the {n_tokens:,} tokens")
     assert isinstance(fingerprint, str)
-    cache = TokenCache(folder, fingerprint, n_documents, n_tokens, n_words, tokens, offsets)
-    if LABELS in expected:
-        return replace(cache, labels=np.asarray(np.memmap(folder / LABELS, np.int32, "r")))
-    if files is None:
-        return cache
-    return replace(
-        cache,
-        mask=np.asarray(np.memmap(folder / "mask.bin", np.uint8, "r")),
-        conversations=np.asarray(np.memmap(folder / "conversations.bin", np.int64, "r")).reshape(-1, 4),
-        files=tuple(files),
+    return TokenCache(
+        folder, fingerprint, n_documents, n_tokens, n_words, tokens, offsets,
+        mask=arrays.get("mask.bin"),
+        conversations=None if files is None else arrays["conversations.bin"].reshape(-1, 4),
+        files=tuple(files or ()),
+        labels=arrays.get(LABELS),
         paired=bool(meta.values.get("paired")),
-    )
+    )  # fmt: skip

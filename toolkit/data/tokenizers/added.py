@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.local_paths import expand_user
+from toolkit.data.cache_folder import local_cache
 from toolkit.data.tokenizers.files import find
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import DataError
@@ -56,7 +56,7 @@ def extended(
     key = hashlib.sha256(json.dumps([*tokens]).encode())
     for name in sorted(files):
         key.update(f"\0{name}\0{len(files[name])}\0".encode() + files[name])
-    folder = expand_user(cache_folder).absolute() / "tokenizers" / key.hexdigest()[:32]
+    folder = local_cache(cache_folder) / "tokenizers" / key.hexdigest()[:32]
     if not folder.is_dir():
         ids = {name: number for number, name in enumerate(tokens, start=tokenizer.n_words)}
         if ids:

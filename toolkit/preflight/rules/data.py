@@ -12,6 +12,7 @@ from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
 from toolkit.config.schema import find_field
 from toolkit.data.build import corpora
+from toolkit.data.cache_folder import local_cache
 from toolkit.data.content_hash import too_large, unread
 from toolkit.data.corpus import Corpus
 from toolkit.data.sources import (
@@ -38,8 +39,9 @@ def folders_writable(run: PlannedRun) -> list[Problem]:
     """The run can create the folders that it writes to."""
     config = run.config
     folders = {"job.dump_folder": config.job.dump_folder}
-    if not (expand_user(config.data.cache_folder) / "tokens").is_dir():  # else it may have all
-        folders["data.cache_folder"] = config.data.cache_folder
+    cache = local_cache(config.data.cache_folder)
+    if not (cache / "tokens").is_dir():  # else it may have all
+        folders["data.cache_folder"] = str(cache)
     if config.checkpoint.enable and isinstance(run.checkpoints, Path):
         folders["checkpoint.folder"] = str(run.checkpoints)
     if config.metrics.enable_tensorboard:
@@ -139,7 +141,7 @@ def corpus_small_enough(run: PlannedRun) -> list[Problem]:
     """
     config = run.config
     limit = config.data.max_inline_gb * 1e9
-    root = expand_user(config.data.cache_folder).absolute()
+    root = local_cache(config.data.cache_folder)
     kept = [at for at in run.opened if at != "training" or not config.data.streaming]
     largest = max((_unread_bytes(run.opened[table], root) for table in kept), default=0)
     problem = too_large(largest, limit, shlex.join(_flags(config)))

@@ -1,0 +1,135 @@
+"""Token caches in object storage: written there as they grow, read a sample at a time.
+
+    <cache URL>/tokens/<key>/                 the files of a cache; meta.json, the last, makes it one
+    <local cache>/remote/<key>/offsets.bin    copies of the small files, compared with their hashes
+                              /conversations.bin, labels.bin
+
+A run reads the tokens of a sample when it comes to the sample, by a request, and keeps none: neither memory
+nor disk grows with the corpus. Where documents begin is looked up for each sample and so is copied, 8 bytes a
+document. A key stands for one content, and each file gets to its name whole: who builds what another builds
+writes the same bytes. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, cast
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from toolkit.data.cache_folder import local_cache
+from toolkit.errors import DataError
+from toolkit.io.block_hashes import BLOCK_BYTES, first_damaged
+from toolkit.storage.remote_path import RemotePath
+
+BY_RANGES = ("tokens.bin", "mask.bin")
+"""Files that are as long as the corpus."""
+REQUESTS_AT_ONCE = 16
+"""Samples of a micro-batch that are asked for at once."""
+
+
+class RemoteArray:
+    """An array (n,) of numbers in a file in object storage, of which slices are read by a request each."""
+
+    def __init__(self, path: RemotePath, dtype: DTypeLike, n: int):
+        self._path, self._n = path, n
+        self.dtype = np.dtype(dtype)
+        self.nbytes = n * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Raises DataError where the store does not answer, or has another file now."""
+        start, stop, step = part.indices(self._n)
+        assert step == 1
+        values = np.empty(max(0, stop - start), self.dtype)
+        read = 0
+        with contextlib.suppress(FileNotFoundError):
+            memory = values.view(np.uint8).data
+            read = self._path.read_into(memory, start * self.dtype.itemsize) if len(memory) else 0
+        if read != values.nbytes:
+            raise DataError(f"{self._path} was removed or replaced while it was read\n  fix:  start again")
+        return values
+
+    @staticmethod
+    def map(function: Callable[..., Any], items: Iterable[Any]) -> Iterator[Any]:
+        """``map`` whose items wait for the store together."""
+        return _threads(os.getpid()).map(function, items)
+
+
+def remote_array(path: Path, dtype: DTypeLike, n: int, hashes: Sequence[str]) -> np.ndarray:
+    """The array of ``n`` in a file of a cache: of a large one what reads it by ranges and passes for an array
+    where slices are taken, of another a copy on this machine, mapped into memory.
+
+    Raises:
+        DataError: the store does not answer, the file has not these ``hashes``, the copy cannot be written.
+    """
+    assert isinstance(path, RemotePath)
+    if path.name in BY_RANGES:
+        return cast(np.ndarray, RemoteArray(path, dtype, n))
+    return np.asarray(np.memmap(_copied(path, n * np.dtype(dtype).itemsize, hashes), dtype, "r"))
+
+
+def _copied(path: RemotePath, size: int, hashes: Sequence[str]) -> Path:
+    """A sound copy of the file of ``size`` bytes on this machine."""
+    copy = local_cache() / "remote" / path.parent.name / path.name
+    with contextlib.suppress(FileNotFoundError):
+        if copy.stat().st_size == size and first_damaged(copy, hashes, every=False) is None:
+            return copy
+    work = copy.with_name(f"{copy.name}.{os.getpid()}")
+    try:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("rb") as source, open(work, "wb") as file:
+            while block := source.read(BLOCK_BYTES):
+                file.write(block)
+        if first_damaged(work, hashes, every=True) is not None:
+            raise DataError(f"{path} is damaged: it is not what its cache was built with")
+        os.replace(work, copy)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be copied to {copy}: {error}\n  fix:  make room there, {size:,} bytes"
+        ) from error
+    finally:
+        work.unlink(missing_ok=True)
+    return copy
+
+
+class RemoteBuilding:
+    """A cache that is uploaded while it is built, meta.json last."""
+
+    def __init__(self, folder: RemotePath):
+        self._folder, self._names = folder, list[str]()
+
+    def __enter__(self) -> RemoteBuilding:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and not (self._folder / "meta.json").exists():  # else it is another's, too
+            for name in self._names:
+                (self._folder / name).unlink()
+
+    def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        self._names.append(name)
+        file: AbstractContextManager[IO[bytes]] = (self._folder / name).open("wb")
+        return file
+
+    def commit(self, meta: bytes) -> None:
+        with self.create("meta.json") as file:
+            file.write(meta)
+
+
+@lru_cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    """The threads of this process: a fork has none of its parent's."""
+    return ThreadPoolExecutor(REQUESTS_AT_ONCE, "samples")
