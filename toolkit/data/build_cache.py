@@ -45,9 +45,9 @@ def build_cache(
     processes: int,
     progress: bool,
 ) -> None:
-    """Write the cache of ``key`` and commit it as ``folder``, if the text is
-    ``unchanged`` since the key was made. The caller holds the lock. ``processes`` and ``progress`` are those
-    of :func:`toolkit.data.token_cache.tokenized`.
+    """Write the cache of ``key`` and commit it as ``folder``, if the text is ``unchanged`` since the key was
+    made. The caller holds the lock. ``processes`` and ``progress`` are those of
+    :func:`toolkit.data.token_cache.tokenized`.
 
     Raises:
         DataError: the corpus is unreadable or empty, or has changed.

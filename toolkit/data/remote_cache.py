@@ -28,6 +28,7 @@ from numpy.typing import DTypeLike
 from toolkit.data.cache_folder import local_cache
 from toolkit.errors import DataError
 from toolkit.io.block_hashes import BLOCK_BYTES, first_damaged
+from toolkit.storage.remote_calls import StorageError
 from toolkit.storage.remote_path import RemotePath
 
 BY_RANGES = ("tokens.bin", "mask.bin")
@@ -115,7 +116,9 @@ class RemoteBuilding:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and not (self._folder / "meta.json").exists():  # else it is another's, too
+        if kind is None or issubclass(kind, StorageError):
+            return  # what a store that does not answer has kept is built over
+        if not (self._folder / "meta.json").exists():  # else another has built it meanwhile
             for name in self._names:
                 (self._folder / name).unlink()
 
