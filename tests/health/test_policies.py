@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,18 @@ def _trainer(folder: Path, health: dict[str, Any], *, steps: int = STEPS, **tabl
     )
 
 
-def _spoil(trainer: Trainer, factors: dict[int, float]) -> None:
-    """Multiply the loss, and its gradient, of the global batches that begin with these samples of the run."""
+def _spoil(trainer: Trainer, factors: dict[int, float]) -> dict[int, int]:
+    """Multiply the loss, and its gradient, of the global batches that begin with these samples of the run.
+    Returns where what this rank reads is noted: a checksum of its tokens by the batch's first sample."""
     objective, loader = trainer.model_parts.objective, trainer.loader
     factor = [1.0]
     step = trainer.train_step
+    seen: dict[int, int] = {}
 
     def spoiled(batches: Any, **options: Any) -> Any:
-        factor[0] = factors.get(loader.samples - trainer.batch.total, 1.0)
+        begin = loader.samples - trainer.batch.total
+        factor[0] = factors.get(begin, 1.0)
+        seen[begin] = zlib.crc32(b"".join(batch["tokens"].numpy().tobytes() for batch in batches))
         return step(batches, **options)
 
     call = type(objective).__call__
@@ -60,10 +65,11 @@ def _spoil(trainer: Trainer, factors: dict[int, float]) -> None:
 
     objective.__class__ = Spoiled
     trainer.train_step = spoiled  # type: ignore[assignment]
+    return seen
 
 
 def _run(trainer: Trainer, factors: dict[int, float]) -> dict[str, Any]:
-    _spoil(trainer, factors)
+    seen = _spoil(trainer, factors)
     trainer.train()
     lines = []
     if dist.get_rank() == 0:
@@ -75,6 +81,7 @@ def _run(trainer: Trainer, factors: dict[int, float]) -> dict[str, Any]:
         "lines": lines,
         "tokens": trainer.train_state.tokens,
         "samples": trainer.loader.samples,
+        "seen": seen,
         "weights": weights_digest(trainer.model_parts.models[0]),
     }
 
@@ -91,6 +98,10 @@ def _world(folder: str) -> dict[str, Any]:
     for mesh in LAYOUTS[dist.get_world_size()]:
         with in_layout(mesh):
             found[mesh] = _run(_trainer(root / mesh, HEALTH, parallelism=MESHES[mesh]), FACTORS)
+    streamed = {"data": {"streaming": True}}
+    found["streamed"] = _run(_trainer(root / "streamed", HEALTH, **streamed), FACTORS)
+    if dist.get_world_size() == 1:
+        found["sound"] = _run(_trainer(root / "sound", HEALTH, steps=STEPS + 2, **streamed), {})
     if dist.get_world_size() == 2:
         # The second part begins at the step before the spike, the first ends there.
         _run(_trainer(root / "parts", HEALTH, steps=6), FACTORS)
@@ -139,6 +150,14 @@ def test_a_run_that_goes_on_decides_as_it_would_have(runs: dict[str, Any]) -> No
     whole, second = runs["fsdp2"], runs["parts2"]
     assert (second["weights"], second["tokens"]) == (whole["weights"], whole["tokens"])
     assert second["events"] == whole["events"][1:]
+
+
+def test_a_streamed_corpus_goes_on_behind_what_is_skipped(runs: dict[str, Any]) -> None:
+    run, sound = runs["streamed1"], runs["sound1"]
+    assert [event["samples"] for event in run["events"]] == [[48, 80], [128, 144]]
+    assert run["seen"] == sound["seen"] and [*run["seen"]] == [*range(0, (STEPS + 2) * 16, 16)]
+    assert runs["streamed2"]["events"][0]["samples"] == [48, 80]
+    assert _close(runs["streamed2"]["losses"], run["losses"])
 
 
 def test_what_happened_is_in_the_metrics(runs: dict[str, Any]) -> None:
