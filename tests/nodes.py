@@ -191,11 +191,11 @@ class Node:
         return Started(process, log)
 
     def launch(self, *arguments: str, **environment: str) -> Started:
-        """Start the launcher of this node, with one rank unless the environment says more."""
+        """Give this node the command of a user, with one rank unless the environment says more."""
         said = {"NNODES": str(self.cluster.size), "NODE_RANK": str(self.number), "NGPU": "1"}
         said |= {"MASTER_ADDR": self.cluster.nodes[0].host if self.cluster.nodes else self.host}
         said |= {"MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        return self.start(sys.executable, "-m", "toolkit.launch", *arguments, **said | environment)
+        return self.start(str(ROOT / "run_train.sh"), *arguments, **said | {"SAMPLE": ""} | environment)
 
     def remove(self) -> None:
         self._stop()
