@@ -19,6 +19,7 @@ from tests.s3_server import Server, running
 from tests.training import small_config, small_trainer
 from toolkit.config.local_paths import expand_user
 from toolkit.config.training import Data, DataLoader, Training
+from toolkit.data import build_cache
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.chat.sft import ChatOptions
 from toolkit.data.chat.shapes import Shape
@@ -198,7 +199,9 @@ def test_a_store_that_fails_meanwhile_is_asked_again_and_one_that_is_gone_named(
 def test_a_url_without_the_store_is_told_in_one_message(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The store is asked once, and no text is tokenised for it."""
     source = _corpus(tmp_path)
+    monkeypatch.setattr(build_cache, "build_cache", None)
     with pytest.raises(StorageError, match=r"the bucket does not exist\n  fix:  create it"):
         _tokenized(source, "s3://other-bucket/tokens")
 

@@ -120,6 +120,11 @@ def _open_if_sound(folder: Path, progress: bool, *, verify: bool) -> TokenCache 
         if folder.exists():
             say(progress, f"{folder} lacks a file; tokenising again")
     except DataError as error:
+        if not isinstance(folder, Path):
+            from toolkit.storage.remote_calls import StorageError
+
+            if isinstance(error, StorageError):
+                raise
         say(progress, f"{error}; tokenising again")
     return None
 
