@@ -98,6 +98,7 @@ def measure(folder: Path, rclone: str, gigabytes: float, steps: int) -> list[str
     write_text(text, gigabytes * 1e9 / TOKEN_BYTES)
     config = ["--job.config_file=train_configs/debug_model.toml", f"--training.dataset_path={text}"]
     config += ["--validation.enable=false", "--data.cache_folder=s3://bucket/tokens"]
+    config += ["--data.max_inline_gb=1000"]  # the second machine has not read the text before
     rows = []
     with server(rclone, folder / "store") as address:
         python = os.environ | address | {"HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
