@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 from collections.abc import Iterator
@@ -206,7 +207,8 @@ def test_a_url_without_the_store_is_told_in_one_message(
         _tokenized(source, "s3://other-bucket/tokens")
 
 
-def _train(folder: str, place: str) -> list[float]:
+def _train(folder: str, place: str, environment: dict[str, str]) -> list[float]:
+    os.environ.update(environment)  # ranks begin with that of the process that forks them
     config = small_config(
         folder,
         data={"cache_folder": place},
@@ -218,10 +220,11 @@ def _train(folder: str, place: str) -> list[float]:
     return [record.get("loss") or record["validation_loss"] for record in trainer.history]
 
 
-def test_a_run_has_the_losses_of_a_local_cache(url: str, tmp_path: Path) -> None:
+def test_a_run_has_the_losses_of_a_local_cache(server: Server, url: str, tmp_path: Path) -> None:
     """By the trainer, with the tokens of the training and of a validation in object storage."""
-    [local] = run_world(_train, 1, str(tmp_path / "local"), str(tmp_path / "cache"))
-    losses, _ = run_world(_train, 2, str(tmp_path / "remote"), url)
+    [local] = run_world(_train, 1, str(tmp_path / "local"), str(tmp_path / "cache"), {})
+    environment = server.environment | {"HOME": str(Path.home())}
+    losses, _ = run_world(_train, 2, str(tmp_path / "remote"), url, environment)
     np.testing.assert_allclose(losses, local, rtol=1e-6)  # two ranks round sums of fp32 otherwise
     assert len(local) == 5
     [_] = expand_user(url).glob("tokens/*/meta.json")  # both are of one text here
