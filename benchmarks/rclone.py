@@ -28,6 +28,8 @@ def server(rclone: str, folder: Path) -> Iterator[dict[str, str]]:
             with suppress(OSError), socket.create_connection(address.split(":")):  # type: ignore[arg-type]
                 break
             time.sleep(0.1)
+        else:
+            raise TimeoutError(f"{rclone} serve s3 does not answer")
         yield {
             "AWS_ENDPOINT_URL": f"http://{address}",
             "AWS_ACCESS_KEY_ID": KEYS[0],

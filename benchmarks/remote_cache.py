@@ -6,7 +6,7 @@
 
 The shipped books are repeated into one text, which tools/prepare_data tokenises to s3:// of a server on this
 machine. The run is the debug model's on two ranks, with a reading process each. Memory is the most that all
-processes of a command had at once, in pages of their own (Pss); disk what lies in the home folder after it.
+processes of a command had at once, without mapped files (Pss_Anon); disk what is in the home folder after it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 TOKEN_BYTES = 0.549
 """Bytes that a byte of the books becomes with the shipped tokenizer."""
 SMALL = 0.5
-"""Gigabytes of a cache whose memory and disk a larger one must not exceed."""
+"""Gigabytes of the cache that the large one is set beside."""
 
 
 class Ran(NamedTuple):
@@ -93,7 +93,7 @@ def kept(home: Path) -> int:
 
 
 def measure(folder: Path, rclone: str, gigabytes: float, steps: int) -> list[str]:
-    """Build the cache and train from it and from a local one; the lines of the table."""
+    """Build the cache and train from it as another machine would; the lines of the table."""
     text = folder / "books.jsonl"
     write_text(text, gigabytes * 1e9 / TOKEN_BYTES)
     config = ["--job.config_file=train_configs/debug_model.toml", f"--training.dataset_path={text}"]

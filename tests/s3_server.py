@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import quote, unquote
 
 from werkzeug.test import Client
@@ -123,6 +124,14 @@ def running(folder: Path | None = None) -> Iterator[Server]:
         remote_calls.file_system.cache_clear()
         server.process.kill()
         server.process.wait()
+
+
+@contextmanager
+def running_here() -> Iterator[Server]:
+    """:func:`running`, with the environment of this process leading to it."""
+    with running() as server, mock.patch.dict(os.environ, server.environment):
+        remote_calls.file_system.cache_clear()  # it may know the server of other tests
+        yield server
 
 
 class _Faults:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.s3_server import Server, running
+from tests.s3_server import Server, running_here
 from toolkit.checkpoint import manager as manager_module
 from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
@@ -35,10 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running() as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environment.items():
-            patch.setenv(name, value)
-        remote_calls.file_system.cache_clear()  # it may know the server of other tests
+    with running_here() as server:
         yield server
 
 

@@ -16,7 +16,7 @@ import torch
 
 from tests.data.chat_data import ASSETS, write_rows
 from tests.helpers import run_world
-from tests.s3_server import Server, running
+from tests.s3_server import Server, running_here
 from tests.training import small_config, small_trainer
 from toolkit.config.local_paths import expand_user
 from toolkit.config.training import Data, DataLoader, Training
@@ -42,10 +42,7 @@ KINDS = ("text", "messages", "labels")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running() as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environment.items():
-            patch.setenv(name, value)
-        remote_calls.file_system.cache_clear()  # it may know the server of other tests
+    with running_here() as server:
         yield server
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.helpers import run_world
 from tests.preflight.bad_runs import CPU
-from tests.s3_server import Server, running
+from tests.s3_server import Server, running_here
 from tests.training import small_config, small_trainer
 from toolkit.config import load_config
 from toolkit.data import streaming
@@ -195,9 +195,7 @@ def test_parquet_streams_as_lines_do(corpus: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def store(corpus: Path) -> Iterator[Server]:
     """A server of S3 with the corpus in it."""
-    with running() as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environment.items():
-            patch.setenv(name, value)
+    with running_here() as server:
         for file in corpus.iterdir():
             RemotePath(f"s3://bucket/corpus/{file.name}").write_new(file.read_bytes())
         yield server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -65,6 +66,12 @@ def test_who_is_behind_in_a_shared_group_is_at_fault_when_all_wait():
     reports = by_rank(*(report(rank, of="world") for rank in (0, 1, 2)), report(3, tp=8, of="tp"))
     assert at_fault(reports, 4) == [2]
     assert "rank 2 (pp 1, tp 0) did not take part in all_reduce number 8 of the group tp" in told(reports)
+
+
+def test_all_that_waited_are_named_though_one_says_that_its_wait_is_done():
+    reports = by_rank(*(report(rank, of="world") for rank in range(3)))
+    done = replace(reports[1], place=Place("default_pg", (0, 1, 2, 3), 3, "all_reduce", done=True))
+    assert "for which ranks 0, 1, 2 waited" in told(reports | {1: done})
 
 
 def test_ranks_that_wait_alike_accuse_nobody():
