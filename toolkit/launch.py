@@ -114,10 +114,10 @@ def main(argv: Sequence[str]) -> int:
 
         reports = traces_prefix(config.job, config.comm)
     forecast = None
-    if hardware.memory and tell:
-        from toolkit.launcher.forecast import begin_forecast, end_forecast
+    if tell:
+        from toolkit.launcher.forecast import CPU_DELAY, Forecast
 
-        forecast = begin_forecast(argv, launch.world_size)
+        forecast = Forecast(argv, launch.world_size, delay=0.0 if hardware.memory else CPU_DELAY)
     command = [sys.executable, "-u", "-m", "toolkit.train", *argv]
     try:
         code = (
@@ -128,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
     except ToolkitError as error:
         code = report(error, show=True, debug=config.job.debug)
     if forecast:
-        end_forecast(config, forecast)
+        forecast.end(config)
     if code == EXIT_FINISHED and tell and os.environ.get("SAMPLE"):
         _show_text(config, os.environ["SAMPLE"])
     return code

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from toolkit.config import load_config
 from toolkit.hardware import Hardware
-from toolkit.launcher.forecast import GIB, begin_forecast, end_forecast, forecast_file
+from toolkit.launcher.forecast import GIB, Forecast, forecast_file
 from toolkit.planner import fit
 from toolkit.preflight.planned_run import PlannedRun
 
@@ -36,7 +38,7 @@ FULL = ["--activation_checkpoint.mode=full"]
 @pytest.mark.parametrize(
     ("flags", "less", "says"),
     [
-        ([], 0, ["of 80.0 GiB of a GPU here, most in backward of"]),
+        ([], 0, ["GiB of 80.0 of a GPU here, most in backward of"]),
         ([], 1, ["it will not fit\n", "same curve: --activation_checkpoint.mode selective --activation_ch"]),
         (FULL, 1, ["it will not fit\n", "same curve: --training.local_batch_size 1 ("]),
         ([*FULL, "--training.local_batch_size=1"], 1, ["it will not fit\n", "same curve: 4 GPUs ("]),
@@ -54,7 +56,7 @@ def test_what_is_said(
     flags = [*MODEL, *flags, f"--job.dump_folder={tmp_path}"]
     peak = fit.forecast(PlannedRun(load_config(flags), 2, GPU)).peak
     monkeypatch.setattr(fit, "_MOST_RANKS", 8)
-    monkeypatch.setattr(fit, "detect", lambda: replace(GPU, memory=max(1, peak - less)) if less else GPU)
+    monkeypatch.setattr(fit, "detect", lambda wish: replace(GPU, memory=max(1, peak - less)) if less else GPU)
     assert fit.main(["2", *flags]) == 0
     said = capsys.readouterr().err
     assert all(word in said for word in says) and said.startswith("launch: forecast: a step takes ")
@@ -63,16 +65,67 @@ def test_what_is_said(
     assert found["peak_gib"] == pytest.approx(sum(found["parts"].values()) / GIB)
 
 
-def test_the_end_compares_it_with_what_was_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_known_kind_of_gpu_gives_seconds_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*MODEL, f"--job.dump_folder={tmp_path}"]
+    took = {}
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA L4", "of another kind"):
+        gpu = replace(GPU, name=name)
+        monkeypatch.setattr(fit, "detect", lambda wish, gpu=gpu: gpu)
+        assert fit.main(["2", *flags]) == 0
+        took[name] = json.loads(forecast_file(load_config(flags)).read_text())["step_seconds"]
+        said = f", and {took[name]:.3g} s\n" if took[name] else "of a GPU here, most in"
+        assert said in capsys.readouterr().err
+    fast, slow, unknown = took.values()
+    assert unknown is None and 0 < fast <= slow
+
+
+def test_on_cpus_it_says_what_tensors_take(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = [*MODEL, "--training.device=cpu", f"--job.dump_folder={tmp_path}"]
+    forecast = Forecast(flags, 2)
+    forecast.wait()
+    assert " GiB of tensors on a rank, most in backward of" in capfd.readouterr().err
+    config = load_config(flags)
+    peak = fit.forecast(PlannedRun(config, 2, Hardware("cpu", "CPU", 2, native_bf16=True))).peak
+    found = json.loads(forecast_file(config).read_text())
+    assert found["peak_gib"] * GIB == pytest.approx(peak) and found["step_seconds"] is None
+    (tmp_path / "metrics.jsonl").write_text('{"memory_gib": 0.5, "memory_peak_gib": 0.75}')
+    forecast.end(config)
+    said = capfd.readouterr().err
+    assert f"at most 0.75 GiB resident on rank 0, forecast {peak / GIB:.2f} of tensors" in said
+
+
+def test_a_run_that_ends_before_its_delay_is_not_forecast(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = load_config([*MODEL, f"--job.dump_folder={tmp_path}"])
-    program = begin_forecast(["--no-such-flag"], 2)  # which the launch itself has told
-    assert program.wait(60) == 0
-    end_forecast(config, program)
-    assert capsys.readouterr().err == ""
-    forecast_file(config).write_text('{"peak_gib": 61.25}')
-    lines = ['{"step": 1, "memory_gib": 60.0}', '{"step": 2, "memory_gib": 60.5}', '{"event": "save"}']
+    forecast = Forecast([*MODEL, f"--job.dump_folder={tmp_path}"], 2, delay=60.0)
+    forecast.end(config)
+    forecast.wait()
+    assert not forecast_file(config).exists() and capfd.readouterr().err == ""
+
+
+def test_it_ends_with_the_launch(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "toolkit.planner.fit", "2", *MODEL, f"--job.dump_folder={tmp_path}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as program:
+        assert program.stdin
+        program.stdin.close()
+        assert program.wait(60) == 0
+    assert not (tmp_path / "forecast.json").exists()
+
+
+def test_the_end_compares_it_with_what_was_measured(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config([*MODEL, f"--job.dump_folder={tmp_path}"])
+    forecast = Forecast(["--no-such-flag"], 2)  # which the launch itself has told
+    forecast.wait()
+    forecast_file(config).write_text('{"peak_gib": 61.25, "step_seconds": 1.5}')
+    lines = ['{"memory_gib": 60.0, "step_seconds": 9}', '{"memory_gib": 60.5, "step_seconds": 1.25}']
+    lines += ['{"event": "save"}', '{"memory_gib": 60.1, "step_seconds": 1.0}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    end_forecast(config, program)
-    assert "memory: at most 60.5 GiB of tensors on rank 0, forecast 61.2" in capsys.readouterr().err
+    forecast.end(config)
+    said = capfd.readouterr().err
+    assert said.startswith("launch: memory: at most 60.5 GiB of tensors on rank 0, forecast 61.2\n")
+    assert said.endswith("launch: step: 1.25 s in the median, forecast 1.5\n")

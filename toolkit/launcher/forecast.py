@@ -1,11 +1,13 @@
-"""The forecast of a run's memory on GPUs, made beside its ranks, and compared with what they measured."""
+"""The forecast of a run's step, made beside its ranks, and compared with what they measured."""
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from toolkit.config.local_paths import expand_user
 from toolkit.launcher.supervisor import say
 
 GIB = 2**30
+CPU_DELAY = 20.0
+"""Seconds after which a run on CPUs is forecast, which takes some of a core; a short one is not."""
 
 
 def forecast_file(config: Config) -> Path:
@@ -21,22 +25,57 @@ def forecast_file(config: Config) -> Path:
     return expand_user(config.job.dump_folder) / "forecast.json"
 
 
-def begin_forecast(argv: Sequence[str], world_size: int) -> subprocess.Popen[bytes]:
-    """Start the program that makes it, and says what it finds, with few claims on the processor."""
-    command = [sys.executable, "-m", "toolkit.planner.fit", str(world_size), *argv]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
+class Forecast:
+    """A program that makes a forecast ``delay`` seconds from now, says what it finds, and takes only what the
+    ranks leave of the processor. It ends with this process."""
+
+    def __init__(self, argv: Sequence[str], world_size: int, *, delay: float = 0.0):
+        self._command = [sys.executable, "-m", "toolkit.planner.fit", str(world_size), *argv]
+        self._program: subprocess.Popen[bytes] | None = None
+        self._begun = threading.Lock()  # held while the program is started, and once it must not be
+        self._timer = threading.Timer(delay, self._begin)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _begin(self) -> None:
+        if self._begun.acquire(blocking=False):
+            environ = os.environ | {"OMP_NUM_THREADS": "1"}
+            self._program = subprocess.Popen(
+                self._command, env=environ, stdin=subprocess.PIPE, start_new_session=True
+            )
+            self._begun.release()
+
+    def wait(self) -> None:
+        """Wait until the forecast is made."""
+        self._timer.join()
+        if self._program:
+            self._program.wait()
+
+    def end(self, config: Config) -> None:
+        """Stop what still runs, and compare the forecast with what rank 0 measured, where both are known."""
+        self._timer.cancel()
+        self._begun.acquire()
+        if self._program:
+            self._program.kill()
+            self._program.wait()
+            _compare(config)
 
 
-def end_forecast(config: Config, program: subprocess.Popen[bytes]) -> None:
-    """Compare the forecast with the most that rank 0's tensors took, where both are known."""
-    if program.poll() is None:
-        program.kill()
-    program.wait()
+def _compare(config: Config) -> None:
     try:
-        forecast = json.loads(forecast_file(config).read_text())["peak_gib"]
+        forecast = json.loads(forecast_file(config).read_text())
         lines = (expand_user(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
-        measured = max(json.loads(line).get("memory_gib", 0.0) for line in lines)
-    except (OSError, ValueError, KeyError):
+        rows = [row for row in map(json.loads, lines) if "memory_gib" in row]
+    except (OSError, ValueError):
         return
-    say(f"memory: at most {measured:.1f} GiB of tensors on rank 0, forecast {forecast:.1f}")
+    if not rows:
+        return
+    peak = forecast["peak_gib"]
+    if resident := rows[-1].get("memory_peak_gib"):
+        say(f"memory: at most {resident:.2f} GiB resident on rank 0, forecast {peak:.2f} of tensors")
+    else:
+        most = max(row["memory_gib"] for row in rows)
+        say(f"memory: at most {most:.1f} GiB of tensors on rank 0, forecast {peak:.1f}")
+    steps = [row["step_seconds"] for row in rows if row.get("step_seconds")]
+    if forecast["step_seconds"] and steps:
+        say(f"step: {statistics.median(steps):.3g} s in the median, forecast {forecast['step_seconds']:.3g}")

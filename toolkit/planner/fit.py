@@ -1,12 +1,14 @@
-"""Tell if a run's step will fit its GPUs, and what would: ``python -m toolkit.planner.fit WORLD_SIZE …``.
+"""Forecast a run's step, and tell what would fit its GPUs: ``python -m toolkit.planner.fit WORLD_SIZE …``.
 
-A launch starts this beside its ranks, which take longer until their first step.
+A launch starts this beside its ranks, and holds the other end of standard input: when that closes, it ends.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -20,6 +22,8 @@ from toolkit.launcher.supervisor import say
 from toolkit.planner.allocations import StepMemory
 from toolkit.planner.dry_run import distinct
 from toolkit.planner.fake_step import step_memory
+from toolkit.planner.machines import machine_of
+from toolkit.planner.time import step_time
 from toolkit.preflight.planned_run import PlannedRun
 
 _MOST_RANKS = 4096
@@ -70,27 +74,53 @@ def _changed(config: Config, table: str, **values: Any) -> Config:
     return config.model_copy(update={table: getattr(config, table).model_copy(update=values)})
 
 
+def seconds(run: PlannedRun) -> float | None:
+    """Forecast the time of a step on GPUs of a kind whose rates are known."""
+    assert run.mesh and run.model
+    machine = machine_of(run.hardware.name)
+    if machine is None:
+        return None
+    return step_time(
+        run.config, run.model, run.mesh, machine, param_dtype=DTYPES[run.precision]
+    ).seconds  # fmt: skip
+
+
 def main(argv: Sequence[str]) -> int:
     """Forecast the run of ``argv``, write it into the run's folder, and say if it fits."""
     world_size, *flags = argv
-    hardware = detect()
-    run = PlannedRun(load_config(flags), int(world_size), hardware)
-    found = forecast(run)
-    file = forecast_file(run.config)
+    config = load_config(flags)
+    hardware = detect(config.training.device)
+    run = PlannedRun(config, int(world_size), hardware)
+    found, took = forecast(run), seconds(run)
+    file = forecast_file(config)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"peak_gib": found.peak / GIB, **asdict(found)}))
-    here = f"of {hardware.memory / GIB:.1f} GiB of a GPU here, most in {found.moment}"
-    if found.peak <= hardware.memory:
-        say(f"forecast: a step takes {found.peak / GIB:.1f} GiB {here}")
+    file.write_text(json.dumps({"peak_gib": found.peak / GIB, "step_seconds": took, **asdict(found)}))
+    if not hardware.memory:
+        say(f"forecast: a step takes {found.peak / GIB:.2f} GiB of tensors on a rank, most in {found.moment}")
         return 0
-    say(f"forecast: a step takes {found.peak / GIB:.1f} GiB {here}: it will not fit")
+    here = f"{found.peak / GIB:.1f} GiB of {hardware.memory / GIB:.1f} of a GPU here, most in {found.moment}"
+    and_seconds = f", and {took:.3g} s" if took else ""
+    if found.peak <= hardware.memory:
+        say(f"forecast: a step takes {here}{and_seconds}")
+        return 0
+    say(f"forecast: a step takes {here}: it will not fit")
     if other := nearest(run, hardware.memory):
         say(f"  what fits, with the same curve: {other[0]} ({other[1] / GIB:.1f} GiB)")
     return 0
 
 
+def _end_with_the_launch() -> None:
+    os.read(0, 1)
+    os._exit(0)
+
+
 if __name__ == "__main__":
+    os.nice(19)
+    threading.Thread(target=_end_with_the_launch, daemon=True).start()
     try:
         sys.exit(main(sys.argv[1:]))
     except ToolkitError:  # the launch tells it
+        sys.exit(0)
+    except Exception as error:  # which must not look like one of the run
+        say(f"forecast: none ({type(error).__name__}: {error})")
         sys.exit(0)

@@ -74,6 +74,19 @@ def machine_named(name: str) -> Machine:
     raise ConfigError(Problem(f"there is no kind of GPU {name!r} in {FILE.name}", fix, "--gpu", name))
 
 
+def machine_of(device: str) -> Machine | None:
+    """The GPU kind whose name has the most words of what its driver calls it, if one is there.
+
+    >>> machine_of("NVIDIA A100-SXM4-80GB").name, machine_of("NVIDIA H100 80GB HBM3").name
+    ('a100-80', 'h100')
+    """
+    plain = device.lower().replace("-", " ").replace("rtx ", "rtx")
+    words = {word.removesuffix("gb") for word in plain.split()}
+    known = (kind for kind in machines() if ("pcie" in kind) == ("pcie" in words))
+    named = [kind for kind in known if words.issuperset(kind.split("-"))]
+    return machines()[max(named, key=lambda kind: kind.count("-"))] if named else None
+
+
 def _machine(name: str, row: Mapping[str, float]) -> Machine:
     return Machine(
         name=name,
