@@ -160,7 +160,7 @@ def main() -> None:
     asked = parser.parse_args()
     machine = describe()
     lines, near = [], 0
-    chosen = [case for case in CASES if asked.only in f"{case.name} {case.dtype}"]
+    chosen = [case for case in CASES if asked.only in f"{case.name} {case.dtype} {case.ranks}"]
     for case in chosen:
         ours, seconds, rates = compare(case)
         off = ours.seconds / seconds - 1

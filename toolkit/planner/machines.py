@@ -28,6 +28,7 @@ class Machine:
             ``asynchronous``, else before them.
         overlaps: communication goes on beside computation.
         update_bandwidth: that of what no cache holds, parameters and the optimizer's state; 0 is the same.
+        sharing: ranks to a core. Rates are those of all at once; while others wait, one has the core alone.
         gloo: its collectives are gloo's, whose reduce-scatter is an all-reduce, and FSDP's copies in memory.
     """
 
@@ -47,6 +48,7 @@ class Machine:
     overlaps: bool = True
     matmul_float8: float = 0.0
     update_bandwidth: float = 0.0
+    sharing: float = 1.0
     gloo: bool = False
 
 

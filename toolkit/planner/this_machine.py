@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from toolkit.hardware import cores
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention import attention_backend
 from toolkit.models.common.decoder import Decoder
@@ -27,6 +28,11 @@ _SENT = 1 << 19
 """Bytes of a part of a gather."""
 _BETWEEN = 384
 """Rows and columns of the factors of a product between."""
+_WORK = 0.008
+"""Seconds of work between two meetings, as there are in a step."""
+_MEETINGS = 30
+_BLOCK = 31 << 20
+"""Bytes, just below the largest block that glibc keeps: a step's memory is faulted once, not at each use."""
 
 
 def this_machine(
@@ -35,6 +41,7 @@ def this_machine(
     """Measure products, attention and simple operations of the sizes of a model's micro-batch, of ``tokens``
     a rank. Where there is a process group all of its ranks call, and are measured at the same time; then
     sending is measured too."""
+    torch.empty(_BLOCK, dtype=torch.uint8)  # freed at once, it keeps the heap from giving others back
     dim, width = args.dim, args.ffn_dim // tp
     heads, kv_heads = max(1, args.n_heads // tp), max(1, args.n_kv_heads // tp)
     queries, keys = heads * args.head_dim, kv_heads * args.head_dim
@@ -79,7 +86,8 @@ def this_machine(
             each.view(tokens, -1, 2 if width % _HEAD else _HEAD).transpose(0, 1).contiguous()
 
     moved = 7 * _MANY * y.nbytes / _seconds(simple)
-    link, latency = _sending() if dist.is_initialized() and dist.get_world_size() > 1 else (1e12, 0.0)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    link, latency = _sending() if ranks > 1 else (1e12, 0.0)
     name = str(dtype).removeprefix("torch.")
     return Machine(
         name="this computer",
@@ -97,6 +105,7 @@ def this_machine(
         asynchronous=False,
         overlaps=False,
         update_bandwidth=_parameters(dtype),
+        sharing=max(1.0, ranks * torch.get_num_threads() / cores()),
         gloo=True,
     )
 
@@ -195,4 +204,12 @@ def _sending() -> tuple[float, float]:
     alone = _alike(lambda: torch.mm(factor, factor), 20)
     hop = max(_alike(meet, 20) - alone, 1e-6) / (2 * (size - 1))
     taken = max(_alike(gather, 20) - alone, 1e-6) / (size - 1)
-    return _SENT / max(taken - hop, taken / 10), hop
+    waited, products = 0.0, max(1, round(_WORK / alone))
+    for _ in range(_MEETINGS):
+        for _ in range(products):
+            torch.mm(factor, factor)
+        began = time.perf_counter()
+        dist.all_reduce(few)
+        waited += time.perf_counter() - began
+    apart = -_longest(-waited) / _MEETINGS / (2 * (size - 1))  # the rank that waits least is the slowest
+    return _SENT / max(taken - hop, taken / 10), max(hop, apart)

@@ -97,7 +97,9 @@ def step_time(
     held = [[unit for stage in each for unit in stages[stage]] for each in cut.of_ranks]
     optimizer = max(_update(units, found(True), rates) for units in held)
     busy = passes.seconds
-    seconds = (timeline.seconds if timeline else busy) + optimizer
+    # Other ranks fill a bubble where they share cores.
+    passed = max(busy, timeline.seconds / machine.sharing) if timeline else busy
+    seconds = passed + optimizer
     tokens = batch.total * training.seq_len
     at_peak = layout.world_size * rates.peak * seconds
     full, causal = (flops_per_token(args, seq_len=training.seq_len, causal=it) for it in (False, True))
@@ -105,7 +107,7 @@ def step_time(
         seconds=seconds,
         compute=passes.compute,
         exposed={name: value for name, value in passes.exposed.items() if value},
-        bubble=timeline.seconds - busy if timeline else 0.0,
+        bubble=passed - busy,
         optimizer=optimizer,
         tokens_per_second=tokens / seconds,
         mfu=full * tokens / at_peak,
