@@ -9,31 +9,25 @@ some steps, of which the median counts. The forecast is made of those rates and 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from benchmarks.cpu_step import step_seconds
 from benchmarks.machine import describe
 from benchmarks.peer_models import SHAPES
 from tests.helpers import run_world
-from toolkit.build import build_model
 from toolkit.config import Config
 from toolkit.distributed.process_group import DTYPES
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.registry import resolve
-from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.dims import ParallelDims, degrees
-from toolkit.parallel.mesh import build_mesh
 from toolkit.planner.machines import Machine
 from toolkit.planner.this_machine import this_machine
 from toolkit.planner.time import StepTime, step_time
-from toolkit.train_step import TrainStep
 
 WARM_UP, STEPS = 2, 5
 GOAL = 0.2
@@ -120,31 +114,13 @@ CASES = [
 def measure(case: Case) -> tuple[Machine, float]:
     """Rates and the seconds of a step, in a rank."""
     torch.set_num_threads(1)
-    config, args, dims, device = case.config, case.args, case.mesh, torch.device("cpu")
-    dtype = DTYPES[case.dtype]
+    dims = case.mesh
     rows = 1 if dims.pp > 1 else case.rows
     machine = this_machine(
-        args, tokens=rows * case.length // dims.cp, seq_len=case.length // dims.cp, dtype=dtype,
-        attention="blockwise", tp=dims.tp,
+        case.args, tokens=rows * case.length // dims.cp, seq_len=case.length // dims.cp,
+        dtype=DTYPES[case.dtype], attention="blockwise", tp=dims.tp,
     )  # fmt: skip
-    mesh = build_mesh(
-        device, pp=dims.pp, dp_replicate=dims.dp_replicate, dp_shard=dims.dp_shard, cp=dims.cp, tp=dims.tp
-    )
-    parts = build_model(config, args, mesh, device, param_dtype=dtype, seed=0)
-    optimizer = build_optimizer([*parts.named_parameters(), *parts.tied_copies()], config)
-    step = TrainStep(parts, optimizer, max_norm=config.training.max_norm, device=device)
-    total = config.training.global_batch_size
-    count = 1 if total == -1 else total // dims.dp // case.rows
-    seconds = []
-    for _ in range(WARM_UP + STEPS):
-        tokens = torch.randint(args.vocab_size, (case.rows, case.length))
-        batch = {"tokens": tokens, "labels": tokens.roll(-1, 1), "positions": None, "documents": None}
-        dist.barrier()
-        started = time.perf_counter()
-        step([dict(batch) for _ in range(max(1, count))], learning_rate=1e-3)
-        dist.barrier()
-        seconds.append(time.perf_counter() - started)
-    return machine, statistics.median(seconds[WARM_UP:])
+    return machine, step_seconds(case.config, case.args, warm_up=WARM_UP, steps=STEPS)
 
 
 def compare(case: Case) -> tuple[StepTime, float, Machine]:

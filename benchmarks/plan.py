@@ -11,31 +11,24 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from benchmarks.cpu_step import step_seconds
 from benchmarks.machine import describe
 from tests.helpers import run_world
-from toolkit.build import build_model
 from toolkit.config import Config
 from toolkit.distributed.process_group import DTYPES
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.registry import resolve
-from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.dims import ParallelDims, degrees
-from toolkit.parallel.mesh import build_mesh
-from toolkit.planner.estimate import samples
 from toolkit.planner.layouts import with_settings
 from toolkit.planner.machines import Machine
 from toolkit.planner.search import search
 from toolkit.planner.this_machine import this_machine
-from toolkit.train_step import TrainStep
 
 RANKS, WARM_UP, STEPS, GOAL = 4, 1, 3, 0.1
 MEMORY = 2.0**36
@@ -116,29 +109,11 @@ def rates(case: Case) -> Machine:
 def measure(case: Case, configs: list[Config]) -> list[float]:
     """Seconds of a step of each config, in a rank."""
     torch.set_num_threads(1)
-    return [_step_seconds(case, config) for config in configs]
-
-
-def _step_seconds(case: Case, config: Config) -> float:
-    device, args, dims = torch.device("cpu"), case.args, degrees(config.parallelism, RANKS)
-    assert dims
-    mesh = build_mesh(device, **asdict(dims))
-    parts = build_model(config, args, mesh, device, param_dtype=DTYPES[case.dtype], seed=0)
-    optimizer = build_optimizer([*parts.named_parameters(), *parts.tied_copies()], config)
-    step = TrainStep(parts, optimizer, max_norm=config.training.max_norm, device=device)
-    rows, count = samples(config, dims)
     seconds = []
-    for _ in range(WARM_UP + STEPS):
-        tokens = torch.randint(args.vocab_size, (rows, case.length))
-        batch = {"tokens": tokens, "labels": tokens.roll(-1, 1), "positions": None, "documents": None}
-        dist.barrier()
-        started = time.perf_counter()
-        step([dict(batch) for _ in range(count)], learning_rate=1e-3)
-        dist.barrier()
-        seconds.append(time.perf_counter() - started)
-    del parts, optimizer, step
-    gc.collect()
-    return statistics.median(seconds[WARM_UP:])
+    for config in configs:
+        seconds.append(step_seconds(config, case.args, warm_up=WARM_UP, steps=STEPS))
+        gc.collect()
+    return seconds
 
 
 def compare(case: Case, *, verbose: bool) -> tuple[str, float]:

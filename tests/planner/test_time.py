@@ -222,6 +222,25 @@ def test_parts_add_up(tmp_path: Path) -> None:
     assert found.mfu_causal < found.mfu
 
 
+def test_ranks_that_share_a_core_fill_the_bubble(tmp_path: Path) -> None:
+    tables: dict[str, Any] = {"parallelism": {"pipeline_parallel_degree": 4}}
+    tables |= {"model": {"n_layers": 4}, "training": {"seq_len": 64, "global_batch_size": 4}}
+    config, args = planned(tmp_path, **tables)
+    mesh = degrees(config.parallelism, 4)
+    assert mesh
+
+    def seconds(sharing: float) -> tuple[float, float]:
+        machine = replace(MACHINE, link=1e12, network=1e12, sharing=sharing)
+        found = step_time(config, args, mesh, machine, param_dtype=torch.bfloat16)
+        return found.seconds - found.optimizer, found.bubble
+
+    alone, bubble_alone = seconds(1.0)
+    shared, bubble_shared = seconds(1.25)
+    assert shared == pytest.approx(alone / 1.25) and 0 < bubble_shared < bubble_alone
+    busy, none = seconds(100.0)
+    assert none == 0.0 and busy == pytest.approx(alone - bubble_alone)  # no faster than what is computed
+
+
 def test_kinds_of_gpus() -> None:
     assert machine_named("NVIDIA H100 SXM") is machine_named("h100") is machines()["h100"]
     assert machine_named("A100-80").peak["bfloat16"] == peak_flops("NVIDIA A100-SXM4-80GB")

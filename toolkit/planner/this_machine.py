@@ -187,7 +187,8 @@ def _parameters(dtype: torch.dtype) -> float:
 
 def _sending() -> tuple[float, float]:
     """Bytes a second that a rank sends in a ring, and the seconds of a hop, between products, after which
-    ranks are not quite at the same time there and their caches hold something else."""
+    ranks are not quite at the same time there and their caches hold something else. The more work between,
+    the longer they wait: the longer of a hop between short and long work counts."""
     size = dist.get_world_size()
     few, part, factor = torch.zeros(size), torch.zeros(_SENT // 4), torch.ones(_BETWEEN, _BETWEEN)
     operations: Any = torch.ops._c10d_functional  # as tensor parallelism gathers
