@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from toolkit.build import build_model
 from toolkit.config import Config
+from toolkit.cpu import keep_freed_memory
 from toolkit.data.batch_size import batch_shape
 from toolkit.distributed.process_group import DTYPES
 from toolkit.models.common.args import ModelArgs
@@ -24,6 +25,7 @@ def step_seconds(config: Config, args: ModelArgs, *, warm_up: int, steps: int) -
     """The median seconds of ``steps`` on random tokens, in a rank of one thread; all ranks call."""
     dims = degrees(config.parallelism, dist.get_world_size())
     assert dims, "the ranks are a mesh of the config"
+    keep_freed_memory()  # as the trainer does
     training = config.training
     device, dtype = torch.device("cpu"), DTYPES[training.mixed_precision_param]
     parts = build_model(config, args, build_mesh(device, **asdict(dims)), device, param_dtype=dtype, seed=0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from toolkit.hardware import cores
+from toolkit.cpu import cores
 
 
 def describe(device: str = "cpu") -> str:

@@ -6,10 +6,8 @@ import functools
 import os
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
-CHECKED_DEVICE = "TOOLKIT_CHECKED_DEVICE"
-"""In the environment of ranks: the device that the checks before them were made for."""
+from toolkit.cpu import cpu_multiplies_bf16
 
 
 @dataclass(frozen=True)
@@ -23,21 +21,6 @@ class Hardware:
     native_bf16: bool
     capability: float = 0.0
     memory: int = 0
-
-
-def cores() -> int:
-    """Cores that this process may use, which a job or a container can limit."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cpu_multiplies_bf16() -> bool:
-    """Say if this CPU has instructions for it; without them bfloat16 is slower than float32."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux: say nothing rather than guess
-        return False
-    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
-    return bool(flags & {"amx_bf16", "avx512_bf16"})
 
 
 def _visible_gpus() -> list[tuple[str, float, int]]:

@@ -34,9 +34,9 @@ from toolkit.config.types import MAX_RANKS
 from toolkit.data.build import open_data
 from toolkit.data.run_data import TOKENS
 from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ToolkitError, report
-from toolkit.hardware import CHECKED_DEVICE, Hardware, detect
+from toolkit.hardware import Hardware, detect
 from toolkit.io import standard_streams
-from toolkit.launcher.environment import environment_error, shown_ranks, whole_number
+from toolkit.launcher.environment import CHECKED_DEVICE, environment_error, shown_ranks, whole_number
 from toolkit.launcher.signals import Stopped, stop_at_once
 from toolkit.launcher.supervisor import Launch, say, supervise
 

@@ -31,9 +31,8 @@ from toolkit.errors import (
     ToolkitError,
     report,
 )
-from toolkit.hardware import CHECKED_DEVICE
 from toolkit.io import standard_streams
-from toolkit.launcher.environment import SUPERVISED, is_reporting_rank, rank_environment
+from toolkit.launcher.environment import CHECKED_DEVICE, SUPERVISED, is_reporting_rank, rank_environment
 
 if TYPE_CHECKING:
     from toolkit.launcher.fault_reporter import FaultReporter

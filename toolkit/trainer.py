@@ -15,6 +15,7 @@ from toolkit.build import build_model, compiles, compute_dtype
 from toolkit.config import Config
 from toolkit.config.job import Health
 from toolkit.config.local_paths import expand_user
+from toolkit.cpu import keep_freed_memory
 from toolkit.data.batch_size import batch_shape
 from toolkit.data.dataloader import training_loader
 from toolkit.data.run_data import RunData
@@ -108,7 +109,10 @@ class Trainer:
         config = self.config
         self.args = model_args(config, tokenizer_vocab=self.data.n_words)
         self.param_dtype = compute_dtype(config, self.device)
-        if self.device.type == "cpu" and self.param_dtype == torch.float32 and config.model.matmul != "torch":
+        on_cpu = self.device.type == "cpu"
+        if on_cpu:
+            keep_freed_memory()
+        if on_cpu and self.param_dtype == torch.float32 and config.model.matmul != "torch":
             from toolkit.models.common.onednn_matmul import mkl_is_slow, multiply_by_onednn
 
             if config.model.matmul == "onednn" or mkl_is_slow():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit import hardware
+from toolkit.cpu import cpu_multiplies_bf16
 from toolkit.errors import DeviceError, Problem
 from toolkit.launcher.environment import rank_environment
 
@@ -54,7 +54,7 @@ def native_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         native = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
-        native = hardware.cpu_multiplies_bf16()
+        native = cpu_multiplies_bf16()
     return torch.bfloat16 if native else torch.float32
 
 

@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from toolkit.config.types import MAX_RANKS
+from toolkit.cpu import cores
 from toolkit.errors import ConfigError, Problem
-from toolkit.hardware import cores
 
 _DIGITS = 18
 SUPERVISED = "TOOLKIT_SUPERVISED"
 """Set for ranks whose launcher asks them where they are, and tells the user."""
+CHECKED_DEVICE = "TOOLKIT_CHECKED_DEVICE"
+"""In the environment of ranks: the device that the checks before them were made for."""
 QUESTION = signal.SIGUSR2
 """A rank that gets it reports and ends."""
 

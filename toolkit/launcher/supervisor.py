@@ -23,8 +23,8 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import IO, Any
 
+from toolkit.cpu import cores
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, printable
-from toolkit.hardware import cores
 from toolkit.launcher.environment import QUESTION, SUPERVISED
 from toolkit.launcher.signals import INSISTING_SECONDS, asking
 

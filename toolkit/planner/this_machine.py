@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.hardware import cores
+from toolkit.cpu import cores, keep_freed_memory
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention import attention_backend
 from toolkit.models.common.decoder import Decoder
@@ -31,8 +31,6 @@ _BETWEEN = 384
 _WORK = 0.008
 """Seconds of work between two meetings, as there are in a step."""
 _MEETINGS = 30
-_BLOCK = 31 << 20
-"""Bytes, just below the largest block that glibc keeps: a step's memory is faulted once, not at each use."""
 
 
 def this_machine(
@@ -41,7 +39,7 @@ def this_machine(
     """Measure products, attention and simple operations of the sizes of a model's micro-batch, of ``tokens``
     a rank. Where there is a process group all of its ranks call, and are measured at the same time; then
     sending is measured too."""
-    torch.empty(_BLOCK, dtype=torch.uint8)  # freed at once, it keeps the heap from giving others back
+    keep_freed_memory()  # as the run does
     dim, width = args.dim, args.ffn_dim // tp
     heads, kv_heads = max(1, args.n_heads // tp), max(1, args.n_kv_heads // tp)
     queries, keys = heads * args.head_dim, kv_heads * args.head_dim

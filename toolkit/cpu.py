@@ -1,0 +1,38 @@
+"""The processors of this machine, and the memory of a process that computes on them. Imports no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+_MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # of glibc's malloc.h
+
+
+def cores() -> int:
+    """Cores that this process may use, which a job or a container can limit."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Say if this CPU has instructions for it; without them bfloat16 is slower than float32."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux: say nothing rather than guess
+        return False
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    return bool(flags & {"amx_bf16", "avx512_bf16"})
+
+
+def keep_freed_memory() -> bool:
+    """Have malloc keep the memory of freed tensors for those to come: glibc gives that of large ones back,
+    and each page that is mapped anew costs a fault.
+
+    False, and nothing is changed, where the environment says what malloc is to do (MALLOC_TRIM_THRESHOLD_ and
+    its like, GLIBC_TUNABLES) or it is not glibc's.
+    """
+    told = any(name.startswith("MALLOC_") and name.endswith("_") for name in os.environ)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if not mallopt or told or "GLIBC_TUNABLES" in os.environ:
+        return False
+    return bool(mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, -1))
