@@ -3,17 +3,16 @@
 torch's own kernel for CPUs computes far below the rate of its matmul, which these products are (`python -m
 benchmarks.attention` times the two). A block's scores, for as many heads as a cache has room for, are made,
 normalised and used before those of the next. What causality hides is computed within a block's own columns
-alone, and a block begins with the first column that its first query sees, of its document and its window.
-Backward has queries, keys
-and values alone kept for it and makes the scores again, as flash attention does (Dao et al. 2022,
-arXiv:2205.14135).
+alone, and a block begins with the first column that its first query sees, of its document and its window;
+short rows go through the products together. Backward has queries, keys and values alone kept for it and makes
+the scores again, as flash attention does (Dao et al. 2022, arXiv:2205.14135).
 
 Scores and weights are rounded to the dtype of the queries, as in transformers' eager attention. Products add
 up in fp32 or fp64, and over blocks so do the gradients of keys and values.
 
-Shapes: B rows, Q queries, S keys, of which the last Q are the queries' own, H heads, K key/value heads,
-G = H / K, E head dim; a block has N queries, M = G·N rows of scores and W keys, of which the last N are the
-queries' own, and some queries see the first L no more.
+Shapes: B rows, R of them at once, Q queries, S keys, of which the last Q are the queries' own, H heads, K
+key/value heads, G = H / K, E head dim; a block has Q queries of N pairs of row and key head, M = G·Q rows of
+scores and W keys, of which the last Q are the queries' own, and some queries see the first L no more.
 """
 
 from __future__ import annotations
@@ -67,12 +66,12 @@ def attend(q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | N
     """softmax(q kᵀ / √E) v, (B, Q, H, E), over the keys from ``starts_BQ`` on, or all, up to each query's."""
     out_BQHE = torch.empty_like(q_BQHE, memory_format=torch.contiguous_format)
     heads = k_BSKE.shape[2]
-    for row in range(len(q_BQHE)):
-        q_KGQE, out_KGQE = (_by_key_head(x[row], heads) for x in (q_BQHE, out_BQHE))
-        k_KES, v_KSE = _transposed(k_BSKE[row]), v_BSKE[row].transpose(0, 1).contiguous()
-        for block in _blocks(q_KGQE, k_KES, None if starts_BQ is None else starts_BQ[row]):
-            weights_KMW = block.weights(block.of_queries(q_KGQE), block.columns(k_KES))
-            block.write(out_KGQE, torch.bmm(weights_KMW, block.rows(v_KSE)))
+    for rows in _rows_at_once(q_BQHE, k_BSKE):
+        q_RKGQE, out_RKGQE = (_by_key_head(x[rows], heads) for x in (q_BQHE, out_BQHE))
+        k_RKES, v_RKSE = _transposed(k_BSKE[rows]), v_BSKE[rows].transpose(1, 2).contiguous()
+        for block in _blocks(q_RKGQE, k_RKES, None if starts_BQ is None else starts_BQ[rows]):
+            weights_NMW = block.weights(block.of_queries(q_RKGQE), block.columns(k_RKES))
+            block.write(out_RKGQE, torch.bmm(weights_NMW, block.rows(v_RKSE)))
     return out_BQHE
 
 
@@ -82,27 +81,26 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values."""
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BQHE, k_BSKE, v_BSKE)]
-    length, heads, head_dim = k_BSKE.shape[1:]
+    heads, head_dim = k_BSKE.shape[2:]
     scale, precise = head_dim**-0.5, torch.promote_types(q_BQHE.dtype, torch.float32)
-    grad_kv_2KES = torch.empty(2, heads, head_dim, length, dtype=precise)
-    grad_k_KES, grad_v_KES = grad_kv_2KES
-    for row in range(len(q_BQHE)):
-        q_KGQE, grad_KGQE, grad_q_KGQE = (_by_key_head(x[row], heads) for x in (q_BQHE, grad_BQHE, grads[0]))
-        k_KES, v_KES = _transposed(k_BSKE[row]), _transposed(v_BSKE[row])
-        k_KSE = k_BSKE[row].transpose(0, 1).contiguous()
-        grad_kv_2KES.zero_()
-        for block in _blocks(q_KGQE, k_KES, None if starts_BQ is None else starts_BQ[row]):
-            q_KME, grad_KME = block.of_queries(q_KGQE), block.of_queries(grad_KGQE)
-            weights_KMW = block.weights(q_KME, block.columns(k_KES))
-            block.columns(grad_v_KES).add_(torch.bmm(grad_KME.mT, weights_KMW))
-            grad_weights_KMW = torch.bmm(grad_KME, block.columns(v_KES))
-            grad_scores_KMW = torch._softmax_backward_data(
-                grad_weights_KMW, weights_KMW, -1, weights_KMW.dtype
+    for rows in _rows_at_once(q_BQHE, k_BSKE):
+        given = (x[rows] for x in (q_BQHE, grad_BQHE, grads[0]))
+        q_RKGQE, grad_RKGQE, grad_q_RKGQE = (_by_key_head(x, heads) for x in given)
+        k_RKES, v_RKES = _transposed(k_BSKE[rows]), _transposed(v_BSKE[rows])
+        k_RKSE = k_BSKE[rows].transpose(1, 2).contiguous()
+        grad_k_RKES, grad_v_RKES = torch.zeros(2, *k_RKES.shape, dtype=precise)
+        for block in _blocks(q_RKGQE, k_RKES, None if starts_BQ is None else starts_BQ[rows]):
+            q_NME, grad_NME = block.of_queries(q_RKGQE), block.of_queries(grad_RKGQE)
+            weights_NMW = block.weights(q_NME, block.columns(k_RKES))
+            block.columns(grad_v_RKES).add_(torch.bmm(grad_NME.mT, weights_NMW))
+            grad_weights_NMW = torch.bmm(grad_NME, block.columns(v_RKES))
+            grad_scores_NMW = torch._softmax_backward_data(
+                grad_weights_NMW, weights_NMW, -1, weights_NMW.dtype
             )
-            block.columns(grad_k_KES).add_(_scaled_product(q_KME.mT, grad_scores_KMW, scale))
-            block.write(grad_q_KGQE, _scaled_product(grad_scores_KMW, block.rows(k_KSE), scale))
-        for grad_BSKE, grad_KES in zip(grads[1:], (grad_k_KES, grad_v_KES), strict=True):
-            grad_BSKE[row].flatten(1).copy_(grad_KES.to(grad_BSKE.dtype).flatten(0, 1).T)
+            block.columns(grad_k_RKES).add_(_scaled_product(q_NME.mT, grad_scores_NMW, scale))
+            block.write(grad_q_RKGQE, _scaled_product(grad_scores_NMW, block.rows(k_RKSE), scale))
+        for grad_BSKE, grad_RKES in zip(grads[1:], (grad_k_RKES, grad_v_RKES), strict=True):
+            grad_BSKE[rows].flatten(2).copy_(grad_RKES.to(grad_BSKE.dtype).flatten(1, 2).mT)
     return grads[0], grads[1], grads[2]
 
 
@@ -130,66 +128,81 @@ attend.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 class _Block(NamedTuple):
-    """Some key heads, some queries of theirs, the keys that these see, and which of the last and of the first
-    are hidden from which query, if any of the first is."""
+    """Some key heads of some rows, some queries of theirs, the keys that these see, and what is added to the
+    scores of the last keys, and of the first where any is hidden: −∞ where a query must not see a key."""
 
     heads: slice
     queries: slice
     keys: slice
-    later_NN: Tensor
-    earlier_NL: Tensor | None
+    later_QQ: Tensor
+    earlier_R11QL: Tensor | None
 
-    def of_queries(self, x_KGQE: Tensor) -> Tensor:
-        """The queries' part as rows of a product, (K, M, E)."""
-        return x_KGQE[self.heads, :, self.queries].flatten(1, 2)
+    def of_queries(self, x_RKGQE: Tensor) -> Tensor:
+        """The queries' part as rows of a product, (N, M, E)."""
+        return x_RKGQE[:, self.heads, :, self.queries].flatten(2, 3).flatten(0, 1)
 
-    def rows(self, x_KSE: Tensor) -> Tensor:
-        """The keys' part, (K, W, E), a view."""
-        return x_KSE[self.heads, self.keys]
+    def rows(self, x_RKSE: Tensor) -> Tensor:
+        """The keys' part, (N, W, E), a view."""
+        return x_RKSE[:, self.heads, self.keys].flatten(0, 1)
 
-    def columns(self, x_KES: Tensor) -> Tensor:
-        """The keys' part, (K, E, W), a view."""
-        return x_KES[self.heads, :, self.keys]
+    def columns(self, x_RKES: Tensor) -> Tensor:
+        """The keys' part, (N, E, W), a view."""
+        return x_RKES[:, self.heads, :, self.keys].flatten(0, 1)
 
-    def write(self, whole_KGQE: Tensor, part_KME: Tensor) -> None:
+    def write(self, whole_RKGQE: Tensor, part_NME: Tensor) -> None:
         """Put the queries' part into the whole."""
-        part = whole_KGQE[self.heads, :, self.queries]
-        part.copy_(part_KME.view(part.shape))
+        part = whole_RKGQE[:, self.heads, :, self.queries]
+        part.copy_(part_NME.view(part.shape))
 
-    def weights(self, q_KME: Tensor, k_KEW: Tensor) -> Tensor:
-        """The softmax (K, M, W) of the scores, zero for what is hidden."""
-        scores_KMW = _scaled_product(q_KME, k_KEW, q_KME.shape[-1] ** -0.5)
-        scores_KGNW = scores_KMW.unflatten(1, (-1, len(self.later_NN)))
-        scores_KGNW[..., -len(self.later_NN) :].masked_fill_(self.later_NN, float("-inf"))
-        if self.earlier_NL is not None:
-            scores_KGNW[..., : self.earlier_NL.shape[1]].masked_fill_(self.earlier_NL, float("-inf"))
-        return torch.softmax(scores_KMW, dim=-1)
+    def weights(self, q_NME: Tensor, k_NEW: Tensor) -> Tensor:
+        """The softmax (N, M, W) of the scores, zero for what is hidden."""
+        scores_NMW = _scaled_product(q_NME, k_NEW, q_NME.shape[-1] ** -0.5)
+        scores_NGQW = scores_NMW.unflatten(1, (-1, len(self.later_QQ)))
+        scores_NGQW[..., -len(self.later_QQ) :].add_(self.later_QQ)
+        if self.earlier_R11QL is not None:
+            of_first = scores_NGQW[..., : self.earlier_R11QL.shape[-1]]
+            of_first.unflatten(0, (len(self.earlier_R11QL), -1)).add_(self.earlier_R11QL)
+        return torch.softmax(scores_NMW, dim=-1)
 
 
-def _blocks(q_KGQE: Tensor, k_KES: Tensor, starts_Q: Tensor | None) -> Iterator[_Block]:
-    """The blocks of one row, whose queries are the last of its keys."""
-    heads, group, queries, _ = q_KGQE.shape
-    first, size = k_KES.shape[2] - queries, q_KGQE.itemsize
-    for begin in range(0, queries, _QUERY_BYTES // size):
-        end = min(begin + _QUERY_BYTES // size, queries)
-        keys = slice(0 if starts_Q is None else int(starts_Q[begin]), first + end)
-        own_N = torch.arange(first + begin, first + end)[:, None]
-        later_NN, earlier_NL = own_N < own_N.T, None
-        if starts_Q is not None and int(starts_Q[end - 1]) > keys.start:
-            earlier_NL = torch.arange(keys.start, int(starts_Q[end - 1])) < starts_Q[begin:end, None]
-        at_once = max(1, _SCORE_BYTES // (size * group * (end - begin) * (keys.stop - keys.start)))
+def _rows_at_once(q_BQHE: Tensor, k_BSKE: Tensor) -> Iterator[slice]:
+    """Rows whose scores, of a block of queries and all heads, are few enough to be there at once, or one."""
+    rows, queries, heads, _ = q_BQHE.shape
+    size = heads * min(queries, _QUERY_BYTES // q_BQHE.itemsize) * k_BSKE.shape[1] * q_BQHE.itemsize
+    step = max(1, _SCORE_BYTES // size)
+    return (slice(first, first + step) for first in range(0, rows, step))
+
+
+def _blocks(q_RKGQE: Tensor, k_RKES: Tensor, starts_RQ: Tensor | None) -> Iterator[_Block]:
+    """The blocks of some rows, whose queries are the last of their keys."""
+    rows, heads, group, queries, _ = q_RKGQE.shape
+    first, size, hidden = k_RKES.shape[-1] - queries, q_RKGQE.itemsize, float("-inf")
+    of_block = min(queries, _QUERY_BYTES // size)
+    later_QQ = q_RKGQE.new_full((of_block, of_block), hidden).triu_(1)
+    for begin in range(0, queries, of_block):
+        end, start, earlier_R11QL = min(begin + of_block, queries), 0, None
+        if starts_RQ is not None:
+            start, last = int(starts_RQ[:, begin].min()), int(starts_RQ[:, end - 1].max())
+            if last > start:
+                earlier = torch.arange(start, last) < starts_RQ[:, None, None, begin:end, None]
+                earlier_R11QL = q_RKGQE.new_zeros(earlier.shape).masked_fill_(earlier, hidden)
+        keys, own_QQ = slice(start, first + end), later_QQ[: end - begin, : end - begin]
+        at_once = max(1, _SCORE_BYTES // (size * rows * group * (end - begin) * (keys.stop - start)))
         for head in range(0, heads, at_once):
-            yield _Block(slice(head, head + at_once), slice(begin, end), keys, later_NN, earlier_NL)
+            yield _Block(slice(head, head + at_once), slice(begin, end), keys, own_QQ, earlier_R11QL)
 
 
-def _by_key_head(x_QHE: Tensor, heads: int) -> Tensor:
-    """The view (K, G, Q, E)."""
-    return x_QHE.unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
+def _by_key_head(x_RQHE: Tensor, heads: int) -> Tensor:
+    """The view (R, K, G, Q, E)."""
+    return x_RQHE.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
 
 
-def _transposed(x_SKE: Tensor) -> Tensor:
-    """A copy (K, E, S), of two dimensions when it is made, for which torch has a fast path."""
-    return x_SKE.flatten(1).T.contiguous().unflatten(0, x_SKE.shape[1:])
+def _transposed(x_RSKE: Tensor) -> Tensor:
+    """A copy (R, K, E, S), each row of two dimensions when it is made, for which torch has a fast path."""
+    out_RKES = x_RSKE.new_empty(*(x_RSKE.shape[dim] for dim in (0, 2, 3, 1)))
+    for out_KES, x_SKE in zip(out_RKES, x_RSKE, strict=True):
+        out_KES.flatten(0, 1).copy_(x_SKE.flatten(1).T)
+    return out_RKES
 
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention import AttentionBackend, AttentionMask, attention_backend
 from toolkit.models.common.lm_head import OutputHead, output_head
+from toolkit.models.common.rms_norm import RMSNorm
 from toolkit.models.common.rope import rope_rotations, rotate
 
 
@@ -34,7 +35,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(index): TransformerBlock(args, self.attention) for index in range(args.n_layers)}
         )
-        self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(args.dim, eps=args.norm_eps)
         self.output: OutputHead | None = output_head(args, loss_chunk_tokens)
 
     def forward(
@@ -74,9 +75,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, args: ModelArgs, attention: AttentionBackend):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.attention = Attention(args, attention)
-        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args.dim, args.ffn_dim)
 
     def forward(self, h_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor:
@@ -95,8 +96,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
-        self.q_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
-        self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.q_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.k_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
         # Attends in the back end's place, with it: called with this module and the back end's arguments.
         self.adapter: nn.Module | None = None
 

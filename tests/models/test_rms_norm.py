@@ -1,0 +1,96 @@
+"""RMSNorm in pieces beside torch's own."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from toolkit.models.common import rms_norm
+
+EPS = 1e-5
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, nn.Parameter, Tensor]:
+    """x, its weight and the gradient of the result."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    weight = torch.rand(shape[-1], generator=generator, dtype=torch.float64).to(dtype)
+    return x.requires_grad_(), nn.Parameter(weight), grad
+
+
+def with_gradients(norm: nn.RMSNorm, x: Tensor, weight: nn.Parameter, grad: Tensor) -> list[Tensor]:
+    norm.weight = weight
+    out = norm(x)
+    return [out.detach(), *torch.autograd.grad(out, [x, weight], grad)]
+
+
+@pytest.mark.parametrize("shape", [(3, 700, 48), (2, 300, 4, 16), (40_000, 1)])
+def test_pieces_are_what_torch_computes(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rms_norm, "_PIECE", 1 << 10)  # the last piece is shorter than others
+    given = inputs(*shape)
+    calls, normal = [], rms_norm._normal
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return normal(*arguments)
+
+    monkeypatch.setattr(rms_norm, "_normal", counted)
+    found = with_gradients(rms_norm.RMSNorm(shape[-1], eps=EPS), *given)
+    assert len(calls) > 2, "not in pieces"
+    expected = with_gradients(nn.RMSNorm(shape[-1], eps=EPS), *given)
+    for mine, torchs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_pieces_round_no_more_than_torch(dtype: torch.dtype) -> None:
+    given = inputs(600, 96, dtype=dtype)
+    x, weight, grad = (tensor.detach().double() for tensor in given)
+    truth = with_gradients(nn.RMSNorm(96, eps=EPS), x.requires_grad_(), nn.Parameter(weight), grad)
+    distances = [
+        [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
+        for found in (with_gradients(norm(96, eps=EPS), *given) for norm in (rms_norm.RMSNorm, nn.RMSNorm))
+    ]
+    # Both compute in fp32 and round the results once: sums in another order are all that differs.
+    assert all(mine <= 1.05 * torchs + 1e-7 for mine, torchs in zip(*distances, strict=True)), distances
+
+
+def test_a_transposed_input_is_read_as_it_lies() -> None:
+    x, weight, grad = inputs(500, 3, 64)
+    turned = x.detach().transpose(0, 1).requires_grad_()
+    found = with_gradients(rms_norm.RMSNorm(64, eps=EPS), turned, weight, grad.transpose(0, 1))
+    expected = with_gradients(nn.RMSNorm(64, eps=EPS), x, weight, grad)
+    for mine, torchs in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(mine, torchs.transpose(0, 1), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-11, atol=1e-11)
+
+
+def test_the_input_alone_is_kept_for_backward() -> None:
+    x, weight, _ = inputs(600, 96, dtype=torch.bfloat16)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        rms_norm.RMSNorm(96, eps=EPS)(x)  # a weight of its own, in fp32
+    assert [tensor.data_ptr() for tensor in kept if tensor.numel() == x.numel()] == [x.data_ptr()]
+
+
+def test_few_numbers_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rms_norm, "rms_norm", None)
+    x, weight, _ = inputs(8, 96)
+    norm = rms_norm.RMSNorm(96, eps=EPS)
+    norm.weight = weight
+    assert torch.equal(norm(x), F.rms_norm(x, (96,), weight, EPS))
+
+
+def test_the_compiler_gets_operators_that_it_can_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rms_norm, "rms_norm", None)
+    given = inputs(600, 96)
+    compiled = torch.compile(rms_norm.RMSNorm(96, eps=EPS).double(), backend="aot_eager", fullgraph=True)
+    expected = F.rms_norm(given[0], (96,), torch.ones(96, dtype=torch.float64), EPS)
+    torch.testing.assert_close(compiled(given[0]), expected, rtol=1e-12, atol=1e-12)
