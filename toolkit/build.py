@@ -17,6 +17,7 @@ from toolkit.config.training import Loss
 from toolkit.distributed.process_group import DTYPES, native_dtype
 from toolkit.models.common.args import ModelArgs, is_classifier_head
 from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.rms_norm import RMSNorm
 from toolkit.models.from_config import attention_named
 from toolkit.models.registry import spec
 from toolkit.parallel.dims import takes_ring
@@ -90,6 +91,9 @@ def build_model(
                 attention=attention_named(config, device.type),
                 loss_chunk_tokens=config.training.loss_chunk_tokens,
             )
+        for module in model.modules():
+            if isinstance(module, RMSNorm):
+                module.in_pieces = config.model.norm == "auto"
         if modules:
             from toolkit.parallel.pipeline_parallel import cut
 

@@ -258,14 +258,28 @@ def test_rates_of_this_computer(tmp_path: Path) -> None:
     assert 0 < found.optimizer < found.seconds < 60
 
 
-NEAR = [layout for layout in LAYOUTS if layout.mfu and "torchtitan" not in layout.source]
+NEAR = [layout for layout in LAYOUTS if layout.mfu and "torchtitan" not in layout.source][:-1]
+KEEPING_ALL = LAYOUTS[:6:2]
+"""The Llama 3 paper's, which fit its GPUs here where operators are checkpointed alone: the rows after each."""
 
 
-@pytest.mark.parametrize("layout", NEAR[:-1], ids=lambda it: f"{it.name}, {it.ranks}")
-def test_published_layouts_are_near(layout: Layout) -> None:
+def _times_published(layout: Layout) -> float:
     ours = forecast(layout)
     assert layout.mfu
-    assert (ours.mfu_causal if layout.causal else ours.mfu) == pytest.approx(layout.mfu, rel=0.15)
+    return (ours.mfu_causal if layout.causal else ours.mfu) / layout.mfu
+
+
+@pytest.mark.parametrize(
+    "layout", [it for it in NEAR if it not in KEEPING_ALL], ids=lambda it: f"{it.name}, {it.ranks}"
+)
+def test_published_layouts_are_near(layout: Layout) -> None:
+    assert _times_published(layout) == pytest.approx(1, rel=0.1)
+
+
+@pytest.mark.parametrize("layout", KEEPING_ALL, ids=lambda it: f"{it.name}, {it.ranks}")
+def test_layouts_that_compute_nothing_again_are_faster(layout: Layout) -> None:
+    checkpointed = LAYOUTS[LAYOUTS.index(layout) + 1]
+    assert 1.05 < _times_published(layout) / _times_published(checkpointed) < 1.2
 
 
 PLAN = """

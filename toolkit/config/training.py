@@ -98,6 +98,8 @@ class Model(Table):
     """Attention back end. auto takes what the flavor names (8B_flex), else what is best for the device."""
     matmul: Literal["auto", "torch", "onednn"] = "auto"
     """Library of fp32 products on CPUs. auto: oneDNN where MKL has no AVX-512 (AMD), else torch's choice."""
+    norm: Literal["auto", "torch"] = "auto"
+    """RMSNorm. auto: on CPUs a piece of the tokens at a time, within a cache; torch: by torch's operators."""
 
     def overrides(self) -> dict[str, Any]:
         """Return the keys that change a preset's shape, None where the preset's value stays."""

@@ -24,11 +24,18 @@ _FUNCTIONS_OF_PARAMETERS = tuple(map(int, torch.__version__.split(".")[:2])) >= 
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm of the last dimension. torch.compile fuses its operators by itself."""
+    """torch's RMSNorm of the last dimension, of which torch.compile fuses the operators by itself.
+
+    Attributes:
+        in_pieces: whether a CPU computes a piece at a time.
+    """
+
+    in_pieces = True
 
     def forward(self, x: Tensor) -> Tensor:
         if (
-            x.device.type == "cpu"
+            self.in_pieces
+            and x.device.type == "cpu"
             and x.numel() >= _FEWEST
             and _FUNCTIONS_OF_PARAMETERS
             and not torch.compiler.is_compiling()
