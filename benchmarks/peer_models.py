@@ -9,7 +9,6 @@ Where a case is compiled, it is the blocks of both, and the loss here.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -129,28 +128,17 @@ def ours(case: Case, config: Config | None = None) -> Step:
     initialize(parts.named_parameters(), SEED, lambda name: _rule(name, case.args))
     optimizer = build_optimizer(parts.named_parameters(), config)
     train_step = TrainStep(parts, optimizer, max_norm=MAX_NORM, device=device)
+    keep_freed_memory()  # as the trainer does
 
     def step(tokens: Tensor, labels: Tensor) -> tuple[float, float]:
         batch = {"tokens": tokens, "labels": labels, "positions": None, "documents": None}
-        # As the trainer has both, but for this step alone: the peer is in the same process.
-        kept = keep_freed_memory()
         library = multiply_by_onednn() if case.dtype == "float32" and mkl_is_slow() else None
         result = train_step([batch], learning_rate=LEARNING_RATE)
         if library:
             library._destroy()
-        if kept:
-            map_large_blocks()
         return result.loss, result.grad_norm
 
     return step
-
-
-def map_large_blocks() -> None:
-    """Have malloc map blocks above 32 MiB anew, as it comes to do by itself; what was freed before stays,
-    which spares the peer some faults that it has alone."""
-    mmap_threshold, mmap_max, trim_threshold = -3, -4, -1
-    mallopt = ctypes.CDLL(None).mallopt
-    assert mallopt(mmap_threshold, 32 << 20) and mallopt(mmap_max, 1 << 16) and mallopt(trim_threshold, -1)
 
 
 def _rule(name: str, args: ModelArgs) -> Init:

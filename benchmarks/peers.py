@@ -3,16 +3,18 @@
     python -m benchmarks.peers --part pretrain|lora|packing [--steps 7] [--shapes 125M] [--dtypes bfloat16]
                                [--results benchmarks/results] [--write-docs]
 
-Both sides of a comparison live in the same processes, take the same tokens and weights
-(benchmarks/peer_models.py) and step in turns, so that whatever else the machine does hits both; the first two
-steps are not timed. A comparison whose losses are not the same at every step is refused.
+Each side of a comparison has processes of its own, so that neither has memory or caches warm that the other
+left; both take the same tokens and weights (benchmarks/peer_models.py) and step in turns, one waiting while
+the other steps, so that whatever else the machine does hits both; the first two steps are not timed. A
+comparison whose losses are not the same at every step is refused.
 
-The matmul ceiling is what the same processes reach in products of 2048 x 2048 at the same time, before the
-steps or after them, whichever is more. Memory is measured in processes of its own for each side: after two
+The matmul ceiling is what the processes of either side reach in products of 2048 x 2048 at the same time,
+before the steps or after them, whichever is most. Ours keeps freed memory, as its trainer does; the peer's
+malloc is as glibc has it. Memory is measured in other processes: after two
 steps, which make the optimizer's state, the peak of resident memory (VmHWM) is reset, and it is that of two
 more steps, less what the process held before it made the model: what was imported. It is that of the rank
 that has most. There malloc gives freed blocks of a MiB and more back at once, else holes in the heap hide
-what is held. Ours keeps freed memory while it is timed, as its trainer does, and leaves it to the peer.
+what is held.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -83,32 +87,71 @@ def cases(part: str, shapes: Sequence[str], dtypes: Sequence[str]) -> list[Case]
 # In the ranks
 
 
-def time_both(case: Case, steps: int) -> Result:
-    """Seconds of each step, losses of each, and the GFLOP/s of matmuls, of the world of this rank."""
+def time_side(case: Case, side: str, steps: int, turns: Turns) -> Result:
+    """Seconds and losses of each step of a side, where a step's time goes, and the GFLOP/s of its matmuls."""
     torch.set_num_threads(case.threads)
-    made = {name: make(case) for name, make in SIDES.items()}
+    with turns.mine():
+        ceilings = [matmul_rate(DTYPES[case.dtype])]
+        step = SIDES[side](case)
+    seconds, losses = [], []
     *given, last = peer_models.batches(case, WARM_UP + steps + 1)
-    result = time_in_turns(made, given, case.dtype)
-    return result | {"split": {name: peer_split.split(partial(step, *last)) for name, step in made.items()}}
+    for number, batch in enumerate(given):
+        with turns.mine():
+            took, loss = time_step(step, batch)
+        losses.append(loss)
+        if number >= WARM_UP:
+            seconds.append(took)
+    with turns.mine():
+        ceilings.append(matmul_rate(DTYPES[case.dtype]))
+        split = peer_split.split(partial(step, *last))
+    return {"seconds": seconds, "losses": losses, "ceiling": max(ceilings), "split": split}
+
+
+def time_step(step: Callable[..., tuple[float, float]], batch: Sequence[Any]) -> tuple[float, float]:
+    """Seconds that all ranks of this world take for a step, and its loss."""
+    dist.barrier()
+    started = time.perf_counter()
+    loss, _ = step(*batch)
+    dist.barrier()
+    return time.perf_counter() - started, loss
+
+
+class Turns:
+    """Turns of the worlds of two sides, whose ranks read whose turn it is in a file that they share.
+
+    A turn that comes is waited for in sleep, so that what the other side measures has the cores.
+    """
+
+    def __init__(self, file: Path, number: int):
+        self.file, self.number = file, number
+
+    @contextmanager
+    def mine(self) -> Iterator[None]:
+        """Wait for this side's turn, and hand it to the other at the end."""
+        while self.file.read_text() != str(self.number):
+            time.sleep(0.005)
+        dist.barrier()
+        yield
+        dist.barrier()
+        if dist.get_rank() == 0:
+            self.file.write_text(str(1 - self.number))
+        dist.barrier()
 
 
 def time_in_turns(
     made: dict[str, Callable[..., tuple[float, float]]], given: Sequence[Any], dtype: str
 ) -> Result:
-    """Steps of all sides in turns, the first one of a turn last in the next."""
+    """Steps of all in the same processes, in turns, the first one of a turn last in the next."""
     seconds: dict[str, list[float]] = {name: [] for name in made}
     losses: dict[str, list[float]] = {name: [] for name in made}
     ceilings = [matmul_rate(DTYPES[dtype])]
     order = list(made)
     for number, batch in enumerate(given):
         for name in order:
-            dist.barrier()
-            started = time.perf_counter()
-            loss, _ = made[name](*batch)
-            dist.barrier()
-            if number >= WARM_UP:
-                seconds[name].append(time.perf_counter() - started)
+            took, loss = time_step(made[name], batch)
             losses[name].append(loss)
+            if number >= WARM_UP:
+                seconds[name].append(took)
         order.reverse()
     ceilings.append(matmul_rate(DTYPES[dtype]))
     return {"seconds": seconds, "losses": losses, "ceiling": max(ceilings)}
@@ -167,7 +210,25 @@ def compare(case: Case, steps: int) -> Result:
     Raises:
         NotComparable: the two sides have other losses.
     """
-    [result, *_] = run_world(time_both, case.ranks, case, steps, timeout=LIMIT_SECONDS)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as worlds:
+        turn = Path(folder, "turn")
+        turn.write_text("0")
+        timed = {
+            side: worlds.submit(
+                run_world,
+                time_side,
+                case.ranks,
+                case,
+                side,
+                steps,
+                Turns(turn, number),
+                timeout=LIMIT_SECONDS,
+            )
+            for number, side in enumerate(SIDES)
+        }
+        found = {side: future.result()[0] for side, future in timed.items()}
+    result = {key: {side: found[side][key] for side in SIDES} for key in ("seconds", "losses", "split")}
+    result["ceiling"] = max(found[side]["ceiling"] for side in SIDES)
     refuse_other_losses(case, result["losses"])
     memory = {side: max(run_world(size_one, case.ranks, case, side, timeout=LIMIT_SECONDS)) for side in SIDES}
     return {"case": asdict(case), "memory": memory, **result}
