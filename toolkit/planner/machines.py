@@ -21,6 +21,7 @@ class Machine:
         peak: FLOP/s by dtype, such as "bfloat16"; one that is not there it does not multiply.
         matmul, matmul_float8, attention: parts of the peak that are reached.
         bandwidth: bytes a second that simple operations read and write.
+        norm_bandwidth: that of RMSNorm where it is one operation; 0 is the same.
         node: ranks that ``link`` joins; ``network`` joins the others.
         link, network: bytes a second that one rank sends.
         link_latency, network_latency: seconds of a hop.
@@ -48,6 +49,7 @@ class Machine:
     overlaps: bool = True
     matmul_float8: float = 0.0
     update_bandwidth: float = 0.0
+    norm_bandwidth: float = 0.0
     sharing: float = 1.0
     gloo: bool = False
 

@@ -113,7 +113,7 @@ class Operations(Allocations):
         kind, flops = _flops(function, name, args, kwargs or {}, result)
         size = 2.0 * sum(map(_bytes, outputs)) if name == "embedding" else sum(map(_bytes, inputs + outputs))
         self._at(where).operations[kind, flops, float(size)] += 1
-        if kind != "other":
+        if kind in ("matmul", "attention"):
             self._end_chain()
         else:
             if self._chain is None or self._chain[0] != where:
@@ -257,5 +257,5 @@ def _flops(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> tup
         return "attention", (10 if backward else 4) * batch * heads * width * seen
     count = flop_registry.get(function.overloadpacket)
     if count is None:
-        return "other", 0.0
+        return "norm" if name.startswith("rms_norm") else "other", 0.0
     return "matmul", float(count(*args, **kwargs, out_val=result))

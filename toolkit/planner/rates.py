@@ -56,14 +56,15 @@ class Rates:
         products = simple = 0.0
         launches = 0
         for it in work.operations:
-            if it.kind != "other":
+            if it.kind in reached:
                 products += it.count * max(it.flops / reached[it.kind], it.bytes / machine.bandwidth)
                 if float8 and it.kind == "matmul":  # reads each factor twice, writes it once
                     simple += it.count * _CASTS * it.bytes / machine.bandwidth
             elif fused:
                 continue
             else:
-                simple += it.count * it.bytes / machine.bandwidth
+                norm = it.kind == "norm" and machine.norm_bandwidth
+                simple += it.count * it.bytes / (norm or machine.bandwidth)
             launches += it.count
         if fused:
             simple += sum(work.fused) / machine.bandwidth

@@ -16,6 +16,7 @@ from toolkit.cpu import cores, keep_freed_memory
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention import attention_backend
 from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.rms_norm import rms_norm
 from toolkit.planner.machines import Machine
 
 _WINDOWS = 3
@@ -36,9 +37,9 @@ _MEETINGS = 30
 def this_machine(
     args: ModelArgs, *, tokens: int, seq_len: int, dtype: torch.dtype, attention: str, tp: int = 1
 ) -> Machine:
-    """Measure products, attention and simple operations of the sizes of a model's micro-batch, of ``tokens``
-    a rank. Where there is a process group all of its ranks call, and are measured at the same time; then
-    sending is measured too."""
+    """Measure products, attention, norms and simple operations of the sizes of a model's micro-batch, of
+    ``tokens`` a rank. Where there is a process group all of its ranks call, and are measured at the same
+    time; then sending is measured too."""
     keep_freed_memory()  # as the run does
     dim, width = args.dim, args.ffn_dim // tp
     heads, kv_heads = max(1, args.n_heads // tp), max(1, args.n_kv_heads // tp)
@@ -84,6 +85,16 @@ def this_machine(
             each.view(tokens, -1, 2 if width % _HEAD else _HEAD).transpose(0, 1).contiguous()
 
     moved = 7 * _MANY * y.nbytes / _seconds(simple)
+    weight = torch.ones(dim, dtype=dtype, requires_grad=True)
+    hidden = [torch.randn(tokens, dim, dtype=dtype, requires_grad=True) for _ in range(_MANY)]
+    gradient = torch.ones(tokens, dim, dtype=dtype)
+
+    def norms() -> None:
+        for each in hidden:
+            rms_norm(each, weight, args.norm_eps).backward(gradient)
+            each.grad = None
+
+    normed = 5 * _MANY * gradient.nbytes / _seconds(norms)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     link, latency = _sending() if ranks > 1 else (1e12, 0.0)
     name = str(dtype).removeprefix("torch.")
@@ -103,6 +114,7 @@ def this_machine(
         asynchronous=False,
         overlaps=False,
         update_bandwidth=_parameters(dtype),
+        norm_bandwidth=normed,
         sharing=max(1.0, ranks * torch.get_num_threads() / cores()),
         gloo=True,
     )
