@@ -5,8 +5,9 @@
 
 Each side of a comparison has processes of its own, so that neither has memory or caches warm that the other
 left; both take the same tokens and weights (benchmarks/peer_models.py) and step in turns, one waiting while
-the other steps, so that whatever else the machine does hits both; the first two steps are not timed. A
-comparison whose losses are not the same at every step is refused.
+the other steps, so that whatever else the machine does hits both. A turn is two steps: the first has the
+caches that the other side left, and is not timed, nor is the first turn. A comparison whose losses are not the
+same at every step is refused.
 
 The matmul ceiling is what the processes of either side reach in products of 2048 x 2048 at the same time,
 before the steps or after them, whichever is most. Ours keeps freed memory, as its trainer does; the peer's
@@ -94,12 +95,12 @@ def time_side(case: Case, side: str, steps: int, turns: Turns) -> Result:
         ceilings = [matmul_rate(DTYPES[case.dtype])]
         step = SIDES[side](case)
     seconds, losses = [], []
-    *given, last = peer_models.batches(case, WARM_UP + steps + 1)
-    for number, batch in enumerate(given):
+    *given, last = peer_models.batches(case, 2 * (steps + 1) + 1)
+    for number, pair in enumerate(zip(given[::2], given[1::2], strict=True)):
         with turns.mine():
-            took, loss = time_step(step, batch)
-        losses.append(loss)
-        if number >= WARM_UP:
+            (_, first), (took, second) = (time_step(step, batch) for batch in pair)
+        losses += [first, second]
+        if number:
             seconds.append(took)
     with turns.mine():
         ceilings.append(matmul_rate(DTYPES[case.dtype]))

@@ -7,7 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.helpers import run_world
+from tests.training import small_config
+from toolkit.build import build_model
 from toolkit.models.common import rms_norm
+from toolkit.models.from_config import model_args
+from toolkit.parallel.mesh import build_mesh
 
 EPS = 1e-5
 
@@ -94,3 +99,15 @@ def test_the_compiler_gets_operators_that_it_can_fuse(monkeypatch: pytest.Monkey
     compiled = torch.compile(rms_norm.RMSNorm(96, eps=EPS).double(), backend="aot_eager", fullgraph=True)
     expected = F.rms_norm(given[0], (96,), torch.ones(96, dtype=torch.float64), EPS)
     torch.testing.assert_close(compiled(given[0]), expected, rtol=1e-12, atol=1e-12)
+
+
+def _in_pieces(norm: str) -> set[bool]:
+    config, cpu = small_config("unused", model={"norm": norm}), torch.device("cpu")
+    args, mesh = model_args(config, tokenizer_vocab=96), build_mesh(cpu, dp_shard=1)
+    [model] = build_model(config, args, mesh, cpu, param_dtype=torch.float32, seed=0, storage=False).models
+    return {module.in_pieces for module in model.modules() if isinstance(module, rms_norm.RMSNorm)}
+
+
+@pytest.mark.parametrize("norm", ["auto", "torch"])
+def test_the_option_turns_pieces_off(norm: str) -> None:
+    assert run_world(_in_pieces, 1, norm) == [{norm == "auto"}]

@@ -73,6 +73,7 @@ ACTS = {
     "model.tie_embeddings",
     "model.attention",
     "model.matmul",
+    "model.norm",
     "model.add_bos_token",
     "model.additional_special_tokens",
     "optimizer.name",

@@ -14,12 +14,12 @@ from tests.preflight import (
     bad_attention,
     bad_chat,
     bad_classification,
+    bad_cpu_kernels,
     bad_data,
     bad_finetune,
     bad_float8,
     bad_fsdp,
     bad_health,
-    bad_matmul,
     bad_memory,
     bad_metrics,
     bad_mixture,
@@ -355,7 +355,7 @@ PARTS = (
     bad_health,
     bad_metrics,
     bad_attention,
-    bad_matmul,
+    bad_cpu_kernels,
     bad_weights,
 )
 BAD = [*OPTIONS, *MODEL, *MESH, *FILES, *CHECKPOINT, *(case for part in PARTS for case in part.CASES)]
@@ -495,6 +495,8 @@ def test_what_cannot_be_used_ends_in_3(flag: str, error: type[Exception], folder
         (["--parallelism.fsdp_sync_each_batch=false"], 2, CPU, "a step is one micro-batch"),
         (["--model.matmul=torch"], 1, V100, "matmul changes nothing: GPUs"),
         (["--model.matmul=onednn", "--training.mixed_precision_param=bfloat16"], 1, CPU, "of bfloat16"),
+        (["--model.norm=torch"], 1, V100, "norm changes nothing: GPUs"),
+        (["--model.norm=torch", "--compile.enable"], 1, CPU, "norm changes nothing: the compiler"),
         (["--parallelism.fsdp_shared_memory=false"], 1, CPU, "fsdp_shared_memory: changes nothing"),
         (
             ["--parallelism.fsdp_shared_memory=false", "--parallelism.fsdp_reshard_after_forward=2"],

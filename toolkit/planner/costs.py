@@ -151,7 +151,7 @@ def _alike(config: Config, args: ModelArgs, *, tp: int, cp: int, rows: int, chec
         option = "op" if checkpointed and checkpointing.by_operator else "1"
     return config.model_copy(
         update={
-            "model": Model(attention="sdpa"),
+            "model": Model(attention="sdpa", norm=config.model.norm),
             "training": config.training.model_copy(
                 update={"local_batch_size": rows, "global_batch_size": rows, "steps": 1}
             ),

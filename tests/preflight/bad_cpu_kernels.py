@@ -1,4 +1,4 @@
-"""Runs that break the rules of ``rules.matmul``."""
+"""Runs that break the rules of ``rules.cpu_kernels``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about the library that multiplies matrices."""
+"""Rules about the libraries and operators that compute on CPUs."""
 
 from __future__ import annotations
 
@@ -23,4 +23,16 @@ def matmul_notes(run: PlannedRun) -> list[str]:
         return ["model.matmul changes nothing: GPUs multiply by cuBLAS"]
     if run.precision != "float32":
         return [f"model.matmul changes nothing: products are of {run.precision}, which torch gives to oneDNN"]
+    return []
+
+
+@note
+def norm_notes(run: PlannedRun) -> list[str]:
+    """Tell where torch's norms are taken in any case."""
+    if run.config.model.norm == "auto":
+        return []
+    if run.hardware.device != "cpu":
+        return ["model.norm changes nothing: GPUs have a kernel for it, which is torch's"]
+    if run.config.compile.blocks:
+        return ["model.norm changes nothing: the compiler fuses torch's operators"]
     return []
