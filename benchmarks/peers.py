@@ -6,8 +6,8 @@
 Each side of a comparison has processes of its own, so that neither has memory or caches warm that the other
 left; both take the same tokens and weights (benchmarks/peer_models.py) and step in turns, one waiting while
 the other steps, so that whatever else the machine does hits both. A turn is two steps: the first has the
-caches that the other side left, and is not timed, nor is the first turn. A comparison whose losses are not the
-same at every step is refused.
+caches that the other side left, and is not timed, nor is the first turn. A comparison whose losses are not
+the same at every step is refused.
 
 The matmul ceiling is what the processes of either side reach in products of 2048 x 2048 at the same time,
 before the steps or after them, whichever is most. Ours keeps freed memory, as its trainer does; the peer's
