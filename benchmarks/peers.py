@@ -214,18 +214,9 @@ def compare(case: Case, steps: int) -> Result:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as worlds:
         turn = Path(folder, "turn")
         turn.write_text("0")
+        run = partial(run_world, time_side, case.ranks, case, timeout=LIMIT_SECONDS)
         timed = {
-            side: worlds.submit(
-                run_world,
-                time_side,
-                case.ranks,
-                case,
-                side,
-                steps,
-                Turns(turn, number),
-                timeout=LIMIT_SECONDS,
-            )
-            for number, side in enumerate(SIDES)
+            side: worlds.submit(run, side, steps, Turns(turn, number)) for number, side in enumerate(SIDES)
         }
         found = {side: future.result()[0] for side, future in timed.items()}
     result = {key: {side: found[side][key] for side in SIDES} for key in ("seconds", "losses", "split")}

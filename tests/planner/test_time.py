@@ -253,13 +253,27 @@ def test_kinds_of_gpus() -> None:
 def test_rates_of_this_computer(tmp_path: Path) -> None:
     config, args = planned(tmp_path, training={"seq_len": 64})
     here = this_machine(args, tokens=128, seq_len=64, dtype=torch.float32, attention="blockwise")
-    assert min(here.peak["float32"], here.bandwidth, here.update_bandwidth, here.attention, here.launch) > 0
+    assert (
+        min(
+            here.peak["float32"],
+            here.bandwidth,
+            here.update_bandwidth,
+            here.attention,
+            here.launch,
+            here.norm_bandwidth,
+        )
+        > 0
+    )
     found = step_time(config, args, ParallelDims(1, 1, 1, 1, 1), here, param_dtype=torch.float32)
     assert 0 < found.optimizer < found.seconds < 60
+    slow = replace(here, norm_bandwidth=here.norm_bandwidth / 100)
+    slower = step_time(config, args, ParallelDims(1, 1, 1, 1, 1), slow, param_dtype=torch.float32)
+    assert slower.compute > 1.5 * found.compute
 
 
 NEAR = [layout for layout in LAYOUTS if layout.mfu and "torchtitan" not in layout.source][:-1]
 KEEPING_ALL = LAYOUTS[:6:2]
+BOUNDS = [1.2, 1.2, 1.15]
 """The Llama 3 paper's: they fit its GPUs here where operators are checkpointed alone, as in the next rows."""
 
 
@@ -276,10 +290,10 @@ def test_published_layouts_are_near(layout: Layout) -> None:
     assert _times_published(layout) == pytest.approx(1, rel=0.1)
 
 
-@pytest.mark.parametrize("layout", KEEPING_ALL, ids=lambda it: f"{it.name}, {it.ranks}")
-def test_layouts_that_compute_nothing_again_are_faster(layout: Layout) -> None:
+@pytest.mark.parametrize(("layout", "bound"), list(zip(KEEPING_ALL, BOUNDS, strict=True)))
+def test_layouts_that_compute_nothing_again_are_faster(layout: Layout, bound: float) -> None:
     checkpointed = LAYOUTS[LAYOUTS.index(layout) + 1]
-    assert 1.05 < _times_published(layout) / _times_published(checkpointed) < 1.2
+    assert 1.05 * _times_published(checkpointed) < _times_published(layout) < bound
 
 
 PLAN = """

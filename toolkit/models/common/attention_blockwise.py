@@ -11,8 +11,8 @@ Scores and weights are rounded to the dtype of the queries, as in transformers' 
 up in fp32 or fp64, and over blocks so do the gradients of keys and values.
 
 Shapes: B rows, R of them at once, Q queries, S keys, of which the last Q are the queries' own, H heads, K
-key/value heads, G = H / K, E head dim; a block has Q queries of N pairs of row and key head, M = G·Q rows of
-scores and W keys, of which the last Q are the queries' own, and some queries see the first L no more.
+key/value heads, G = H / K, E head dim; a block has N pairs of row and key head, for its own Q queries M = G·Q
+rows of scores, and W keys, of which the last Q are the queries' own; some queries see the first L no more.
 """
 
 from __future__ import annotations
