@@ -86,7 +86,7 @@ class TrainStep:
         self.limits = FINITE, FINITE  # of loss and gradient norm, beyond which a batch is refused
         self.guard: Guard | None = None  # decides what follows; else the run ends
         self.ahead = False
-        if device.type == "cuda" and self.early is None:
+        if self.early is None:
             from toolkit.optim.update_ahead import can_update_ahead
 
             self.ahead = can_update_ahead(optimizer, device)

@@ -22,7 +22,7 @@ from toolkit.distributed.dtensor import local
 
 # torch.nn.utils.clip_grad_norm_ adds this to the norm: the same clipping as everywhere else.
 EPSILON = 1e-6
-_PIECE = 1 << 18
+_PIECE = 1 << 17
 """Elements that are in fp64 at once."""
 
 
@@ -97,14 +97,18 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
     """The 2-norm of each tensor, accumulated in fp64 without a copy of the tensor in fp64."""
     if tensors[0].is_cuda:
         return list(torch._foreach_norm(tensors, 2, dtype=torch.float64))
-    return [_norm_by_pieces(tensor) for tensor in tensors]
+    # torch's norms in another dtype are not vectorised here, and ten times slower than products of pieces that
+    # are cast into memory that stays in a cache.
+    cast = torch.empty(_PIECE, dtype=torch.float64)
+    return [_norm_by_pieces(tensor, cast) for tensor in tensors]
 
 
-def _norm_by_pieces(tensor: Tensor) -> Tensor:
-    """The same on a CPU, where torch's norms in another dtype are not vectorised: nine times slower than
-    pieces that are cast within the caches."""
-    pieces = (piece.double() for piece in tensor.flatten().split(_PIECE))
-    return torch.stack([torch.dot(piece, piece) for piece in pieces]).sum().sqrt()
+def _norm_by_pieces(tensor: Tensor, cast: Tensor) -> Tensor:
+    squares = []
+    for piece in tensor.flatten().split(_PIECE):
+        exact = cast[: len(piece)].copy_(piece)
+        squares.append(torch.dot(exact, exact))
+    return torch.stack(squares).sum().sqrt()
 
 
 def _distributed(group: dist.ProcessGroup | None) -> bool:

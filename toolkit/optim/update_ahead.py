@@ -4,7 +4,8 @@ The host has to see loss and gradient norm of a step before it goes on. Waiting 
 update then would leave the device idle for as long as the host takes for hundreds of parameters. So the norm
 is copied to the host, the update is queued behind it, and the host waits for the copy alone: while it goes on
 to the next batch, the device still updates. torch's fused kernels clip and, where a number is not finite,
-leave everything as it is by themselves, for its GradScaler: of what this is told they take part.
+leave everything as it is by themselves, for its GradScaler: of what this is told they take part. On a CPU,
+where nothing is queued, they save the pass over all gradients that clips them.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from toolkit.optim.grad_clip import EPSILON
 
 
 def can_update_ahead(optimizer: Optimizer, device: torch.device) -> bool:
-    """Say if the update is of parameters on a CUDA ``device``, by kernels that can leave it out."""
-    if device.type != "cuda" or not getattr(optimizer, "_step_supports_amp_scaling", False):
+    """Say if the update is of parameters on ``device``, by kernels that can leave it out."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    return all(parameter.is_cuda for group in optimizer.param_groups for parameter in group["params"])
+    updated = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return all(parameter.device.type == device.type for parameter in updated)
 
 
 class Reading:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from toolkit.config.parallelism import Parallelism
 from toolkit.config.training import Training
@@ -78,6 +79,10 @@ def apply_fsdp(
     )
     if parallelism.fsdp_shared_memory and mesh.device_type == "cpu" and not isinstance(when, int):
         _share_memory(model, mesh)
+    if mesh.size(mesh.ndim - 1) == 1:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(Whole())
     if mesh.size() > 1:  # what is alone torch would still divide, by 1 into a copy of each unit's gradients
         _sum_gradients(model)
     _spare_embeddings(units)
@@ -126,6 +131,27 @@ def _share_memory(model: nn.Module, mesh: DeviceMesh) -> None:
         from toolkit.parallel.shared_memory import share_memory
 
         share_memory(model, group)
+
+
+class Whole(ReduceScatter):
+    """The reduce-scatter of a rank that is alone: its gradients are the sum, in the memory that they were
+    copied to, of which torch would make another copy."""
+
+    def __init__(self) -> None:
+        self.given: Tensor | None = None
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        # torch asks for the input, and then for the output.
+        if self.given is None:
+            self.given = torch.empty(*size, dtype=dtype, device=device)
+            return self.given
+        given, self.given = self.given, None
+        return given
+
+    def __call__(self, *_: object, **__: object) -> None:
+        return None
 
 
 def _spare_embeddings(units: Sequence[Sequence[nn.Module]]) -> None:
