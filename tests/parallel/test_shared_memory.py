@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 from unittest.mock import patch
 
@@ -29,13 +30,18 @@ CPU = torch.device("cpu")
 
 
 def _gather(gather: Gather, own: torch.Tensor) -> torch.Tensor:
-    """Gather as FSDP does: into the output's part of this rank."""
+    output, begun = _begun(gather, own)
+    begun.wait()
+    return output
+
+
+def _begun(gather: Gather, own: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+    """Begin to gather as FSDP does: into the output's part of this rank."""
     memory = gather.memory
     output = gather.allocate((memory.size * len(own),), dtype=own.dtype, device=CPU)
     part = output.narrow(0, memory.rank * len(own), len(own))
     part.copy_(own)
-    gather(output, part, memory.group)
-    return output
+    return output, gather(output, part, memory.group)
 
 
 def _reduce(reduce: Reduce, whole: torch.Tensor) -> torch.Tensor:
@@ -67,6 +73,26 @@ def _beside_gloo() -> list[str]:
             wrong.append(f"{number}: what was gathered before has changed")
         before = found, expected
     return [*wrong, *([] if len(memory.regions) < 9 else ["regions are not used again"])]
+
+
+def _asked_ahead() -> tuple[list[bool], int]:
+    """Say if what is gathered while the one before is reduced, as in a backward, is right, one rank late at
+    each; and how many meetings that took."""
+    group = dist.group.WORLD
+    assert group is not None
+    memory = SharedMemory(group)
+    gather, reduce = Gather(memory), Reduce(memory)
+    output, begun = _begun(gather, torch.zeros(SHARD))
+    right = []
+    for number in range(12):
+        if number % memory.size == memory.rank:
+            time.sleep(0.01)
+        begun.wait()
+        right.append(bool((output == number).all()))
+        output, begun = _begun(gather, torch.full((SHARD,), number + 1.0))
+        summed = _reduce(reduce, torch.full((SHARD * memory.size,), float(number)))
+        right.append(bool((summed == number * memory.size).all()))
+    return right, memory.meetings
 
 
 def _dropped_at_other_times() -> list[bool]:
@@ -138,6 +164,13 @@ def _ways() -> dict[str, str]:
 def test_it_is_what_gloo_does() -> None:
     for ranks in (2, 4):
         assert run_world(_beside_gloo, ranks) == [[]] * ranks
+
+
+def test_what_is_asked_ahead_needs_no_meetings_but_its_own() -> None:
+    for ranks in (2, 3):
+        for right, meetings in run_world(_asked_ahead, ranks):
+            assert all(right) and len(right) == 24
+            assert meetings <= 1 + 2 * 12 + 2  # until there are regions enough
 
 
 def test_what_any_rank_holds_is_not_written_again() -> None:

@@ -56,8 +56,8 @@ class Parallelism(Table):
         Positive, ActsWith("parallelism.fsdp_wrap_policy", ("size",), refused=True)
     ] = 100_000_000
     """For size: parameters of the smallest unit."""
-    fsdp_forward_prefetch: NonNegative = 0
-    """Units to ask for while another computes its forward; 0: by order of launches, which overlap on CUDA."""
+    fsdp_forward_prefetch: NonNegative = 1
+    """Units to ask for while another computes its forward; 0: when its turn comes, which overlaps on CUDA."""
     fsdp_backward_prefetch: Positive = 1
     """Units to ask for while another computes its backward."""
     fsdp_sync_each_batch: bool = True

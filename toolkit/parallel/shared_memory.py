@@ -5,7 +5,8 @@ with a part for each rank: each writes its gradients into its own and adds up it
 order of ranks. A small all-reduce, the meeting, says that all have written.
 
 Regions are kept and used again. One is free when at a meeting no rank has its tensor any more, so that all
-ranks know the same regions as free and take the same one next.
+ranks know the same regions as free and take the same one next. A gather's meeting goes on while the unit before
+is computed, where torch asks for its parameters ahead.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+
+_ENOUGH = 3
+"""Regions: of a unit that is gathered, the next one, and a reduction."""
 
 
 class NotShared(Exception):
@@ -36,6 +42,41 @@ class Region:
     memory: mmap.mmap
     tensor: weakref.ref[memoryview] | None = None
     free: bool = True  # on all ranks
+    given: int = 0  # meetings that began before it was handed out last
+
+
+class Meeting(dist.Work):
+    """An all-reduce that says that all ranks are at an operation, which tells what regions they hold."""
+
+    def __init__(self, memory: SharedMemory, operation: str, size: int):
+        super().__init__()
+        self.memory, self.number = memory, memory.meetings
+        self.at = f"{operation} of {size} bytes"
+        self.regions = list(memory.regions)
+        self.asked = torch.tensor([self.regions.index(memory.last), size])
+        held = [region.tensor is not None and region.tensor() is not None for region in self.regions]
+        self.most = torch.cat([self.asked, -self.asked, torch.tensor(held)])
+        self.work = dist.all_reduce(self.most, op=dist.ReduceOp.MAX, group=memory.group, async_op=True)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until all ranks are there.
+
+        Raises:
+            RuntimeError: they are not at the same operation.
+        """
+        while self in self.memory.open:
+            self.memory.open.pop(0)._end()
+        return True
+
+    def _end(self) -> None:
+        assert self.work is not None
+        self.work.wait()
+        most, asked = self.most, self.asked
+        if not (torch.equal(most[:2], asked) and torch.equal(most[2:4], -asked)):
+            raise RuntimeError(f"rank {self.memory.rank} is at {self.at}, and others are not")
+        for region, by_any in zip(self.regions, most[4:].tolist(), strict=True):
+            if region.given <= self.number:
+                region.free = not by_any
 
 
 class SharedMemory:
@@ -48,6 +89,9 @@ class SharedMemory:
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.regions: list[Region] = []
+        self.meetings = 0
+        self.open: list[Meeting] = []
+        """Meetings that began and were not waited for."""
         self.last = self._add(mmap.PAGESIZE)
         """The region that was handed out last."""
 
@@ -58,7 +102,7 @@ class SharedMemory:
         start = size * self.rank if parts > 1 else 0
         # A tensor keeps the buffer that it is made from alive, and a view of it the storage.
         buffer = memoryview(region.memory)[start : start + max(count, 1) * dtype.itemsize]
-        region.tensor, region.free = weakref.ref(buffer), False
+        region.tensor, region.free, region.given = weakref.ref(buffer), False, self.meetings
         self.last = region
         return torch.frombuffer(buffer, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
 
@@ -67,33 +111,25 @@ class SharedMemory:
         start = _whole_pages(count * dtype.itemsize) * rank
         return torch.frombuffer(self.last.memory, dtype=dtype, count=count, offset=start)
 
-    def meet(self, operation: str, size: int) -> dist.Work:
-        """Wait until all ranks are at an operation of ``size`` bytes, and return what was waited for.
-
-        Raises:
-            RuntimeError: they are not at the same one.
-        """
-        held = [region.tensor is not None and region.tensor() is not None for region in self.regions]
-        asked = torch.tensor([self.regions.index(self.last), size])
-        most = torch.cat([asked, -asked, torch.tensor(held)])
-        meeting = dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        assert meeting is not None
-        meeting.wait()
-        if not (torch.equal(most[:2], asked) and torch.equal(most[2:4], -asked)):
-            raise RuntimeError(f"rank {self.rank} is at {operation} of {size} bytes, and others are not")
-        for region, by_any in zip(self.regions, most[4:].tolist(), strict=True):
-            region.free = not by_any
+    def meet(self, operation: str, size: int) -> Meeting:
+        """Begin a meeting at an operation of ``size`` bytes."""
+        meeting = Meeting(self, operation, size)
+        self.meetings += 1
+        self.open.append(meeting)
         return meeting
 
     def _take(self, size: int) -> Region:
-        """The smallest free region of ``size`` bytes, or a new one in place of the largest free one."""
-        if not (fitting := self._fitting(size)):
-            self.meet("allocate", size)  # what has been dropped since the last meeting may be enough
-            fitting = self._fitting(size)
-        if fitting:
+        """The smallest free region of ``size`` bytes, or a new one in place of the smallest free one."""
+        if not self._fitting(size) and self.open:
+            self.open[-1].wait()
+        if not self._fitting(size) and len(self.regions) < _ENOUGH:
+            return self._add(size)
+        if not self._fitting(size):
+            self.meet("allocate", size).wait()  # what has been dropped since the last one may be enough
+        if fitting := self._fitting(size):
             return min(fitting, key=_size)
         if free := self._fitting(0):
-            self.regions.remove(max(free, key=_size))
+            self.regions.remove(min(free, key=_size))
         return self._add(size)
 
     def _fitting(self, size: int) -> list[Region]:
@@ -152,7 +188,6 @@ class Gather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
-        # With nothing to wait for, torch would keep the output of each unit until the next one has its own.
         return self.memory.meet("all_gather", output_tensor.nbytes)
 
 
@@ -182,7 +217,7 @@ class Reduce(ReduceScatter):
     ) -> None:
         assert op == dist.ReduceOp.SUM
         memory, shard = self.memory, output_tensor.numel()
-        memory.meet("reduce_scatter", input_tensor.nbytes)
+        memory.meet("reduce_scatter", input_tensor.nbytes).wait()
         parts = [
             memory.part(rank, input_tensor.numel(), input_tensor.dtype).narrow(0, memory.rank * shard, shard)
             for rank in range(memory.size)

@@ -171,7 +171,7 @@ def _forward_prefetch(value: Any, values: Values) -> Meaning:
         said = {"parallelism.fsdp_forward_prefetch": 1}
         return Meaning("the next unit is asked for while one computes its forward", said)
     said = {"parallelism.fsdp_forward_prefetch": 0}
-    return Meaning("the order of the launches decides, which overlaps on GPUs", said)
+    return Meaning("a unit is asked for when its turn comes, which overlaps on GPUs", said)
 
 
 def _offload(value: Any, values: Values) -> Meaning:
