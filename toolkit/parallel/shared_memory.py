@@ -5,8 +5,8 @@ with a part for each rank: each writes its gradients into its own and adds up it
 order of ranks. A small all-reduce, the meeting, says that all have written.
 
 Regions are kept and used again. One is free when at a meeting no rank has its tensor any more, so that all
-ranks know the same regions as free and take the same one next. A gather's meeting goes on while the unit before
-is computed, where torch asks for its parameters ahead.
+ranks know the same regions as free and take the same one next. Where torch asks for parameters ahead, the
+meeting of their gather goes on while the unit before is computed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-
 
 _ENOUGH = 3
 """Regions: of a unit that is gathered, the next one, and a reduction."""
