@@ -19,7 +19,7 @@ from toolkit.parallel.dims import ParallelDims, takes_ring
 if TYPE_CHECKING:
     import torch
 
-Kind = Literal["matmul", "attention", "norm", "other"]
+Kind = Literal["matmul", "attention", "norm", "loss", "other"]
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of a number."""
 

@@ -111,6 +111,8 @@ class Operations(Allocations):
             return result
         self._end_collective(waits=False)
         kind, flops = _flops(function, name, args, kwargs or {}, result)
+        if kind == "other" and where[0] == "head":
+            kind = "loss"
         size = 2.0 * sum(map(_bytes, outputs)) if name == "embedding" else sum(map(_bytes, inputs + outputs))
         self._at(where).operations[kind, flops, float(size)] += 1
         if kind in ("matmul", "attention"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from toolkit.config import Config
 from toolkit.parallel.dims import ParallelDims
-from toolkit.planner.costs import Work
+from toolkit.planner.costs import Kind, Work
 from toolkit.planner.machines import Machine
 
 
@@ -32,6 +32,7 @@ class Rates:
     def __init__(self, config: Config, layout: ParallelDims, machine: Machine, dtype: str):
         self.machine = machine
         self._async_tp = config.parallelism.enable_async_tensor_parallel
+        self._ahead = config.parallelism.fsdp_forward_prefetch > 0
         tp, cp, apart = layout.tp, layout.cp, layout.tp * layout.cp
         self.groups = {  # ranks, and how far apart in rank they are
             "tp": (tp, 1),
@@ -53,6 +54,7 @@ class Rates:
             "matmul": self.peak_float8 if float8 else machine.matmul * self.peak,
             "attention": machine.attention * self.peak,
         }
+        own: dict[Kind, float] = {"norm": machine.norm_bandwidth, "loss": machine.loss_bandwidth}
         products = simple = 0.0
         launches = 0
         for it in work.operations:
@@ -63,8 +65,7 @@ class Rates:
             elif fused:
                 continue
             else:
-                norm = it.kind == "norm" and machine.norm_bandwidth
-                simple += it.count * it.bytes / (norm or machine.bandwidth)
+                simple += it.count * it.bytes / (own.get(it.kind) or machine.bandwidth)
             launches += it.count
         if fused:
             simple += sum(work.fused) / machine.bandwidth
@@ -88,7 +89,8 @@ class Rates:
             return 0.0
         machine = self.machine
         if machine.gloo and dimension == "dp_shard":  # copies that are counted apart, and a meeting
-            return 2 * (ranks - 1) * machine.link_latency
+            meets = operation != "all_gather" or not self._ahead
+            return 2 * (ranks - 1) * machine.link_latency * meets
         here = min(ranks, max(1, machine.node // apart))  # ranks of the group on one machine
         if here == ranks:
             bandwidth, latency = machine.link, machine.link_latency
@@ -102,5 +104,9 @@ class Rates:
         return turns * (size * (ranks - 1) / ranks / bandwidth + (ranks - 1) * latency)
 
     def copy(self, size: float) -> float:
-        """The time to read or write so many bytes of parameters or of what belongs to them."""
+        """The time to read or write so many bytes of parameters or of gradients."""
+        return size / (self.machine.copy_bandwidth or self.machine.bandwidth)
+
+    def update(self, size: float) -> float:
+        """The time to read or write so many bytes of what the optimizer has."""
         return size / (self.machine.update_bandwidth or self.machine.bandwidth)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,21 +12,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
 
 from toolkit.cpu import cores, keep_freed_memory
-from toolkit.models.common.args import ModelArgs
+from toolkit.loss import linear_losses
+from toolkit.models.common.args import ModelArgs, parameter_count
 from toolkit.models.common.attention import attention_backend
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.rms_norm import rms_norm
+from toolkit.models.common.rope import rope_rotations, rotate
+from toolkit.optim.grad_clip import norms
+from toolkit.optim.update_ahead import update_ahead
 from toolkit.planner.machines import Machine
 
 _WINDOWS = 3
 _WINDOW = 0.03
 """Seconds."""
-_MANY = 4
-_UPDATED = 1 << 22
-_HEAD = 64
+_UNCACHED = 1 << 26
+"""Bytes that what is measured goes over before it comes to the same again, as a step does."""
+_NUMBERS = 1 << 25
+"""The most parameters that are copied and updated."""
+_SIDE, _MATRICES = 1 << 9, 6
+"""The side of a matrix of them, and the matrices of a unit."""
+_LOGITS, _NARROW = 1 << 22, 16
+"""Logits, and the width of what they are made of, whose products count for nothing."""
 _SENT = 1 << 19
 """Bytes of a part of a gather."""
 _BETWEEN = 384
@@ -37,94 +53,183 @@ _MEETINGS = 30
 def this_machine(
     args: ModelArgs, *, tokens: int, seq_len: int, dtype: torch.dtype, attention: str, tp: int = 1
 ) -> Machine:
-    """Measure products, attention, norms and simple operations of the sizes of a model's micro-batch, of
-    ``tokens`` a rank. Where there is a process group all of its ranks call, and are measured at the same
-    time; then sending is measured too."""
+    """Measure what a step does with the sizes of a model's micro-batch, of ``tokens`` a rank: products,
+    attention, norms, the head's loss, simple operations, copies of parameters and their update. As in a step,
+    what is made is kept until its backward, so that little of it is in a cache when it is needed. Where there
+    is a process group all of its ranks call, and are measured at the same time; then sending is measured too.
+    """
     keep_freed_memory()  # as the run does
-    dim, width = args.dim, args.ffn_dim // tp
-    heads, kv_heads = max(1, args.n_heads // tp), max(1, args.n_kv_heads // tp)
-    queries, keys = heads * args.head_dim, kv_heads * args.head_dim
-    shapes = [
-        (dim, queries),
-        (dim, keys),
-        (dim, keys),
-        (queries, dim),
-        (dim, width),
-        (dim, width),
-        (width, dim),
-    ]
-    factors = [
-        tuple(torch.randn(*it, dtype=dtype) for it in ((tokens, i), (o, i), (tokens, o))) for i, o in shapes
-    ]
-
-    def products() -> None:
-        for x, w, y in factors:
-            F.linear(x, w)
-            torch.mm(y, w)
-            torch.mm(y.t(), x)
-
-    matmul = 6 * tokens * sum(i * o for i, o in shapes) / _seconds(products)
-    y = factors[-2][2]
-    rows, length = max(1, tokens // seq_len), min(tokens, seq_len)
-    q, k, v = (
-        torch.randn(rows, length, count, args.head_dim, dtype=dtype, requires_grad=True)
-        for count in (heads, kv_heads, kv_heads)
-    )
-    backend = attention_backend(attention, args.sliding_window)
-    mask = backend.mask(None, rows, length, torch.device("cpu"))
-
-    def attend() -> None:
-        backend(q, k, v, mask).sum().backward()
-
-    attended = 7 * rows * heads * args.head_dim * length**2 / _seconds(attend)
-    many = [torch.randn_like(y) for _ in range(_MANY)]  # more than caches hold, as the tensors of a step
-
-    def simple() -> None:
-        for each in many:
-            F.silu(each) * y
-            each.view(tokens, -1, 2 if width % _HEAD else _HEAD).transpose(0, 1).contiguous()
-
-    moved = 7 * _MANY * y.nbytes / _seconds(simple)
-    weight = torch.ones(dim, dtype=dtype, requires_grad=True)
-    hidden = [torch.randn(tokens, dim, dtype=dtype, requires_grad=True) for _ in range(_MANY)]
-    gradient = torch.ones(tokens, dim, dtype=dtype)
-
-    def norms() -> None:
-        for each in hidden:
-            rms_norm(each, weight, args.norm_eps).backward(gradient)
-            each.grad = None
-
-    normed = 5 * _MANY * gradient.nbytes / _seconds(norms)
+    peak = _products(args, tokens, dtype, tp)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     link, latency = _sending() if ranks > 1 else (1e12, 0.0)
+    launch, unit_launch = _launches(args)
+    numbers = min(_NUMBERS, parameter_count(args) // ranks)
     name = str(dtype).removeprefix("torch.")
     return Machine(
         name="this computer",
         memory=0.0,
-        peak={"float32": matmul, name: matmul},
+        peak={"float32": peak, name: peak},
         matmul=1.0,
-        attention=attended / matmul,
-        bandwidth=moved,
+        attention=_attention(args, tokens, seq_len, dtype, attention, tp) / peak,
+        bandwidth=_simple(args, tokens, dtype, tp),
         node=1 << 30,
         link=link,
         network=link,
         link_latency=latency,
         network_latency=latency,
-        launch=_launch(args),
+        launch=launch,
+        unit_launch=unit_launch,
         asynchronous=False,
         overlaps=False,
-        update_bandwidth=_parameters(dtype),
-        norm_bandwidth=normed,
+        update_bandwidth=_update(numbers),
+        copy_bandwidth=_copies(numbers, dtype),
+        norm_bandwidth=_norms(args, tokens, dtype),
+        loss_bandwidth=_loss(args.vocab_size // tp, dtype),
         sharing=max(1.0, ranks * torch.get_num_threads() / cores()),
         gloo=True,
     )
 
 
+def _products(args: ModelArgs, tokens: int, dtype: torch.dtype, tp: int) -> float:
+    """FLOP/s of the products of blocks."""
+    dim, width = args.dim, args.ffn_dim // tp
+    queries, keys = (max(1, count // tp) * args.head_dim for count in (args.n_heads, args.n_kv_heads))
+    shapes = [(dim, queries), (dim, keys), (dim, keys), (queries, dim)]
+    shapes += [(dim, width), (dim, width), (width, dim)]
+    size = sum(tokens * i + o * i + tokens * o for i, o in shapes) * dtype.itemsize
+    shapes *= _times(size, args)
+    factors = [
+        tuple(torch.randn(*it, dtype=dtype) for it in ((tokens, i), (o, i), (tokens, o))) for i, o in shapes
+    ]
+
+    def run() -> None:
+        made = [F.linear(x, w) for x, w, _ in factors]
+        for x, w, y in reversed(factors):
+            made += [torch.mm(y, w), torch.mm(y.t(), x)]
+
+    return 6 * tokens * sum(i * o for i, o in shapes) / _seconds(run)
+
+
+def _attention(
+    args: ModelArgs, tokens: int, seq_len: int, dtype: torch.dtype, attention: str, tp: int
+) -> float:
+    """FLOP/s of attention."""
+    rows, length = max(1, tokens // seq_len), min(tokens, seq_len)
+    heads, kv_heads = max(1, args.n_heads // tp), max(1, args.n_kv_heads // tp)
+    times = _times(rows * length * args.head_dim * (2 * heads + 2 * kv_heads) * dtype.itemsize, args)
+    given = [
+        [
+            torch.randn(rows, length, count, args.head_dim, dtype=dtype, requires_grad=True)
+            for count in (heads, kv_heads, kv_heads)
+        ]
+        for _ in range(times)
+    ]
+    gradient = torch.randn(rows, length, heads, args.head_dim, dtype=dtype)
+    backend = attention_backend(attention, args.sliding_window)
+    mask = backend.mask(None, rows, length, torch.device("cpu"))
+
+    def run() -> None:
+        made = [backend(q, k, v, mask) for q, k, v in given]
+        while made:
+            torch.autograd.grad(made.pop(), given[len(made)], gradient)
+
+    return 7 * times * rows * heads * args.head_dim * length**2 / _seconds(run)
+
+
+def _simple(args: ModelArgs, tokens: int, dtype: torch.dtype, tp: int) -> float:
+    """Bytes a second of the rotation of queries, of SwiGLU and of a sum, as their operations read and write
+    them forward and backward."""
+    heads, width = max(1, args.n_heads // tp), args.ffn_dim // tp
+    shapes = [(1, tokens, heads, args.head_dim), (tokens, width), (tokens, width), (tokens, args.dim)]
+    size = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+    given = [
+        [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
+        for _ in range(_times(size, args))
+    ]
+    rotations = rope_rotations(args, torch.arange(tokens), dtype)
+
+    def run() -> None:
+        made = [(rotate(q, rotations), F.silu(gate) * up, x + x) for q, gate, up, x in given]
+        gradients = [torch.ones_like(it) for it in made[0]]
+        while made:
+            torch.autograd.grad(made.pop(), given[len(made)], gradients)
+
+    with _Calls() as calls:
+        run()
+    return calls.bytes / _seconds(run)
+
+
+def _norms(args: ModelArgs, tokens: int, dtype: torch.dtype) -> float:
+    """Bytes a second of norms."""
+    weight = torch.ones(args.dim, dtype=dtype, requires_grad=True)
+    gradient = torch.ones(tokens, args.dim, dtype=dtype)
+    given = [torch.randn_like(gradient, requires_grad=True) for _ in range(_times(gradient.nbytes, args))]
+
+    def run() -> None:
+        made = [rms_norm(each, weight, args.norm_eps) for each in given]
+        while made:
+            torch.autograd.grad(made.pop(), (given[len(made)], weight), gradient)
+
+    return 5 * len(given) * gradient.nbytes / _seconds(run)
+
+
+def _loss(vocabulary: int, dtype: torch.dtype) -> float:
+    """Bytes a second of the head's loss, as its operations read and write them."""
+    tokens = max(1, _LOGITS // vocabulary)
+    hidden, weight = (
+        torch.randn(count, _NARROW, dtype=dtype, requires_grad=True) for count in (tokens, vocabulary)
+    )
+    labels = torch.arange(tokens) % vocabulary
+
+    def run() -> None:
+        torch.autograd.grad(linear_losses(hidden, weight, labels).sum(), (hidden, weight))
+
+    with _Calls() as calls:
+        run()
+    return calls.bytes / _seconds(run)
+
+
+def _update(numbers: int) -> float:
+    """Bytes a second of the norm of gradients, of clipping and of the update."""
+    parameter = torch.zeros(numbers, requires_grad=True)
+    parameter.grad = gradient = torch.ones(numbers)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+
+    def run() -> None:
+        [norm] = norms([gradient])
+        update_ahead(optimizer, sound=torch.tensor(True), norm=norm, max_norm=1.0)
+
+    return 36 * numbers / _seconds(run)
+
+
+def _copies(numbers: int, dtype: torch.dtype) -> float:
+    """Bytes a second of FSDP's copies: of what is stored in ``dtype``, of what was gathered, and of gradients
+    in fp32."""
+    units = [
+        [torch.randn(_SIDE, _SIDE) for _ in range(_MATRICES)]
+        for _ in range(max(1, numbers // (_MATRICES * _SIDE**2)))
+    ]
+
+    def run() -> None:
+        reduced = []
+        for unit in units:
+            gathered = [each.to(dtype, copy=True) for each in unit]
+            reduced.append(torch.empty(1, _MATRICES * _SIDE**2))
+            torch._chunk_cat([each.clone() for each in gathered], 0, 1, out=reduced[-1])
+
+    return (8 + 4 * dtype.itemsize) * len(units) * _MATRICES * _SIDE**2 / _seconds(run)
+
+
+def _times(size: int, args: ModelArgs) -> int:
+    """How many times so many bytes of a block are measured."""
+    return max(1, min(args.n_layers, -(-_UNCACHED // size)))
+
+
 def _seconds(run: Callable[[], object]) -> float:
-    """The mean time of ``run`` in the shortest of some windows, the longest of all ranks': where ranks share
+    """The mean time of ``run`` in the middle of some windows, the longest of all ranks': where ranks share
     cores, a window is long enough for each to wait for the others."""
     run()
-    best = float("inf")
+    means = []
     for _ in range(_WINDOWS):
         if dist.is_initialized():
             dist.barrier()
@@ -132,21 +237,21 @@ def _seconds(run: Callable[[], object]) -> float:
         while (spent := time.perf_counter() - started) < _WINDOW or count == 0:
             run()
             count += 1
-        best = min(best, spent / count)
-    return _longest(best)
+        means.append(spent / count)
+    return _longest(statistics.median(means))
 
 
 def _alike(run: Callable[[], object], count: int) -> float:
     """The mean time of ``run``, in which ranks meet, so that all run it ``count`` times."""
     run()
-    best = float("inf")
+    means = []
     for _ in range(_WINDOWS):
         dist.barrier()
         started = time.perf_counter()
         for _ in range(count):
             run()
-        best = min(best, (time.perf_counter() - started) / count)
-    return _longest(best)
+        means.append((time.perf_counter() - started) / count)
+    return _longest(statistics.median(means))
 
 
 def _longest(seconds: float) -> float:
@@ -158,18 +263,22 @@ def _longest(seconds: float) -> float:
 
 
 class _Calls(TorchDispatchMode):
-    """Counts operations that are no views."""
+    """Counts operations that are no views, and what those read and write that are no products either."""
 
-    count = 0
+    count = bytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not function.is_view
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            self.count += 1
+            if function.overloadpacket not in flop_registry:
+                self.bytes += sum(it.nbytes for it in tree_iter((args, result)) if isinstance(it, Tensor))
+        return result
 
 
-def _launch(args: ModelArgs) -> float:
+def _launches(args: ModelArgs) -> tuple[float, float]:
     """Seconds of an operation on numbers so few that only its call takes time, in a model's forward and
-    backward."""
+    backward, and of what FSDP does for a unit there."""
     few: Any = {"dim": 16, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8, "ffn_dim": 16, "vocab_size": 16}
     model = Decoder(replace(args, n_layers=4, **few))
     tokens = torch.zeros(1, 8, dtype=torch.int64)
@@ -179,20 +288,13 @@ def _launch(args: ModelArgs) -> float:
 
     with _Calls() as calls:
         step()
-    return _seconds(step) / calls.count
-
-
-def _parameters(dtype: torch.dtype) -> float:
-    """Bytes a second of the update of parameters, and of making ``dtype`` of them."""
-    parameter = torch.zeros(_UPDATED, requires_grad=True)
-    parameter.grad = torch.ones(_UPDATED)
-    update = torch.optim.AdamW([parameter], fused=True).step
-
-    def run() -> None:
-        update()
-        torch.cat([parameter.detach().to(dtype, copy=True)])
-
-    return (28 + 4 + 3 * dtype.itemsize) * _UPDATED / _seconds(run)
+    alone = _seconds(step)
+    if not dist.is_initialized():
+        return alone / calls.count, 0.0
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ranks", "alone"))
+    for module in [*model.layers.values(), model]:
+        fully_shard(module, mesh=mesh["alone"])
+    return alone / calls.count, (_seconds(step) - alone) / (len(model.layers) + 1)
 
 
 def _sending() -> tuple[float, float]:

@@ -18,6 +18,7 @@ from toolkit.config import Config
 from toolkit.data.batch_size import batch_shape
 from toolkit.metrics.flops import flops_per_token
 from toolkit.models.common.args import ModelArgs
+from toolkit.optim.optimizer import OPTIMIZERS
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.parallel.pipeline_schedules import Stages, module_names, pipeline_stages
 from toolkit.planner.costs import BYTES, Costs, Piece, checkpointed_blocks, costs
@@ -95,7 +96,7 @@ def step_time(
     else:
         passes = _accumulated(stages[0], config, rates, count)
     held = [[unit for stage in each for unit in stages[stage]] for each in cut.of_ranks]
-    optimizer = max(_update(units, found(True), rates) for units in held)
+    optimizer = max(_update(units, found(True), config, rates) for units in held)
     busy = passes.seconds
     # Other ranks fill a bubble where they share cores.
     passed = max(busy, timeline.seconds / machine.sharing) if timeline else busy
@@ -197,9 +198,12 @@ def _pipeline(
     return timeline, added(total, 1 / options.pipeline_parallel_degree)
 
 
-def _update(units: Sequence[Unit], found: Costs, rates: Rates) -> float:
-    """The optimizer on what this rank stores of ``units``: the norm reads gradients, clipping scales them."""
+def _update(units: Sequence[Unit], found: Costs, config: Config, rates: Rates) -> float:
+    """The optimizer on what this rank stores of ``units``: the norm reads gradients, clipping scales them,
+    where the update does not."""
     numbers = sum(unit.trained for unit in units) / rates.groups["dp_shard"][0]
     simple = sum(it.bytes * it.count for it in found.update.operations if it.kind == "other")
-    step = rates.run(found.update).compute + rates.copy(simple) - simple / rates.machine.bandwidth
-    return step * numbers / max(1, found.updated) + rates.copy(3 * 4.0 * numbers)
+    step = rates.run(found.update).compute + rates.update(simple) - simple / rates.machine.bandwidth
+    options = config.optimizer
+    clips = not (options.name in OPTIMIZERS and options.implementation == "fused")
+    return step * numbers / max(1, found.updated) + rates.update((3 if clips else 1) * 4.0 * numbers)

@@ -24,17 +24,19 @@ class Unit:
 
 
 def unit_of(piece: Piece, rates: Rates, *, fused: bool, float8: bool, in_backward: bool) -> Unit:
-    # A gather reads the fp32 part that is stored, writes it as it is computed in and puts the whole together;
-    # a reduction makes fp32 of the gradients and adds its part to what is stored.
+    # A gather reads the fp32 part that is stored, writes it as it is computed in, then where all can read it,
+    # and puts the whole together; a reduction makes fp32 of the gradients and adds up its part of all ranks'.
+    # Each unit is gathered twice and reduced once.
     ranks, gathered, gradients = rates.groups["dp_shard"][0], piece.gathered_bytes, 4.0 * piece.trained
-    gather = rates.copy((4 * piece.numbers + gathered) / ranks + 2 * gathered)
-    reduce = rates.copy(1.5 * gradients + 2 * gradients / ranks)
+    shared = ranks > 1
+    gather = rates.copy((4 * piece.numbers + (3 if shared else 1) * gathered) / ranks + 2 * gathered)
+    reduce = rates.copy(1.5 * gradients + 3 * gradients / ranks * shared)
     run = partial(rates.run, fused=fused, float8=float8)
     return Unit(
         forward=run(piece.forward),
         backward=added([run(piece.again), run(piece.backward)]),
-        gather=gather + rates.send("dp_shard", "all_gather", gathered),
-        reduce=reduce + rates.send("dp_shard", "reduce_scatter", gradients),
+        gather=gather + rates.machine.unit_launch / 3 + rates.send("dp_shard", "all_gather", gathered),
+        reduce=reduce + rates.machine.unit_launch / 3 + rates.send("dp_shard", "reduce_scatter", gradients),
         all_reduce=rates.send("dp_replicate", "all_reduce", gradients / ranks),
         in_backward=in_backward,
         trained=piece.trained,
