@@ -261,14 +261,23 @@ def test_rates_of_this_computer(tmp_path: Path) -> None:
             here.attention,
             here.launch,
             here.norm_bandwidth,
+            here.loss_bandwidth,
+            here.copy_bandwidth,
         )
         > 0
     )
     found = step_time(config, args, ParallelDims(1, 1, 1, 1, 1), here, param_dtype=torch.float32)
     assert 0 < found.optimizer < found.seconds < 60
-    slow = replace(here, norm_bandwidth=here.norm_bandwidth / 100)
-    slower = step_time(config, args, ParallelDims(1, 1, 1, 1, 1), slow, param_dtype=torch.float32)
-    assert slower.compute > 1.5 * found.compute
+    for rate, part in {
+        "norm_bandwidth": "compute", "loss_bandwidth": "compute", "update_bandwidth": "optimizer",
+        "copy_bandwidth": "exposed",
+    }.items():  # fmt: skip
+        slow = replace(here, **{rate: getattr(here, rate) / 100})
+        slower = step_time(config, args, ParallelDims(1, 1, 1, 1, 1), slow, param_dtype=torch.float32)
+        before, after = (getattr(it, part) for it in (found, slower))
+        if part == "exposed":
+            before, after = before["dp_shard"], after["dp_shard"]
+        assert after > 1.5 * before, rate
 
 
 NEAR = [layout for layout in LAYOUTS if layout.mfu and "torchtitan" not in layout.source][:-1]

@@ -90,7 +90,7 @@ class Rates:
         machine = self.machine
         if machine.gloo and dimension == "dp_shard":  # copies that are counted apart, and a meeting
             meets = operation != "all_gather" or not self._ahead
-            return 2 * (ranks - 1) * machine.link_latency * meets
+            return self.meeting(ranks) * meets
         here = min(ranks, max(1, machine.node // apart))  # ranks of the group on one machine
         if here == ranks:
             bandwidth, latency = machine.link, machine.link_latency
@@ -102,6 +102,10 @@ class Rates:
         whole = operation == "all_reduce" or (machine.gloo and operation == "reduce_scatter")
         turns = 2 if whole else 1
         return turns * (size * (ranks - 1) / ranks / bandwidth + (ranks - 1) * latency)
+
+    def meeting(self, ranks: int) -> float:
+        """The time of a sum of a few numbers by gloo; others' is nothing beside a step."""
+        return 2 * (ranks - 1) * self.machine.link_latency if self.machine.gloo else 0.0
 
     def copy(self, size: float) -> float:
         """The time to read or write so many bytes of parameters or of gradients."""

@@ -14,11 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from toolkit.config.parallelism import Parallelism
 from toolkit.cpu import cores, keep_freed_memory
 from toolkit.loss import linear_losses
 from toolkit.models.common.args import ModelArgs, parameter_count
@@ -28,6 +29,7 @@ from toolkit.models.common.rms_norm import rms_norm
 from toolkit.models.common.rope import rope_rotations, rotate
 from toolkit.optim.grad_clip import norms
 from toolkit.optim.update_ahead import update_ahead
+from toolkit.parallel.fsdp import apply_fsdp
 from toolkit.planner.machines import Machine
 
 _WINDOWS = 3
@@ -124,14 +126,14 @@ def _attention(
         ]
         for _ in range(times)
     ]
-    gradient = torch.randn(rows, length, heads, args.head_dim, dtype=dtype)
+    gradients = [torch.randn_like(q) for q, _, _ in given]
     backend = attention_backend(attention, args.sliding_window)
     mask = backend.mask(None, rows, length, torch.device("cpu"))
 
     def run() -> None:
         made = [backend(q, k, v, mask) for q, k, v in given]
         while made:
-            torch.autograd.grad(made.pop(), given[len(made)], gradient)
+            torch.autograd.grad(made.pop(), given[len(made)], gradients[len(made)])
 
     return 7 * times * rows * heads * args.head_dim * length**2 / _seconds(run)
 
@@ -146,13 +148,13 @@ def _simple(args: ModelArgs, tokens: int, dtype: torch.dtype, tp: int) -> float:
         [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
         for _ in range(_times(size, args))
     ]
+    gradients = [[torch.randn_like(it) for it in (q, up, x)] for q, _, up, x in given]
     rotations = rope_rotations(args, torch.arange(tokens), dtype)
 
     def run() -> None:
         made = [(rotate(q, rotations), F.silu(gate) * up, x + x) for q, gate, up, x in given]
-        gradients = [torch.ones_like(it) for it in made[0]]
         while made:
-            torch.autograd.grad(made.pop(), given[len(made)], gradients)
+            torch.autograd.grad(made.pop(), given[len(made)], gradients[len(made)])
 
     with _Calls() as calls:
         run()
@@ -162,15 +164,18 @@ def _simple(args: ModelArgs, tokens: int, dtype: torch.dtype, tp: int) -> float:
 def _norms(args: ModelArgs, tokens: int, dtype: torch.dtype) -> float:
     """Bytes a second of norms."""
     weight = torch.ones(args.dim, dtype=dtype, requires_grad=True)
-    gradient = torch.ones(tokens, args.dim, dtype=dtype)
-    given = [torch.randn_like(gradient, requires_grad=True) for _ in range(_times(gradient.nbytes, args))]
+    size = tokens * args.dim * dtype.itemsize
+    given = [
+        torch.randn(tokens, args.dim, dtype=dtype, requires_grad=True) for _ in range(_times(size, args))
+    ]
+    gradients = [torch.randn_like(each) for each in given]
 
     def run() -> None:
         made = [rms_norm(each, weight, args.norm_eps) for each in given]
         while made:
-            torch.autograd.grad(made.pop(), (given[len(made)], weight), gradient)
+            torch.autograd.grad(made.pop(), (given[len(made)], weight), gradients[len(made)])
 
-    return 5 * len(given) * gradient.nbytes / _seconds(run)
+    return 5 * len(given) * size / _seconds(run)
 
 
 def _loss(vocabulary: int, dtype: torch.dtype) -> float:
@@ -278,7 +283,7 @@ class _Calls(TorchDispatchMode):
 
 def _launches(args: ModelArgs) -> tuple[float, float]:
     """Seconds of an operation on numbers so few that only its call takes time, in a model's forward and
-    backward, and of what FSDP does for a unit there."""
+    backward, and of what FSDP does for a unit there, over all ranks."""
     few: Any = {"dim": 16, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8, "ffn_dim": 16, "vocab_size": 16}
     model = Decoder(replace(args, n_layers=4, **few))
     tokens = torch.zeros(1, 8, dtype=torch.int64)
@@ -291,10 +296,10 @@ def _launches(args: ModelArgs) -> tuple[float, float]:
     alone = _seconds(step)
     if not dist.is_initialized():
         return alone / calls.count, 0.0
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ranks", "alone"))
-    for module in [*model.layers.values(), model]:
-        fully_shard(module, mesh=mesh["alone"])
-    return alone / calls.count, (_seconds(step) - alone) / (len(model.layers) + 1)
+    units = [[block] for block in model.layers.values()]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    apply_fsdp(model, units, mesh, Parallelism(), precision=MixedPrecisionPolicy())
+    return alone / calls.count, (_alike(step, 5) - alone) / (len(units) + 1)
 
 
 def _sending() -> tuple[float, float]:

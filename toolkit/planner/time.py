@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 _OF_FILES = {"PipelineScheduleSingle": "1F1B", "PipelineScheduleMulti": "LoopedBFS"}
 """The schedules that stand in for those of files."""
 
+_SUMS = 3
+"""Sums over all ranks in a step: of its tokens, of the loss and of the gradients' norm."""
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -43,7 +46,7 @@ class StepTime:
         exposed: communication that nothing runs beside, by dimension: "tp", "cp", "dp_shard" (FSDP's, over
             cp's ranks too), "dp_replicate".
         bubble: waiting for other ranks of the pipeline, transfers included.
-        optimizer: clipping and update.
+        optimizer: clipping and update, and the sums over all ranks that a step waits for.
         tokens_per_second: of all ranks.
         mfu: model FLOPs by the peak, in the convention of the run's metrics: attention over the full square.
         mfu_causal: with the half of the square that is seen.
@@ -100,6 +103,7 @@ def step_time(
     busy = passes.seconds
     # Other ranks fill a bubble where they share cores.
     passed = max(busy, timeline.seconds / machine.sharing) if timeline else busy
+    optimizer += _SUMS * rates.meeting(layout.world_size)
     seconds = passed + optimizer
     tokens = batch.total * training.seq_len
     at_peak = layout.world_size * rates.peak * seconds
