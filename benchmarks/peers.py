@@ -130,7 +130,7 @@ class Turns:
     def mine(self) -> Iterator[None]:
         """Wait for this side's turn, and hand it to the other at the end."""
         while self.file.read_text() != str(self.number):
-            time.sleep(0.005)
+            time.sleep(0.1)
         dist.barrier()
         yield
         dist.barrier()

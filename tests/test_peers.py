@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks import peer_split
 from benchmarks.peer_models import Case
-from benchmarks.peers import SAME_LOSS, NotComparable, refuse_other_losses
+from benchmarks.peers import SAME_LOSS, NotComparable, Turns, refuse_other_losses
+from tests.helpers import run_world
 
 
 @pytest.mark.parametrize("dtype", SAME_LOSS)
@@ -33,3 +37,25 @@ def test_the_split_of_a_step_is_of_all_its_time() -> None:
     assert tuple(shares) == peer_split.PARTS and sum(shares.values()) == pytest.approx(1)
     assert shares["matmuls"] > 0 == shares["attention"] == shares["communication"] == shares["optimizer"]
     assert shares["the rest"] > 0
+
+
+def _take(file: str, number: int, count: int) -> list[tuple[float, float]]:
+    """When this rank began and ended each of its turns."""
+    turns, taken = Turns(Path(file), number), []
+    for _ in range(count):
+        with turns.mine():
+            began = time.monotonic()
+            time.sleep(0.02 * (1 + dist.get_rank()))
+            taken.append((began, time.monotonic()))
+    return taken
+
+
+def test_sides_take_turns(tmp_path: Path) -> None:
+    file = tmp_path / "turn"
+    file.write_text("0")
+    with ThreadPoolExecutor() as pool:
+        sides = list(pool.map(lambda number: run_world(_take, 2, str(file), number, 3), (0, 1)))
+    turns = [turn for both in zip(*(zip(*ranks, strict=True) for ranks in sides), strict=True) for turn in both]
+    assert len(turns) == 6
+    for before, after in zip(turns, turns[1:], strict=False):
+        assert max(end for _, end in before) <= min(begin for begin, _ in after)

@@ -68,6 +68,7 @@ def test_blockwise_takes_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     qkv = inputs(8, 4)
     expected = with_gradients("blockwise", qkv, PACKED)
     group, queries = 2, attention_blockwise._QUERY_BYTES // 8
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(attention_blockwise, "_SCORE_BYTES", 3 * 8 * group * queries * queries)
     heads = [block.heads for block in attention_blockwise._blocks(*_one_row(qkv), None)]
     assert heads[:2] == [slice(0, 3), slice(3, 6)] and heads[-1] == slice(3, 4), "not what is to be tested"
@@ -81,13 +82,20 @@ def _one_row(qkv: list[Tensor]) -> tuple[Tensor, Tensor]:
     return attention_blockwise._by_key_head(q_1QHE, k_1SKE.shape[2]), k_1SKE.permute(0, 2, 3, 1)
 
 
-def test_blockwise_loses_no_more_in_16_bits_than_sdpa() -> None:
+@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize("documents", [None, PACKED], ids=["causal", "packed"])
+def test_blockwise_loses_no_more_in_16_bits_than_sdpa(
+    monkeypatch: pytest.MonkeyPatch, documents: Tensor | None, tiles: bool
+) -> None:
+    monkeypatch.setattr(attention_blockwise, "_has_tiles", lambda: tiles)
     rounded = inputs(8, 2, torch.bfloat16)
-    truth = with_gradients("sdpa", [x.double() for x in rounded], PACKED)
+    truth = with_gradients("sdpa", [x.double() for x in rounded], documents)
     distances = [
         [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
-        for found in (with_gradients(name, rounded, PACKED) for name in ("blockwise", "sdpa"))
+        for found in (with_gradients(name, rounded, documents) for name in ("blockwise", "sdpa"))
     ]
+    own = documents is not None or not tiles
+    assert (distances[0][0] != distances[1][0]) == own, "torch's kernel is for whole rows, on tiles"
     # Its weights have 8 bits where the kernel's result alone has: both are some roundings of 2^-9.
     assert max(distances[0]) < 2 * max(distances[1]) < 2**-6, distances
 

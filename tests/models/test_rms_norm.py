@@ -35,15 +35,16 @@ def with_gradients(norm: nn.RMSNorm, x: Tensor, weight: nn.Parameter, grad: Tens
 def test_pieces_are_what_torch_computes(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rms_norm, "_PIECE", 1 << 10)  # the last piece is shorter than others
     given = inputs(*shape)
-    calls, normal = [], rms_norm._normal
+    lengths, pieces = [], rms_norm._pieces
 
-    def counted(*arguments: Any) -> Any:
-        calls.append(arguments)
-        return normal(*arguments)
+    def counted(*tensors: Tensor) -> Any:
+        found = list(pieces(*tensors))
+        lengths.append(len(found))
+        return found
 
-    monkeypatch.setattr(rms_norm, "_normal", counted)
+    monkeypatch.setattr(rms_norm, "_pieces", counted)
     found = with_gradients(rms_norm.RMSNorm(shape[-1], eps=EPS), *given)
-    assert len(calls) > 2, "not in pieces"
+    assert len(lengths) == 2 and min(lengths) > 2, "forward and backward are not in pieces"
     expected = with_gradients(nn.RMSNorm(shape[-1], eps=EPS), *given)
     for mine, torchs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, torchs, rtol=1e-11, atol=1e-11)

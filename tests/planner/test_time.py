@@ -28,7 +28,7 @@ from toolkit.planner.pipeline import simulate
 from toolkit.planner.rates import Pass, Rates
 from toolkit.planner.this_machine import this_machine
 from toolkit.planner.time import step_time
-from toolkit.planner.units import Unit, gathering, reducing
+from toolkit.planner.units import Unit, accumulating, gathering, reducing
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = Machine(
@@ -197,6 +197,20 @@ def test_gathers_hide_behind_the_unit_before(tmp_path: Path) -> None:
     # beside the first a reduction of 1; then its own.
     assert reducing(units, rates, gathers=True, reduces=True, replicas=False) == 1 + 3 + 0 + 1
     assert reducing(units, rates, gathers=False, reduces=True, replicas=False) == 0 + 2 + 0 + 1
+
+
+def test_gradients_of_micro_batches_are_added_up(tmp_path: Path) -> None:
+    rates = Rates(small_config(tmp_path), ParallelDims(1, 1, 4, 1, 1), MACHINE, "bfloat16")
+    units = [Unit(Pass(1.0, {}), Pass(1.0, {}), 0.0, 0.0, 0.0, True, 10**9)]
+
+    def seconds(count: int, *, whole: bool, gradient: int = 2) -> float:
+        return accumulating(units, rates, count, whole=whole, gradient=gradient, reduced=4).compute
+
+    assert seconds(1, whole=True) == seconds(1, whole=False) == 0
+    # Read as it is computed, and read and written in fp32; the first is made fp32.
+    assert seconds(3, whole=True) == 6 + 2 * 10
+    assert seconds(3, whole=True, gradient=4) == 2 * 12
+    assert seconds(3, whole=False) == 2 * 12 / 4  # of four ranks each has a part
 
 
 # The whole

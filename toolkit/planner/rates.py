@@ -30,7 +30,7 @@ class Rates:
     """``dtype`` is what is computed in, as machines name it."""
 
     def __init__(self, config: Config, layout: ParallelDims, machine: Machine, dtype: str):
-        self.machine = machine
+        self.machine, self.dtype = machine, dtype
         self._async_tp = config.parallelism.enable_async_tensor_parallel
         self._ahead = config.parallelism.fsdp_forward_prefetch > 0
         tp, cp, apart = layout.tp, layout.cp, layout.tp * layout.cp

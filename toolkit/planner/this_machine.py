@@ -171,7 +171,7 @@ def _norms(args: ModelArgs, tokens: int, dtype: torch.dtype) -> float:
     gradients = [torch.randn_like(each) for each in given]
 
     def run() -> None:
-        made = [rms_norm(each, weight, args.norm_eps) for each in given]
+        made = [rms_norm(each, weight, args.norm_eps)[0] for each in given]
         while made:
             torch.autograd.grad(made.pop(), (given[len(made)], weight), gradients[len(made)])
 

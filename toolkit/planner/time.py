@@ -25,7 +25,7 @@ from toolkit.planner.costs import BYTES, Costs, Piece, checkpointed_blocks, cost
 from toolkit.planner.machines import Machine
 from toolkit.planner.pipeline import Timeline, simulate
 from toolkit.planner.rates import Pass, Rates
-from toolkit.planner.units import Unit, added, around_backward, gathering, unit_of
+from toolkit.planner.units import Unit, accumulating, added, around_backward, gathering, unit_of
 
 if TYPE_CHECKING:
     import torch
@@ -166,11 +166,17 @@ def _accumulated(units: Sequence[Unit], config: Config, rates: Rates, count: int
     return added(
         [
             added([pass_ for unit in units for pass_ in (unit.forward, unit.backward)], count),
+            _summing(units, config, rates, count, whole=not each),
             added([gathers], 1 if keeps else count),
             added([ends[False]], count - 1),
             ends[True],
         ]
     )
+
+
+def _summing(units: Sequence[Unit], config: Config, rates: Rates, count: int, *, whole: bool) -> Pass:
+    reduced = BYTES[config.training.mixed_precision_reduce]
+    return accumulating(units, rates, count, whole=whole, gradient=BYTES[rates.dtype], reduced=reduced)
 
 
 def _pipeline(
@@ -179,7 +185,10 @@ def _pipeline(
     """The timeline of the schedule, and the mean of the ranks' passes; ``hidden`` are the bytes that go from
     rank to rank."""
     options = config.parallelism
-    passes = [(added(it.forward for it in units), added(it.backward for it in units)) for units in stages]
+    passes = []
+    for units in stages:
+        sums = added([_summing(units, config, rates, count, whole=True)], 1 / count)
+        passes.append((added(it.forward for it in units), added([*(it.backward for it in units), sums])))
     gathers = [sum(it.gather for it in units) for units in stages]
     more = [0.0] * len(stages)
     if reshard_after_forward(options) != "never":  # gathered in each pass

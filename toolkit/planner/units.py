@@ -43,6 +43,21 @@ def unit_of(piece: Piece, rates: Rates, *, fused: bool, float8: bool, in_backwar
     )
 
 
+def accumulating(
+    units: Sequence[Unit], rates: Rates, count: int, *, whole: bool, gradient: int, reduced: int
+) -> Pass:
+    """The sums of the gradients of ``count`` micro-batches: of this rank's part of what each reduces, or,
+    where the last one alone reduces, of ``whole`` ones, which torch makes ``reduced`` bytes of ``gradient``."""
+    trained = sum(unit.trained for unit in units)
+    if count == 1:
+        size = 0.0
+    elif whole:
+        size = (count - 1) * (gradient + 2 * reduced) + (gradient + reduced if gradient != reduced else 0)
+    else:
+        size = (count - 1) * 12 / rates.groups["dp_shard"][0]
+    return Pass(rates.copy(trained * size), {})
+
+
 def added(passes: Iterable[Pass], times: float = 1.0) -> Pass:
     compute, exposed = 0.0, dict[str, float]()
     for each in passes:

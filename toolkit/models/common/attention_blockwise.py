@@ -5,7 +5,8 @@ benchmarks.attention` times the two). A block's scores, for as many heads as a c
 normalised and used before those of the next. What causality hides is computed within a block's own columns
 alone, and a block begins with the first column that its first query sees, of its document and its window;
 short rows go through the products together. Backward has queries, keys and values alone kept for it and makes
-the scores again, as flash attention does (Dao et al. 2022, arXiv:2205.14135).
+the scores again, as flash attention does (Dao et al. 2022, arXiv:2205.14135). Where a processor multiplies
+bfloat16 by tiles (AMX), torch's kernel is faster forward, of whole rows, and is taken for that.
 
 Scores and weights are rounded to the dtype of the queries, as in transformers' eager attention. Products add
 up in fp32 or fp64, and over blocks so do the gradients of keys and values.
@@ -18,18 +19,20 @@ rows of scores, and W keys, of which the last Q are the queries' own; some queri
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from toolkit.models.common.attention import AttentionBackend
+from toolkit.models.common.attention_sdpa import sdpa
 
 _QUERY_BYTES = 256
 """Queries of a block times the bytes of a number: 128 in bfloat16, 64 in fp32. Fewer waste less on what
 causality hides, more make wider products, which gain most in bfloat16."""
-_SCORE_BYTES = 1 << 20
-"""Bytes of scores that are there at once."""
+_SCORE_BYTES = 1 << 21
+"""Bytes of scores that are there at once, a thread."""
 
 
 class Blockwise(AttentionBackend):
@@ -64,6 +67,9 @@ def document_starts(documents_BS: Tensor) -> Tensor:
 @torch.library.custom_op("toolkit::blockwise_attention", mutates_args=())
 def attend(q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | None) -> Tensor:
     """softmax(q kᵀ / √E) v, (B, Q, H, E), over the keys from ``starts_BQ`` on, or all, up to each query's."""
+    whole = starts_BQ is None and q_BQHE.shape[1] == k_BSKE.shape[1]
+    if whole and q_BQHE.dtype == torch.bfloat16 and _has_tiles():
+        return sdpa(q_BQHE, k_BSKE, v_BSKE, None).contiguous()
     out_BQHE = torch.empty_like(q_BQHE, memory_format=torch.contiguous_format)
     heads = k_BSKE.shape[2]
     for rows in _rows_at_once(q_BQHE, k_BSKE):
@@ -127,6 +133,11 @@ def _backward(ctx: Any, grad_BQHE: Tensor) -> tuple[Tensor, Tensor, Tensor, None
 attend.register_autograd(_backward, setup_context=_keep_inputs)
 
 
+@cache
+def _has_tiles() -> bool:
+    return torch.cpu._is_amx_tile_supported()
+
+
 class _Block(NamedTuple):
     """Some key heads of some rows, some queries of theirs, the keys that these see, and what is added to the
     scores of the last keys, and of the first where any is hidden: −∞ where a query must not see a key."""
@@ -169,7 +180,7 @@ def _rows_at_once(q_BQHE: Tensor, k_BSKE: Tensor) -> Iterator[slice]:
     """Rows whose scores, of a block of queries and all heads, are few enough to be there at once, or one."""
     rows, queries, heads, _ = q_BQHE.shape
     size = heads * min(queries, _QUERY_BYTES // q_BQHE.itemsize) * k_BSKE.shape[1] * q_BQHE.itemsize
-    step = max(1, _SCORE_BYTES // size)
+    step = max(1, _SCORE_BYTES * torch.get_num_threads() // size)
     return (slice(first, first + step) for first in range(0, rows, step))
 
 
@@ -187,7 +198,8 @@ def _blocks(q_RKGQE: Tensor, k_RKES: Tensor, starts_RQ: Tensor | None) -> Iterat
                 earlier = torch.arange(start, last) < starts_RQ[:, None, None, begin:end, None]
                 earlier_R11QL = q_RKGQE.new_zeros(earlier.shape).masked_fill_(earlier, hidden)
         keys, own_QQ = slice(start, first + end), later_QQ[: end - begin, : end - begin]
-        at_once = max(1, _SCORE_BYTES // (size * rows * group * (end - begin) * (keys.stop - start)))
+        of_head = size * rows * group * (end - begin) * (keys.stop - start)
+        at_once = max(1, _SCORE_BYTES * torch.get_num_threads() // of_head)
         for head in range(0, heads, at_once):
             yield _Block(slice(head, head + at_once), slice(begin, end), keys, own_QQ, earlier_R11QL)
 

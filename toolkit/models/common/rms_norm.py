@@ -2,7 +2,7 @@
 
 torch has a kernel of its own for CUDA; on a CPU its norm is four operators and its gradient about fifteen,
 each of which reads and writes all tokens in fp32. A piece stays in the cache of a core from the first of them
-to the last, and for backward the input alone is kept.
+to the last, and for backward the input is kept, and a number a token.
 
 Shapes: T tokens, or heads of them, R of a piece, D numbers of each.
 """
@@ -40,74 +40,76 @@ class RMSNorm(nn.RMSNorm):
             and _FUNCTIONS_OF_PARAMETERS
             and not torch.compiler.is_compiling()
         ):
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps)[0]
         return super().forward(x)
 
 
 # Operators of their own, so that a forecast sees one and knows what it keeps.
 @torch.library.custom_op("toolkit::rms_norm", mutates_args=())
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / √(mean(x²) + eps) · weight of the last dimension, in at least fp32, in the dtype of ``x``."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    precise_D = weight_D.to(_precise(x))
-    for x_RD, out_RD in _pieces(x, out):
-        normal_RD, _ = _normal(x_RD, eps)
-        out_RD.copy_(normal_RD.mul_(precise_D))
-    return out
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / √(mean(x²) + eps) · weight of the last dimension, in at least fp32, in the dtype of ``x``; and, of
+    each token, √(Σx² + D·eps), (T, 1)."""
+    out, norm_T1 = _like(x), _norms(x)
+    precise_D = weight_D.to(norm_T1.dtype)
+    for x_RD, out_RD, norm_R1 in _pieces(x, out, norm_T1):
+        x_RD = x_RD.to(norm_R1.dtype, copy=True)
+        torch.linalg.vector_norm(x_RD, dim=-1, keepdim=True, out=norm_R1)
+        norm_R1.square_().add_(x_RD.shape[1] * eps).sqrt_()
+        out_RD.copy_(x_RD.mul_(x_RD.shape[1] ** 0.5 / norm_R1).mul_(precise_D))
+    return out, norm_T1
 
 
 @torch.library.custom_op("toolkit::rms_norm_backward", mutates_args=())
-def rms_norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, norm_T1: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the weight."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    precise_D = weight_D.to(_precise(x))
+    out, scale_T1 = _like(x), torch.full_like(norm_T1, x.shape[-1] ** 0.5)
+    precise_D = weight_D.to(norm_T1.dtype)
     of_weight_D = torch.zeros_like(precise_D)
-    for grad_RD, x_RD, out_RD in _pieces(grad, x, out):
-        normal_RD, factor_R1 = _normal(x_RD, eps)
-        precise_RD = grad_RD.to(precise_D.dtype, copy=True)
-        along_RD = precise_RD * normal_RD
-        of_weight_D += along_RD.sum(0)
-        along_R1 = torch.mv(along_RD, precise_D).div_(-len(weight_D))[:, None]
-        out_RD.copy_(precise_RD.mul_(precise_D).addcmul_(normal_RD, along_R1).mul_(factor_R1))
+    for grad_RD, x_RD, out_RD, norm_R1, scale_R1 in _pieces(grad, x, out, norm_T1, scale_T1):
+        grad_RD, x_RD = grad_RD.to(precise_D.dtype), x_RD.to(precise_D.dtype)
+        product_RD = grad_RD * x_RD
+        of_weight_D += torch.mv(product_RD.t(), (scale_R1 / norm_R1).squeeze(1))
+        torch.mul(grad_RD, precise_D, out=product_RD)
+        # Of scale · x / norm, as weight normalisation has it, whose kernel is one pass.
+        of_x_RD, _ = torch.ops.aten._weight_norm_interface_backward(product_RD, x_RD, scale_R1, norm_R1, 0)
+        out_RD.copy_(of_x_RD)
     return out, of_weight_D.to(weight_D.dtype)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _norms(x: Tensor) -> Tensor:
+    """Room for a number of each token, in at least fp32."""
+    precise = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.numel() // x.shape[-1], 1, dtype=precise)
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Some rows (R, D) of each, one piece after the other."""
     width = tensors[0].shape[-1]
     rows = max(1, _PIECE * torch.get_num_threads() // width)
-    return zip(*(x.reshape(-1, width).split(rows) for x in tensors), strict=True)
-
-
-def _precise(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _normal(x_RD: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / √(mean(x²) + eps) in at least fp32, and the factor (R, 1)."""
-    precise_RD = x_RD.to(_precise(x_RD), copy=True)
-    squares_R1 = torch.linalg.vector_norm(precise_RD, dim=-1, keepdim=True).square_()
-    factor_R1 = squares_R1.div_(x_RD.shape[1]).add_(eps).rsqrt_()
-    return precise_RD.mul_(factor_R1), factor_R1
+    return zip(*(x.reshape(-1, x.shape[-1]).contiguous().split(rows) for x in tensors), strict=True)
 
 
 @rms_norm.register_fake
-def _(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _like(x), _norms(x)
 
 
 @rms_norm_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight_D)
+def _(grad: Tensor, x: Tensor, weight_D: Tensor, norm_T1: Tensor) -> tuple[Tensor, Tensor]:
+    return _like(x), torch.empty_like(weight_D)
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
-    x, weight_D, ctx.eps = inputs
-    ctx.save_for_backward(x, weight_D)
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:2], output[1])
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *rms_norm_backward(grad, *ctx.saved_tensors, ctx.eps), None
+def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
+    return *rms_norm_backward(grad, *ctx.saved_tensors), None
 
 
-rms_norm.register_autograd(_backward, setup_context=_keep_inputs)
+rms_norm.register_autograd(_backward, setup_context=_keep)
