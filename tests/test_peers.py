@@ -55,7 +55,8 @@ def test_sides_take_turns(tmp_path: Path) -> None:
     file.write_text("0")
     with ThreadPoolExecutor() as pool:
         sides = list(pool.map(lambda number: run_world(_take, 2, str(file), number, 3), (0, 1)))
-    turns = [turn for both in zip(*(zip(*ranks, strict=True) for ranks in sides), strict=True) for turn in both]
+    by_turn = [list(zip(*ranks, strict=True)) for ranks in sides]
+    turns = [turn for both in zip(*by_turn, strict=True) for turn in both]
     assert len(turns) == 6
     for before, after in zip(turns, turns[1:], strict=False):
         assert max(end for _, end in before) <= min(begin for begin, _ in after)

@@ -47,7 +47,8 @@ def accumulating(
     units: Sequence[Unit], rates: Rates, count: int, *, whole: bool, gradient: int, reduced: int
 ) -> Pass:
     """The sums of the gradients of ``count`` micro-batches: of this rank's part of what each reduces, or,
-    where the last one alone reduces, of ``whole`` ones, which torch makes ``reduced`` bytes of ``gradient``."""
+    where the last one alone reduces, of ``whole`` ones, whose numbers of ``gradient`` bytes torch adds up in
+    ``reduced`` bytes."""
     trained = sum(unit.trained for unit in units)
     if count == 1:
         size = 0.0
