@@ -78,6 +78,7 @@ def attend(q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | N
         for block in _blocks(q_RKGQE, k_RKES, None if starts_BQ is None else starts_BQ[rows]):
             weights_NMW = block.weights(block.of_queries(q_RKGQE), block.columns(k_RKES))
             block.write(out_RKGQE, torch.bmm(weights_NMW, block.rows(v_RKSE)))
+            del weights_NMW  # before the next block has its own
     return out_BQHE
 
 
@@ -99,12 +100,13 @@ def attend_backward(
             q_NME, grad_NME = block.of_queries(q_RKGQE), block.of_queries(grad_RKGQE)
             weights_NMW = block.weights(q_NME, block.columns(k_RKES))
             block.columns(grad_v_RKES).add_(torch.bmm(grad_NME.mT, weights_NMW))
-            grad_weights_NMW = torch.bmm(grad_NME, block.columns(v_RKES))
-            grad_scores_NMW = torch._softmax_backward_data(
-                grad_weights_NMW, weights_NMW, -1, weights_NMW.dtype
+            grad_scores_NMW = torch.bmm(grad_NME, block.columns(v_RKES))  # of weights, then in place
+            torch._softmax_backward_data(
+                grad_scores_NMW, weights_NMW, -1, weights_NMW.dtype, grad_input=grad_scores_NMW
             )
             block.columns(grad_k_RKES).add_(_scaled_product(q_NME.mT, grad_scores_NMW, scale))
             block.write(grad_q_RKGQE, _scaled_product(grad_scores_NMW, block.rows(k_RKSE), scale))
+            del weights_NMW, grad_scores_NMW  # before the next block has its own
         for grad_BSKE, grad_RKES in zip(grads[1:], (grad_k_RKES, grad_v_RKES), strict=True):
             grad_BSKE[rows].flatten(2).copy_(grad_RKES.to(grad_BSKE.dtype).flatten(1, 2).mT)
     return grads[0], grads[1], grads[2]
