@@ -178,11 +178,15 @@ class _Block(NamedTuple):
         return torch.softmax(scores_NMW, dim=-1)
 
 
+def _score_bytes() -> int:
+    return _SCORE_BYTES * torch.get_num_threads()
+
+
 def _rows_at_once(q_BQHE: Tensor, k_BSKE: Tensor) -> Iterator[slice]:
     """Rows whose scores, of a block of queries and all heads, are few enough to be there at once, or one."""
     rows, queries, heads, _ = q_BQHE.shape
     size = heads * min(queries, _QUERY_BYTES // q_BQHE.itemsize) * k_BSKE.shape[1] * q_BQHE.itemsize
-    step = max(1, _SCORE_BYTES * torch.get_num_threads() // size)
+    step = max(1, _score_bytes() // size)
     return (slice(first, first + step) for first in range(0, rows, step))
 
 
@@ -201,7 +205,7 @@ def _blocks(q_RKGQE: Tensor, k_RKES: Tensor, starts_RQ: Tensor | None) -> Iterat
                 earlier_R11QL = q_RKGQE.new_zeros(earlier.shape).masked_fill_(earlier, hidden)
         keys, own_QQ = slice(start, first + end), later_QQ[: end - begin, : end - begin]
         of_head = size * rows * group * (end - begin) * (keys.stop - start)
-        at_once = max(1, _SCORE_BYTES * torch.get_num_threads() // of_head)
+        at_once = max(1, _score_bytes() // of_head)
         for head in range(0, heads, at_once):
             yield _Block(slice(head, head + at_once), slice(begin, end), keys, own_QQ, earlier_R11QL)
 
