@@ -23,10 +23,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.models.common.attention import AttentionBackend
-from toolkit.models.common.attention_sdpa import sdpa
 
 _QUERY_BYTES = 256
 """Queries of a block times the bytes of a number: 128 in bfloat16, 64 in fp32. Fewer waste less on what
@@ -69,7 +69,9 @@ def attend(q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | N
     """softmax(q kᵀ / √E) v, (B, Q, H, E), over the keys from ``starts_BQ`` on, or all, up to each query's."""
     whole = starts_BQ is None and q_BQHE.shape[1] == k_BSKE.shape[1]
     if whole and q_BQHE.dtype == torch.bfloat16 and _has_tiles():
-        return sdpa(q_BQHE, k_BSKE, v_BSKE, None).contiguous()
+        q_BHQE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BQHE, k_BSKE, v_BSKE))
+        out_BHQE = F.scaled_dot_product_attention(q_BHQE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=True)
+        return out_BHQE.transpose(1, 2).contiguous()
     out_BQHE = torch.empty_like(q_BQHE, memory_format=torch.contiguous_format)
     heads = k_BSKE.shape[2]
     for rows in _rows_at_once(q_BQHE, k_BSKE):
