@@ -197,8 +197,7 @@ LAYOUTS = [
         "h100",
         64,
         "llama3_70b" + _mesh(4, 4, 2, layers=4) + _EVEN + _batch(128) + _KEEP + _COMPILE,
-        "Assumed: 128 samples, 5 stages a rank, nothing computed again. What tensor parallelism gathers for "
-        "a product is kept here until backward; there it is gathered again, and fits.",
+        "Assumed: 128 samples, 5 stages a rank, nothing computed again.",
         tokens=1118,
         mfu=0.543,
     ),

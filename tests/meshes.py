@@ -133,6 +133,7 @@ WORDS: dict[str, Settings] = {
     "prefetch": {"parallelism.fsdp_forward_prefetch": 2, "parallelism.fsdp_backward_prefetch": 2},
     "reduce-once": {"parallelism.fsdp_sync_each_batch": False},
     "whole-logits": {"parallelism.disable_loss_parallel": True},
+    "keep-gathered": {"parallelism.tensor_parallel_recompute_allgather": False},
     "head-first": {"parallelism.context_parallel_load_balancer": None},
     "ring": {"parallelism.context_parallel_rotate_method": "alltoall"},
     "light-ends": {
@@ -294,6 +295,7 @@ FAST = [
     "replicate2 NO_SHARD accumulate3 by-size",
     "tp2 AC-full",
     "tp2 tied accumulate3 whole-logits",
+    "tp2 keep-gathered",
     "cp2 tied AC-op",
     "cp2 accumulate3 head-first",
     "cp2 ring tied AC-2",

@@ -117,7 +117,8 @@ def main(argv: Sequence[str]) -> int:
     if tell:
         from toolkit.launcher.forecast import CPU_DELAY, Forecast
 
-        forecast = Forecast(argv, launch.world_size, delay=0.0 if hardware.memory else CPU_DELAY)
+        delay = 0.0 if hardware.memory else CPU_DELAY
+        forecast = Forecast(argv, launch.world_size, processes=launch.processes, delay=delay)
     command = [sys.executable, "-u", "-m", "toolkit.train", *argv]
     try:
         code = (

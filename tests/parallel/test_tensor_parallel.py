@@ -22,6 +22,7 @@ from tests.helpers import run_world
 from tests.models.small_llama import small
 from tests.parallel.sharded import (
     BATCH,
+    EAGER,
     EXACT,
     FULL,
     KEEP_ALL,
@@ -33,6 +34,7 @@ from tests.parallel.sharded import (
     plain_gradients,
     sharded,
 )
+from toolkit.config.parallelism import Compile
 from toolkit.loss import token_losses
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.sharding import tensor_plan
@@ -41,6 +43,7 @@ from toolkit.optim.optimizer_in_backward import StepInBackward
 from toolkit.parallel.autograd_collectives import gather, reduce_scatter
 from toolkit.parallel.tensor_parallel import apply_tensor_parallel
 from toolkit.parallel.vocabulary_parallel import vocabulary_parallel_losses
+from toolkit.planner.allocations import Allocations
 
 CLOSE = 1e-12
 TP = 2
@@ -100,8 +103,10 @@ def _loss(labels: str, dtype: torch.dtype, scale: float) -> tuple[float, float]:
 # The model
 
 
-def _model(args: Any, *, loss_parallel: bool = True, checkpointing: str = "none", **options: Any) -> Decoder:
-    how = changed(EXACT, disable_loss_parallel=not loss_parallel)
+def _model(
+    args: Any, *, loss_parallel: bool = True, again: bool = True, checkpointing: str = "none", **options: Any
+) -> Decoder:
+    how = changed(EXACT, disable_loss_parallel=not loss_parallel, tensor_parallel_recompute_allgather=again)
     mode = FULL if checkpointing == "full" else KEEP_ALL
     return sharded(args, how, tp=dist.get_world_size(), checkpointing=mode, **options)
 
@@ -151,9 +156,11 @@ def _stored() -> dict[str, float]:
     return parts
 
 
-def _sent(checkpointing: str, loss_parallel: bool) -> dict[str, Counter[str]]:
+def _sent(checkpointing: str, loss_parallel: bool, again: bool) -> dict[str, Counter[str]]:
     """Collectives of an evaluation without labels, and of forward and backward of a step."""
-    model = _model(UNTIED, checkpointing=checkpointing, loss_chunk_tokens=96, loss_parallel=loss_parallel)
+    model = _model(
+        UNTIED, checkpointing=checkpointing, loss_chunk_tokens=96, loss_parallel=loss_parallel, again=again
+    )
     counts = {}
     with torch.no_grad():
         model(TOKENS)
@@ -174,6 +181,31 @@ def _sent(checkpointing: str, loss_parallel: bool) -> dict[str, Counter[str]]:
 
 COUNTED = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 """Operations by which tensor parallelism sends; FSDP's own have other names."""
+
+
+def _kept(backend: str, again: bool) -> int:
+    """Bytes of activations that live between forward and backward; compiled, those that autograd is given."""
+    compiling = Compile(enable=True, backend=backend) if backend else EAGER
+    model = _model(UNTIED, again=again, compiling=compiling)
+    if not backend:
+        with torch.no_grad():
+            model(TOKENS)  # what is made once for all steps, as rotations are
+        with Allocations({}) as made:
+            loss = model(TOKENS, labels=LABELS)
+        kept = made.living(["activations"])
+    else:
+        saved: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage._cdata] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = model(TOKENS, labels=LABELS)
+        kept = sum(saved.values())
+    loss.backward()
+    return kept
 
 
 def _copies(rows: int) -> int:
@@ -259,7 +291,9 @@ MODELS = [
     (True, False, 33, "none"),
     (False, False, 0, "none"),
 ]
-SENT = list(product(("none", "full"), (True, False)))
+SENT = [*product(("none", "full"), (True, False), (True,)), ("none", True, False)]
+
+KEPT = list(product(("", "aot_eager"), (False, True)))
 
 
 def _world() -> dict[str, Any]:
@@ -277,6 +311,7 @@ def _world() -> dict[str, Any]:
         "types": _types(),
         "stored": _stored(),
         "sent": each(_sent, SENT),
+        "kept": each(_kept, KEPT),
         "copies": [_copies(rows) for rows in (1, 3)],
         "saved": _saved_by_loss(),
         "in backward": _same_in_backward(),
@@ -326,9 +361,11 @@ def test_all_but_the_norms_is_stored_in_parts(ranks: list[Any]) -> None:
             assert part == (1 if name.endswith("norm.weight") else 1 / TP), name
 
 
-@pytest.mark.parametrize(("checkpointing", "loss_parallel"), SENT)
-def test_what_is_sent(ranks: list[Any], checkpointing: str, loss_parallel: bool) -> None:
-    chunks, ends, again = 2, 1, 2 * LAYERS if checkpointing == "full" else 0
+@pytest.mark.parametrize(("checkpointing", "loss_parallel", "again"), SENT)
+def test_what_is_sent(ranks: list[Any], checkpointing: str, loss_parallel: bool, again: bool) -> None:
+    chunks, ends = 2, 1
+    gathered_again = 2 * LAYERS if again or checkpointing == "full" else 0
+    scattered_again = 2 * LAYERS if checkpointing == "full" else 0
     # Attention and feed-forward each gather once and scatter once; so do the head and the embedding.
     whole = ends + 2 * LAYERS
     reduced, logits = (2 * chunks, 0) if loss_parallel else (0, chunks)
@@ -337,12 +374,23 @@ def test_what_is_sent(ranks: list[Any], checkpointing: str, loss_parallel: bool)
         "logits": (whole + 1, whole, 0),
         "forward": (whole + logits, whole, reduced),
         # Each chunk's logits are computed again.
-        "backward": (whole + logits + again, whole + again, reduced + norms),
+        "backward": (whole + logits + gathered_again, whole + scattered_again, reduced + norms),
     }
     for rank in ranks:
         for moment, counts in expected.items():
-            found = rank["sent"][checkpointing, loss_parallel][moment]
+            found = rank["sent"][checkpointing, loss_parallel, again][moment]
             assert tuple(found[name] for name in COUNTED) == counts, moment
+
+
+def test_of_what_blocks_gather_a_piece_is_kept(ranks: list[Any]) -> None:
+    rows, length = TOKENS.shape
+    whole = rows * length * UNTIED.dim * 8
+    for rank in ranks:
+        eager, compiled = (
+            rank["kept"][backend, False] - rank["kept"][backend, True] for backend in ("", "aot_eager")
+        )
+        assert eager == 2 * LAYERS * whole * (1 - 1 / TP)
+        assert compiled >= eager  # a compiler may find the piece in what it keeps besides
 
 
 def test_a_single_sequence_is_never_copied(ranks: list[Any]) -> None:

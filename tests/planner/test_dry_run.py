@@ -145,15 +145,16 @@ def test_what_is_said(tmp_path: Path) -> None:
     assert sizes == [[f"{size / 1024:.2f}", "KiB"] for size in bytes_held for _ in range(2)]
     assert re.search(r"\n  peak of a step +\d+\.\d+ MiB  in (for|back)ward of ", done.stdout)
     # Of 8 micro-batches of 256 × 256 hidden states in fp32 a rank of tp hands half to each neighbour. A block
-    # gathers and scatters them four times, embedding and head once; norms' gradients are summed, and three
-    # numbers a token. Each unit is gathered once and its gradients reduced once, in parts of three quarters.
+    # gathers them six times and scatters them four times, embedding and head once each; norms' gradients are
+    # summed, and three numbers a token. Each unit is gathered once and its gradients reduced once, in parts of
+    # three quarters.
     sent = {(words[2], *words[3:5]) for words in said if words[:2] == ["sent", "over"]}
     whole = [matrices // 2 + norm for matrices, norm in zip(cut, norms, strict=True)]
     shards = {("dp_shard", f"{2 * 4 * numbers * 3 / 4 / 2**20:.2f}", "MiB") for numbers in whole}
     assert sent == {("pp", "1.00", "MiB"), ("pp", "2.00", "MiB"), *shards} | {
-        ("tp", f"{2 * times + kib / 1024:.2f}", "MiB") for times, kib in ((5, 2), (4, 2), (5, 3 + 24))
+        ("tp", f"{times + kib / 1024:.2f}", "MiB") for times, kib in ((12, 2), (10, 2), (12, 3 + 24))
     }
-    assert "a step: 5.00 MiB all-gather, 5.00 MiB reduce-scatter, 27.00 KiB all-reduce" in done.stdout
+    assert "a step: 7.00 MiB all-gather, 5.00 MiB reduce-scatter, 27.00 KiB all-reduce" in done.stdout
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from toolkit.config import load_config
 from toolkit.hardware import Hardware
@@ -81,13 +82,21 @@ def test_a_known_kind_of_gpu_gives_seconds_too(
     assert unknown is None and 0 < fast <= slow
 
 
-def test_on_cpus_it_says_what_tensors_take(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_on_cpus_it_says_what_tensors_take(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # of a rank, each with scores of attention at a time
     flags = [*MODEL, "--training.device=cpu", f"--job.dump_folder={tmp_path}"]
     forecast = Forecast(flags, 2)
     forecast.wait()
     assert " GiB of tensors on a rank, most in backward of" in capfd.readouterr().err
     config = load_config(flags)
-    peak = fit.forecast(PlannedRun(config, 2, Hardware("cpu", "CPU", 2, native_bf16=True))).peak
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        peak = fit.forecast(PlannedRun(config, 2, Hardware("cpu", "CPU", 2, native_bf16=True))).peak
+    finally:
+        torch.set_num_threads(before)
     found = json.loads(forecast_file(config).read_text())
     assert found["peak_gib"] * GIB == pytest.approx(peak) and found["step_seconds"] is None
     (tmp_path / "metrics.jsonl").write_text('{"memory_gib": 0.5, "memory_peak_gib": 0.75}')

@@ -91,13 +91,15 @@ def test_pieces_add_up_to_a_deeper_model(tmp_path: Path, mode: str) -> None:
 
 
 def test_tensor_parallelism_sends_what_the_formula_says(tmp_path: Path) -> None:
-    config, args = planned(tmp_path, training={"seq_len": 64})
-    block = found(config, args, tp=2, checkpointed=False).block
-    hidden = 2 * 64 * args.dim * 2
-    for work in (block.forward, block.backward):
-        sent = {it.operation: it.count * it.bytes for it in work.collectives if it.bytes == hidden}
-        assert sent == {"all_gather": 2 * hidden, "reduce_scatter": 2 * hidden}
-        assert all(it.waits and it.dimension == "tp" for it in work.collectives)
+    for again in (False, True):
+        parallelism = {"tensor_parallel_recompute_allgather": again, "tensor_parallel_degree": 2}
+        config, args = planned(tmp_path, training={"seq_len": 64}, parallelism=parallelism)
+        block = found(config, args, tp=2, checkpointed=False).block
+        hidden = 2 * 64 * args.dim * 2
+        for work, gathers in ((block.forward, 2), (block.backward, 4 if again else 2)):
+            sent = {it.operation: it.count * it.bytes for it in work.collectives if it.bytes == hidden}
+            assert sent == {"all_gather": gathers * hidden, "reduce_scatter": 2 * hidden}
+            assert all(it.waits and it.dimension == "tp" for it in work.collectives)
 
 
 def test_checkpointing_keeps_the_inputs_of_blocks(tmp_path: Path) -> None:

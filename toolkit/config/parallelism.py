@@ -66,6 +66,9 @@ class Parallelism(Table):
     """Gather and reduce on CPUs through memory that ranks of one machine share; false: by gloo's sockets."""
     tensor_parallel_degree: Degree = 1
     """Ranks over which matrices are split, and the sequence between blocks. Divides them and all heads."""
+    tensor_parallel_recompute_allgather: Annotated[bool, _TP] = True
+    """Keep of what attention and feed-forward gather this rank's piece, and gather it again in backward, as a
+    block that is checkpointed does in any case. false keeps the whole: nothing more is sent."""
     disable_loss_parallel: Annotated[bool, _TP] = False
     """Gather the logits of a tensor-parallel head before the loss."""
     enable_async_tensor_parallel: Annotated[bool, _TP] = False

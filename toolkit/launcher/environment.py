@@ -56,6 +56,13 @@ def threads() -> int:
     return max(1, cores() // whole_number(os.environ, "LOCAL_WORLD_SIZE", 1, 1))
 
 
+def with_threads(environ: Mapping[str, str], processes: int) -> dict[str, str]:
+    """``environ`` for one of the ``processes`` of a launch here: each computes in its share of the cores,
+    where OMP_NUM_THREADS does not say how many threads it has."""
+    share = {"OMP_NUM_THREADS": str(max(1, cores() // processes))} if processes > 1 else {}
+    return {**share, **environ}
+
+
 @dataclass(frozen=True)
 class RankEnvironment:
     """The numbers that a launcher gives each process it starts."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
+from toolkit.launcher.environment import with_threads
 from toolkit.launcher.supervisor import say
 
 GIB = 2**30
@@ -27,10 +28,11 @@ def forecast_file(config: Config) -> Path:
 
 class Forecast:
     """A program that makes a forecast ``delay`` seconds from now, says what it finds, and takes only what the
-    ranks leave of the processor. It ends with this process."""
+    ranks leave of the processor. It ends with this process. ``processes`` are the ranks started here."""
 
-    def __init__(self, argv: Sequence[str], world_size: int, *, delay: float = 0.0):
+    def __init__(self, argv: Sequence[str], world_size: int, *, processes: int = 1, delay: float = 0.0):
         self._command = [sys.executable, "-m", "toolkit.planner.fit", str(world_size), *argv]
+        self._processes = processes
         self._program: subprocess.Popen[bytes] | None = None
         self._begun = threading.Lock()  # held while the program is started, and once it must not be
         self._timer = threading.Timer(delay, self._begin)
@@ -39,7 +41,7 @@ class Forecast:
 
     def _begin(self) -> None:
         if self._begun.acquire(blocking=False):
-            environ = os.environ | {"OMP_NUM_THREADS": "1"}
+            environ = with_threads(os.environ, self._processes)  # attention on CPUs takes memory by thread
             self._program = subprocess.Popen(
                 self._command, env=environ, stdin=subprocess.PIPE, start_new_session=True
             )

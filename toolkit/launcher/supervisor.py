@@ -23,9 +23,8 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import IO, Any
 
-from toolkit.cpu import cores
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, printable
-from toolkit.launcher.environment import QUESTION, SUPERVISED
+from toolkit.launcher.environment import QUESTION, SUPERVISED, with_threads
 from toolkit.launcher.signals import INSISTING_SECONDS, asking
 
 ENDED_WELL = (EXIT_FINISHED, EXIT_REQUEUE)
@@ -106,9 +105,7 @@ def _reserved_port(launch: Launch) -> Iterator[int]:
 
 
 def _environment(launch: Launch, rank: int, port: int) -> dict[str, str]:
-    environment = os.environ | launch.environment
-    if launch.processes > 1 and "OMP_NUM_THREADS" not in environment:
-        environment["OMP_NUM_THREADS"] = str(max(1, cores() // launch.processes))
+    environment = with_threads(os.environ | launch.environment, launch.processes)
     environment |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank - launch.ranks.start),

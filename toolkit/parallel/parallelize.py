@@ -63,6 +63,10 @@ def parallelize(
         from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
 
         apply_activation_checkpoint(model.layers, checkpointing, pareto_folder=pareto_folder)
+    if mesh.tp and parallelism.tensor_parallel_recompute_allgather:
+        from toolkit.parallel.tensor_parallel import gather_again
+
+        gather_again(model.layers)
     if checkpointing.enable_activation_offloading:
         from toolkit.parallel.activation_offload import apply_activation_offload
 

@@ -23,8 +23,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from toolkit.loss import token_losses
 from toolkit.parallel.autograd_collectives import all_reduce, gather, reduce_scatter
@@ -166,11 +169,69 @@ def _norm(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
 
 def _gather_input(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
     """The pieces of the sequence put together once for all that the module does with them."""
+    kind: Any = type(module)
+    module.__class__ = _of_whole(kind, between)
+    module.gathers_again = False  # type: ignore[assignment]
 
-    def whole(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return between.whole(args[0]), *args[1:]
 
-    module.register_forward_pre_hook(whole)
+@cache  # one class for all layers, as above
+def _of_whole(kind: Any, between: Between) -> type:
+    """A subclass of a module's class whose forward takes a piece of the sequence and computes with all."""
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not (self.gathers_again and between.split and torch.is_grad_enabled()):
+            return kind.forward(self, between.whole(x), *args, **kwargs)
+        if torch.compiler.is_compiling():  # computes again what is marked so, the rest as it sees fit
+            return kind.forward(self, checkpoint(between.whole, x, use_reentrant=False), *args, **kwargs)
+        gathered = _Gathered(x, between)
+        with saved_tensors_hooks(gathered.pack, gathered.unpack):
+            return kind.forward(self, gathered.of_forward(), *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def gather_again(blocks: nn.ModuleDict) -> None:
+    """Keep of what attention and feed-forward gather this rank's piece alone; backward gathers it again, once
+    for all products that need it. A block that is checkpointed does so by itself."""
+    for block in blocks.values():
+        for module in [] if isinstance(block, CheckpointWrapper) else block.modules():
+            if hasattr(module, "gathers_again"):
+                module.gathers_again = True  # type: ignore[assignment]
+
+
+class _Gathered:
+    """The pieces of one sequence as a forward has them whole, and a backward again."""
+
+    def __init__(self, piece: Tensor, between: Between):
+        self.piece, self.between = piece, between
+        self.storage = 0
+        self.users = self.served = 0
+        self.whole: Tensor | None = None
+
+    def of_forward(self) -> Tensor:
+        whole = self.between.whole(self.piece)
+        self.piece = self.piece.detach()
+        self.storage = whole.untyped_storage()._cdata  # not the tensor: this stays until the backward
+        return whole
+
+    def pack(self, saved: Tensor) -> Any:
+        """Keep of the whole, or a view of it, where that lies; of other tensors themselves."""
+        if saved.untyped_storage()._cdata != self.storage:
+            return saved
+        self.users += 1
+        return saved.shape, saved.stride(), saved.storage_offset()
+
+    def unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        if self.whole is None:
+            with torch.no_grad():
+                self.whole = self.between.whole(self.piece)
+        whole = self.whole
+        self.served += 1
+        if self.served == self.users:
+            self.whole, self.served = None, 0
+        return whole.as_strided(*kept)
 
 
 def _embedding(module: Any, mesh: DeviceMesh, between: Between) -> None:

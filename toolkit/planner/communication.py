@@ -28,7 +28,7 @@ from toolkit.data.batch_size import BatchShape
 from toolkit.distributed.dtensor import clean_name, local
 from toolkit.distributed.process_group import DTYPES
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.gradient_flow import ATTENDED, Flow, given, gradient_flow
+from toolkit.models.common.gradient_flow import ATTENDED, READS, Flow, given, gradient_flow
 from toolkit.parallel.dims import reshard_after_forward
 from toolkit.parallel.fsdp import by_end
 from toolkit.parallel.mesh import Mesh
@@ -300,6 +300,7 @@ def _tensor(
     for each in blocks:
         gathered += 2 * (each.forwards + each.again)
         gathered += each.backwards * (each.flow["attention"] + each.flow["feed_forward"])
+        gathered += _gathered_again(model, passes, each, config)
         scattered += 2 * each.forwards + _scattered_again(each, config)
         scattered += each.backwards * (each.flow["attention_norm"] + each.flow["ffn_norm"])
     if model.tok_embeddings is not None:
@@ -332,6 +333,17 @@ def _tensor(
             yield Exchange("tp", "all_gather", ranks, tokens * model.args.vocab_size * work.size)
         else:
             yield Exchange("tp", "all_reduce", ranks, tokens * 3 * work.precise_size)
+
+
+def _gathered_again(model: Decoder, passes: Sequence[str], each: BlockWork, config: Config) -> int:
+    """How often a block that is not checkpointed gathers for the gradients of weights what it gathered for
+    their products. A split backward does so in both halves, though the first leaves it unread."""
+    if each.again or not config.parallelism.tensor_parallel_recompute_allgather:
+        return 0
+    trained = {clean_name(name) for name, it in each.block.named_parameters() if it.requires_grad}
+    readers = [name for name, read in READS.items() if read in (("attention_norm",), ("ffn_norm",))]
+    halves = {name.partition(".")[0] for name in readers if trained & {f"{name}.weight", f"{name}.lora_a"}}
+    return len(halves) * _again(model, passes, weights=1)
 
 
 def _scattered_again(each: BlockWork, config: Config) -> int:

@@ -141,7 +141,11 @@ def _alike(config: Config, args: ModelArgs, *, tp: int, cp: int, rows: int, chec
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
     kept: dict[str, Any] = {
         name: getattr(parallelism, name)
-        for name in ("disable_loss_parallel", "context_parallel_load_balancer")
+        for name in (
+            "tensor_parallel_recompute_allgather",
+            "disable_loss_parallel",
+            "context_parallel_load_balancer",
+        )
     }
     ring = takes_ring(parallelism, device="cuda", documents=False) and cp > 1
     mode = checkpointing.mode if checkpointed else "none"
