@@ -146,8 +146,8 @@ def test_what_is_said(tmp_path: Path) -> None:
     assert re.search(r"\n  peak of a step +\d+\.\d+ MiB  in (for|back)ward of ", done.stdout)
     # Of 8 micro-batches of 256 × 256 hidden states in fp32 a rank of tp hands half to each neighbour. A block
     # gathers them six times and scatters them four times, embedding and head once each; norms' gradients are
-    # summed, and three numbers a token. Each unit is gathered once and its gradients reduced once, in parts of
-    # three quarters.
+    # summed, and three numbers a token. Each unit is gathered once and its gradients reduced once, in parts
+    # of three quarters.
     sent = {(words[2], *words[3:5]) for words in said if words[:2] == ["sent", "over"]}
     whole = [matrices // 2 + norm for matrices, norm in zip(cut, norms, strict=True)]
     shards = {("dp_shard", f"{2 * 4 * numbers * 3 / 4 / 2**20:.2f}", "MiB") for numbers in whole}

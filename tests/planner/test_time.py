@@ -298,7 +298,7 @@ def test_rates_of_this_computer(tmp_path: Path) -> None:
 
 NEAR = [layout for layout in LAYOUTS if layout.mfu and "torchtitan" not in layout.source][:-1]
 KEEPING_ALL = LAYOUTS[:6:2]
-BOUNDS = [1.16, 1.15, 1.15]
+BOUNDS = [1.13, 1.12, 1.10]
 """The Llama 3 paper's: they fit its GPUs here where operators are checkpointed alone, as in the next rows."""
 
 
