@@ -28,6 +28,10 @@ from toolkit.models.common.attention import AttentionBackend, AttentionMask, Pre
 from toolkit.models.common.attention_sdpa import SDPA
 from toolkit.models.common.decoder import Decoder, TransformerBlock
 
+_COLUMNS = 64
+"""On CPUs a token attends to so many columns or a multiple, the last ones masked: oneDNN compiles a product
+for each number of columns, at ten times the product's time."""
+
 
 @dataclass(frozen=True)
 class Window:
@@ -158,11 +162,12 @@ class _CachedAttention(AttentionBackend):
                 buffer[:, :, :first] = x_PKE.transpose(0, 1)
         if q_BSHE.shape[1] == 1:
             begin = first + mask.oldest if mask.oldest else 0
-            keys, values = k_BKTE[:, :, begin:end], v_BKTE[:, :, begin:end]
+            last = min(begin + _rounded(end - begin), k_BKTE.shape[2]) if _in_products(q_BSHE) else end
+            keys, values = k_BKTE[:, :, begin:last], v_BKTE[:, :, begin:last]
             if first and begin:  # a window does not hide the prefix
                 keys = torch.cat([k_BKTE[:, :, :first], keys], dim=2)
                 values = torch.cat([v_BKTE[:, :, :first], values], dim=2)
-            return _attend_one(q_BSHE, keys, values, seen)
+            return _attend_one(q_BSHE, keys, values, seen, unseen=last - end)
         if mask.start:
             k_BSKE, v_BSKE = (x[:, :, first:end].transpose(1, 2) for x in (k_BKTE, v_BKTE))
         learned = () if prefix is None else (prefix,)
@@ -171,9 +176,10 @@ class _CachedAttention(AttentionBackend):
     def _reserve(self, end: int, first: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """The buffers, with at least ``end`` columns, ``first`` of them for the prefix."""
         if self.keys is None or self.values is None:
-            shape = (self.rows, like.shape[2], max(first + self.capacity, end), like.shape[3])
+            columns = max(first + self.capacity, end)
+            shape = (self.rows, like.shape[2], columns if like.is_cuda else _rounded(columns), like.shape[3])
             # Zeros, since what is masked must be finite too.
-            make = like.new_zeros if self.cache.fixed else like.new_empty
+            make = like.new_empty if like.is_cuda and not self.cache.fixed else like.new_zeros
             self.keys, self.values = make(shape), make(shape)
             if self.cache.fixed:
                 for buffer in (self.keys, self.values):
@@ -185,21 +191,36 @@ class _CachedAttention(AttentionBackend):
         return self.keys, self.values
 
 
-def _attend_one(q_B1HE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of one new token a row to all of its row. Heads that share keys count as queries of one head,
+def _in_products(q: Tensor) -> bool:
+    """Say if attention of a token is two plain products here."""
+    return not (q.is_cuda or torch.compiler.is_compiling())
+
+
+def _rounded(columns: int) -> int:
+    return -(-columns // _COLUMNS) * _COLUMNS
+
+
+def _attend_one(
+    q_B1HE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, *, unseen: int = 0
+) -> Tensor:
+    """Attention of one new token a row to all of its row but the last ``unseen`` columns, of which ``mask``
+    says nothing. Heads that share keys count as queries of one head,
     so that shared keys are read once and any kernel takes them.
 
     On a CPU as plain products, over which torch's own kernel takes up to five times as long in bf16. Keys are
     the first factor, since a product with a transposed second one copies it."""
     q_BKGE = q_B1HE.squeeze(1).unflatten(1, (k_BKTE.shape[1], -1))
-    if q_BKGE.is_cuda or torch.compiler.is_compiling():
+    if not _in_products(q_BKGE):
         out_BKGE = F.scaled_dot_product_attention(q_BKGE, k_BKTE, v_BKTE, attn_mask=mask)
     else:
         products = q_BKGE.new_empty(()), k_BKTE.flatten(0, 1), q_BKGE.flatten(0, 1).mT
         scores_NTG = torch.baddbmm(*products, beta=0, alpha=q_BKGE.shape[-1] ** -0.5)
         scores_BKGT = scores_NTG.mT.unflatten(0, q_BKGE.shape[:2])
+        seen_BKGT = scores_BKGT[..., : k_BKTE.shape[2] - unseen]
         if mask is not None:
-            scores_BKGT = scores_BKGT.masked_fill(~mask, -torch.inf)
+            seen_BKGT.masked_fill_(~mask, -torch.inf)
+        if unseen:
+            scores_BKGT[..., -unseen:] = -torch.inf
         out_BKGE = scores_BKGT.softmax(-1) @ v_BKTE
     return out_BKGE.flatten(1, 2)[:, None]
 
