@@ -177,9 +177,10 @@ class _CachedAttention(AttentionBackend):
         """The buffers, with at least ``end`` columns, ``first`` of them for the prefix."""
         if self.keys is None or self.values is None:
             columns = max(first + self.capacity, end)
-            shape = (self.rows, like.shape[2], columns if like.is_cuda else _rounded(columns), like.shape[3])
+            rounds = not (like.is_cuda or self.cache.fixed)
+            shape = (self.rows, like.shape[2], _rounded(columns) if rounds else columns, like.shape[3])
             # Zeros, since what is masked must be finite too.
-            make = like.new_empty if like.is_cuda and not self.cache.fixed else like.new_zeros
+            make = like.new_zeros if rounds or self.cache.fixed else like.new_empty
             self.keys, self.values = make(shape), make(shape)
             if self.cache.fixed:
                 for buffer in (self.keys, self.values):

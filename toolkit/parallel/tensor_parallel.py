@@ -1,8 +1,8 @@
 """Tensor parallelism: each matrix split over ranks, hidden states between the blocks split by sequence.
 
 A parameter becomes a DTensor over the tp mesh, so that sharding, checkpoints and initial weights know
-which part of it a rank has. A module's own forward reads that part as a plain tensor, and hooks around it
-communicate (Megatron's column, row and sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198):
+which part of it a rank has. A module's own forward reads that part as a plain tensor, and what is around it
+communicates (Megatron's column, row and sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198):
 hidden states are gathered along the sequence before attention, feed-forward and head, and what rows of a
 matrix contribute is summed and scattered along the sequence again. DTensor's own dispatch of each
 operation is never paid so. Generation, whose sequences are of one token, keeps them whole: nothing is
