@@ -51,7 +51,8 @@ FAST = _here(
             "pp2 InterleavedZeroBubble never",
             "pp2 ZBVZeroBubble never tied AC-op",
         ],
-        4: ["cp2 tp2 AC-op", "pp2 tp2 Interleaved1F1B AC-2"],
+        # Two stages of a rank, whose blocks share a graph too.
+        4: ["cp2 tp2 AC-op", "pp2 tp2 Interleaved1F1B AC-2", "pp2 tp2 ZBVZeroBubble never"],
     }
 )
 CHECKPOINTING = ("", "AC-full", "AC-2", "AC-op")

@@ -177,11 +177,10 @@ class _CachedAttention(AttentionBackend):
         """The buffers, with at least ``end`` columns, ``first`` of them for the prefix."""
         if self.keys is None or self.values is None:
             columns = max(first + self.capacity, end)
-            rounds = not (like.is_cuda or self.cache.fixed)
-            shape = (self.rows, like.shape[2], _rounded(columns) if rounds else columns, like.shape[3])
+            columns = columns if self.cache.fixed else _rounded(columns)  # a mask of fixed buffers is of all
+            shape = (self.rows, like.shape[2], columns, like.shape[3])
             # Zeros, since what is masked must be finite too.
-            make = like.new_zeros if rounds or self.cache.fixed else like.new_empty
-            self.keys, self.values = make(shape), make(shape)
+            self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
             if self.cache.fixed:
                 for buffer in (self.keys, self.values):
                     torch._dynamo.mark_static_address(buffer)
@@ -205,8 +204,8 @@ def _attend_one(
     q_B1HE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, *, unseen: int = 0
 ) -> Tensor:
     """Attention of one new token a row to all of its row but the last ``unseen`` columns, of which ``mask``
-    says nothing. Heads that share keys count as queries of one head,
-    so that shared keys are read once and any kernel takes them.
+    says nothing. Heads that share keys count as queries of one head, so that shared keys are read once and
+    any kernel takes them.
 
     On a CPU as plain products, over which torch's own kernel takes up to five times as long in bf16. Keys are
     the first factor, since a product with a transposed second one copies it."""

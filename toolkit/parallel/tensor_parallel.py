@@ -170,15 +170,16 @@ def _norm(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
 def _gather_input(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
     """The pieces of the sequence put together once for all that the module does with them."""
     kind: Any = type(module)
-    module.__class__ = _of_whole(kind, between)
-    module.gathers_again = False  # type: ignore[assignment]
+    module.__class__ = _of_whole(kind)
+    module.between, module.gathers_again = between, False  # type: ignore[assignment]
 
 
 @cache  # one class for all layers, as above
-def _of_whole(kind: Any, between: Between) -> type:
+def _of_whole(kind: Any) -> type:
     """A subclass of a module's class whose forward takes a piece of the sequence and computes with all."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        between: Between = self.between
         if not (self.gathers_again and between.split and torch.is_grad_enabled()):
             return kind.forward(self, between.whole(x), *args, **kwargs)
         if torch.compiler.is_compiling():  # computes again what is marked so, the rest as it sees fit
