@@ -77,10 +77,10 @@ while rank and open('/proc/' + open('{folder}/pid').read() + '/stat').read().spl
 class Launched:
     """A launcher in a process of its own, whose ranks have all said that they are ready."""
 
-    def __init__(self, code: str, *, ignored: int | None = None, **launch: object):
+    def __init__(self, code: str, *, ignored: int | None = None, before: str = "", **launch: object):
         settings = {"processes": 2, "shown": {0, 1}} | launch
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, repr(settings), PREAMBLE + code],
+            [sys.executable, "-c", before + LAUNCHER, repr(settings), PREAMBLE + code],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -381,6 +381,22 @@ def test_an_interrupt_that_comes_twice_at_once_saves():
     code, out, err = launched.end()
     assert code == 75
     assert out.count("saved") == 2 and "SIGKILL" not in err
+
+
+ELSEWHERE = """
+import signal, threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+"""
+"""Has the system hand this signal to another thread than the main one, as it may at any time."""
+
+
+def test_a_signal_that_another_thread_takes_wakes_the_launcher():
+    launched = Launched(SAVES, before=ELSEWHERE)
+    launched.process.send_signal(signal.SIGINT)
+    code, out, _ = launched.end()
+    assert code == 75
+    assert out.count("saved") == 2
 
 
 def test_ranks_that_do_not_stop_in_time_are_ended():

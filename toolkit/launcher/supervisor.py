@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import IO, Any
 
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, printable
@@ -181,19 +180,33 @@ def _start(command: Sequence[str], launch: Launch, port: int, logs: Path) -> lis
 
 @contextmanager
 def signals() -> Iterator[SimpleQueue[Any]]:
-    """Signals that arrive, in order; SIGCHLD among them, so that waiting ends when a rank does."""
+    """Signals that arrive, in order; SIGCHLD among them, so that waiting ends when a rank does.
+
+    They come by a socket: one that the system hands to another thread does not wake the main one, which alone
+    runs handlers.
+    """
     arrived: SimpleQueue[Any] = SimpleQueue()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
 
-    def note(signum: int, frame: FrameType | None) -> None:
-        arrived.put(signum)
+    def pass_on() -> None:
+        while signum := reader.recv(1):
+            arrived.put(signum[0])
 
+    passing = threading.Thread(target=pass_on, daemon=True)
+    passing.start()
     watched = (*asking(), signal.SIGCHLD)
-    before = {signum: signal.signal(signum, note) for signum in watched}
+    woken = signal.set_wakeup_fd(writer.fileno())
+    before = {signum: signal.signal(signum, lambda *_: None) for signum in watched}
     try:
         yield arrived
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+        signal.set_wakeup_fd(woken)
+        writer.close()
+        passing.join()
+        reader.close()
 
 
 def say(message: str) -> None:
