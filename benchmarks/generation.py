@@ -1,14 +1,15 @@
 """How fast text is generated beside transformers' generate: prompts and tokens, in one run by turns.
 
     python -m benchmarks.generation [--shapes 125M 1B] [--batches 1 8] [--dtype bfloat16] [--threads 2]
-                                    [--prompt 64] [--new 32] [--long 512] [--repeats 3]
+                                    [--prompt 64] [--new 32] [--long 512] [--repeats 3] [--compile]
                                     [--output benchmarks/results/generation.md]
 
 Both generate greedily from the same random weights and prompts, with their caches, on the CPU or the CUDA
 device where there is one. Each repeat times, for each of the two by turns, a generation of one token after a
-long prompt, then one token and all after a short one: what the rest of the tokens take is decoding. Rates
-count all rows of a batch. Beside them is the share of the speed at which this machine reads memory that
-decoding one row reaches, counting each matrix once a token.
+long prompt, then one token and all after a short one: what the rest of the tokens take is decoding. With
+--compile the step of a token is compiled, of both, transformers' with its static cache, and prompts, which
+are not, have no time. Rates count all rows of a batch. Beside them is the share of the speed at which this
+machine reads memory that decoding one row reaches, counting each matrix once a token.
 
 In fp32 the tokens of both are compared first: the command fails where one differs. In bfloat16 rounding may
 change which of two close candidates is taken, and then all that comes after: the table says how many of the
@@ -23,12 +24,14 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.machine import describe
 from tests.models.test_transformers import theirs
 from toolkit.cpu import cores
+from toolkit.generation.compiled import compiler_for
 from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator
 from toolkit.models.common.args import ModelArgs
@@ -71,7 +74,7 @@ def model_of(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> Decod
     return model.to(device)
 
 
-def makers(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> list[Make]:
+def makers(args: ModelArgs, dtype: torch.dtype, device: torch.device, compiled: bool) -> list[Make]:
     """Makers of text: ours, then transformers'."""
     model = model_of(args, dtype, device)
     reference = theirs(model.cpu()).to(dtype).to(device).eval()
@@ -79,9 +82,18 @@ def makers(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> list[Ma
     reference.set_attn_implementation("sdpa")
     reference.generation_config.eos_token_id = None
     reference.generation_config.pad_token_id = 0
-    if can_pack(model):
+    if can_pack(model) and not compiled:
         pack(model)
-    generator = Generator(model)
+    generator = Generator(model, compiler=compiler_for(device, constant=True) if compiled else None)
+    options: dict[str, Any] = {}
+    if compiled:
+        from transformers import CompileConfig
+
+        options = {
+            "cache_implementation": "static",
+            "compile_config": CompileConfig(mode="default", dynamic=False),
+        }
+        options["compile_config"]._compile_all_devices = True  # else on accelerators alone
 
     def ours(prompts: Prompts, count: int) -> Prompts:
         return generator.generate(prompts, max_new_tokens=count)
@@ -90,7 +102,7 @@ def makers(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> list[Ma
     def transformers(prompts: Prompts, count: int) -> Prompts:
         ids = torch.tensor(prompts, device=device)
         whole = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, **options
         )
         return whole[:, ids.shape[1] :].tolist()
 
@@ -101,13 +113,13 @@ def prompts_of(args: ModelArgs, rows: int, length: int) -> Prompts:
     return torch.randint(args.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def compare(shape: str, device: torch.device, batches: list[int], length: int) -> None:
+def compare(shape: str, device: torch.device, batches: list[int], length: int, compiled: bool) -> None:
     """Let both make tokens in fp32.
 
     Raises:
         AssertionError: a token differs.
     """
-    ours, transformers = makers(SHAPES[shape], torch.float32, device)
+    ours, transformers = makers(SHAPES[shape], torch.float32, device, compiled)
     for rows in batches:
         prompts = prompts_of(SHAPES[shape], rows, length)
         assert ours(prompts, COMPARED) == transformers(prompts, COMPARED), (
@@ -126,15 +138,17 @@ def seconds(do: Make, prompts: Prompts, count: int) -> float:
 
 
 def measure(
-    both: list[Make], short: Prompts, long: Prompts, new: int, repeats: int
+    both: list[Make], short: Prompts, long: Prompts | None, new: int, repeats: int
 ) -> list[tuple[list[float], list[float]]]:
-    """Seconds of a long prompt, and of a decoding step, of each repeat, of each of the two."""
+    """Seconds of a long prompt, where there is one, and of a decoding step, of each repeat, of each of the
+    two."""
     found: list[tuple[list[float], list[float]]] = [([], []) for _ in both]
     for do in both:
-        do(long[:1], 2)
+        do(short, new)  # compiles where that is asked for
     for _ in range(repeats):
         for do, (firsts, steps) in zip(both, found, strict=True):
-            firsts.append(seconds(do, long, 1))
+            if long:
+                firsts.append(seconds(do, long, 1))
             first = seconds(do, short, 1)
             steps.append((seconds(do, short, new) - first) / (new - 1))
     return found
@@ -174,8 +188,9 @@ def line(key: str, rows: int, found: list[tuple[list[float], list[float]]], shar
         rates.append(middle)
         cells.append(f"{middle:,.1f} ({low:,.1f} to {high:,.1f})")
     cells += [f"{rates[0] / rates[1]:.2f}", share]
-    waits = [statistics.median(firsts) for firsts, _ in found]
-    cells += [*(f"{1000 * wait:,.0f}" for wait in waits), f"{waits[1] / waits[0]:.2f}", f"{same:.0%}"]
+    waits = [statistics.median(firsts) for firsts, _ in found if firsts]
+    prompt = [*(f"{1000 * wait:,.0f}" for wait in waits), f"{waits[1] / waits[0]:.2f}"] if waits else [""] * 3
+    cells += [*prompt, f"{same:.0%}"]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -190,6 +205,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32, metavar="TOKENS")
     parser.add_argument("--long", type=int, default=512, metavar="TOKENS", help="of a prompt that is timed")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compile", action="store_true", help="the step of a token, of both")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -203,25 +219,27 @@ def main() -> None:
         f"Prompts of {options.prompt} tokens and {options.new} new ones for rates, of {options.long} tokens "
         "for what a prompt takes until its first token; greedy; medians of "
         f"{options.repeats} repeats by turns, with the slowest and the fastest. transformers "
-        f"{transformers.__version__} (sdpa, its dynamic cache). In fp32 the first {COMPARED} tokens of both "
-        "were the same in every row of every case; how many of this table's were is in its last column. The "
-        "share is of the speed at which the machine reads memory, told below, that matrices are read with.",
+        f"{transformers.__version__} (sdpa, its dynamic cache; compiled, its static one: the step of a token "
+        f"of both, and no prompt). In fp32 the first {COMPARED} tokens of both were the same in every row of "
+        "every case; how many of this table's were is in its last column. The share is of the speed at which "
+        "the machine reads memory, told below, that matrices are read with.",
         "",
         "| shape, dtype, rows | ours, tokens/s | transformers, tokens/s | ratio | share | prompt, ms "
         "| theirs, ms | ratio | same |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    command = f"`python -m benchmarks.generation --threads {options.threads}`"
+    command = f"`python -m benchmarks.generation --threads {options.threads}`, and again with `--compile`,"
     told, speed = describe(device.type), read_speed(device)
     lines: dict[str, str] = _before(options.output, head)
     for shape in options.shapes:
-        compare(shape, device, options.batches, options.prompt)
+        compare(shape, device, options.batches, options.prompt, options.compile)
         gc.collect()
-        both, args = makers(SHAPES[shape], dtype, device), SHAPES[shape]
+        args = SHAPES[shape]
+        both = makers(args, dtype, device, options.compile)
         for rows in options.batches:
             short, long = (prompts_of(args, rows, length) for length in (options.prompt, options.long))
-            found = measure(both, short, long, options.new, options.repeats)
-            key = f"{shape}, {options.dtype}, {rows}"
+            found = measure(both, short, None if options.compile else long, options.new, options.repeats)
+            key = f"{shape}, {options.dtype}, {rows}{', compiled' if options.compile else ''}"
             step, speed = statistics.median(found[0][1]), max(speed, read_speed(device))
             share = f"{read_bytes(args, dtype) / step / speed:.0%}" if rows == 1 else ""
             lines[key] = line(key, rows, found, share, same_tokens(both, short, options.new))
@@ -232,7 +250,7 @@ def main() -> None:
         gc.collect()
     if options.output:
         rows_of, machines = ([line for line in lines.values() if line[0] == mark] for mark in "|-")
-        text = [*head, *rows_of, "", *machines, "", f"{command} regenerates it.", ""]
+        text = [*head, *rows_of, "", *machines, "", f"{command} regenerate it.", ""]
         options.output.write_text("\n".join(text))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from pathlib import Path
 
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # of glibc's malloc.h
@@ -22,6 +23,11 @@ def cpu_multiplies_bf16() -> bool:
         return False
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
     return bool(flags & {"amx_bf16", "avx512_bf16"})
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that torch's inductor calls for code on a CPU."""
+    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 
 
 def keep_freed_memory() -> bool:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.models.small_llama import VOCAB, build, small
 from toolkit.config.finetune import Finetune, PrefixTuning
-from toolkit.errors import DataError
+from toolkit.errors import ConfigError, DataError
 from toolkit.finetune.converters import apply_finetune
 from toolkit.generation import generator as module
+from toolkit.generation.compiled import Step, compiler_for
 from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator
 from toolkit.generation.kv_cache import KVCache
@@ -126,25 +127,44 @@ def test_a_window_does_not_hide_a_prefix(padding: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("args", [ARGS, WINDOWED], ids=["all", "window"])
 def test_compiled(args: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph without breaks for all steps, another for each capacity; its cache is used again."""
+    """One graph without breaks for all steps, of 64 columns or more, another for each capacity; its cache is
+    used again."""
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    def compiler(model: Decoder) -> Any:
-        return torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    def compiler(step: Step) -> Any:
+        return torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
 
     generator = Generator(build(args, torch.float32))
     texts = generator.generate(PROMPTS, max_new_tokens=40, sampling=DRAWN)
-    monkeypatch.setattr(module, "CAPACITY_STEP", 64)
+    monkeypatch.setattr(module, "CAPACITY_STEP", 256)
     compiled = Generator(generator.model, compiler=compiler)
     for _ in range(2):
         assert compiled.generate(PROMPTS, max_new_tokens=40, sampling=DRAWN) == texts
+    texts = generator.generate(PROMPTS, max_new_tokens=220, sampling=DRAWN)
+    assert compiled.generate(PROMPTS, max_new_tokens=220, sampling=DRAWN) == texts
     assert len(graphs) == 1
-    one = compiled.generate([[5]], max_new_tokens=100, sampling=DRAWN)
-    assert one == generator.generate([[5]], max_new_tokens=100, sampling=DRAWN) and len(graphs) == 2
+    one = compiled.generate([[5]], max_new_tokens=300, sampling=DRAWN)
+    assert one == generator.generate([[5]], max_new_tokens=300, sampling=DRAWN) and len(graphs) == 2
+
+
+@pytest.mark.parametrize("constant", [True, False])
+def test_compiled_for_a_cpu(constant: bool) -> None:
+    """Where matrices are constants the cache is none, nor is what tells columns; new prompts get texts of
+    their own, and where weights may change they are read anew."""
+    model = build(replace(ARGS, n_layers=1), torch.float32)
+    compiled = Generator(model, compiler=compiler_for(torch.device("cpu"), constant=constant))
+    for prompts in PROMPTS, [[1, 2], [3], list(range(50))]:
+        texts = Generator(model).generate(prompts, max_new_tokens=60, sampling=DRAWN)
+        assert compiled.generate(prompts, max_new_tokens=60, sampling=DRAWN) == texts
+    if not constant:
+        with torch.no_grad():
+            model.layers["0"].attention.wo.weight.mul_(-30)
+        changed = Generator(model).generate(PROMPTS, max_new_tokens=60, sampling=DRAWN)
+        assert compiled.generate(PROMPTS, max_new_tokens=60, sampling=DRAWN) == changed
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), replace(DRAWN, repetition_penalty=1.2)])
@@ -227,6 +247,29 @@ def test_matrices_stay_as_they_are_where_that_is_asked_for() -> None:
     assert can_pack(loaded.model)
     assert loaded.generator().generate(PROMPTS, max_new_tokens=10) == plain
     assert not can_pack(loaded.model)
+
+
+def test_the_last_position_is_a_product_of_its_own(generator: Generator) -> None:
+    """With the strides of the whole prompt torch would copy the head's matrix for one row."""
+    strides, head = [], generator.model.output
+    assert head is not None
+    logits = head.logits
+
+    def record(h_B1D: Tensor, weight_VD: Tensor) -> Tensor:
+        strides.append(h_B1D.stride())
+        return logits(h_B1D, weight_VD)
+
+    head.logits = record
+    generator.generate(PROMPTS[1:2], max_new_tokens=1)
+    head.logits = logits
+    assert strides == [(ARGS.dim, ARGS.dim, 1)]
+
+
+def test_compiled_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = Loaded(build(ARGS, torch.float32), ARGS, None, None)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match="there is no compiler no-such-compiler here"):
+        loaded.generator(compiled=True)
 
 
 @pytest.mark.parametrize("window", [None, 150])

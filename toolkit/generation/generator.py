@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.errors import DataError
+from toolkit.generation.compiled import Compiler, Step, step_of
 from toolkit.generation.kv_cache import KVCache
 from toolkit.generation.sampling import Draws, Sampling, draw, processed
 from toolkit.models.common.decoder import Decoder
@@ -24,10 +25,6 @@ FIRST_RESERVED = 256
 
 CAPACITY_STEP = 512
 """Columns of a cache for compiled forwards are a multiple of this, so that few are compiled."""
-
-Compiled = Callable[..., Tensor]
-Compiler = Callable[[Decoder], Compiled]
-"""Gives a forward of the model that is compiled when it is called, for the shapes that it is called with."""
 
 Stop = Callable[[int, list[int]], bool]
 """Say if the prompt of this number ends, of which these tokens have been made; the same on every rank."""
@@ -39,8 +36,8 @@ class Generator:
     ``vocabulary`` is how many ids are used, from 0: a model has more than its tokenizer where its matrices
     were filled up. None: all that the model has.
 
-    ``compiler``, as :func:`reduce_overhead` is one, compiles the forward of one token: once for each number
-    of rows and each :data:`CAPACITY_STEP` of tokens.
+    ``compiler`` compiles the forward of one token: once for each number of rows and each
+    :data:`CAPACITY_STEP` of tokens.
     """
 
     def __init__(
@@ -54,7 +51,7 @@ class Generator:
         self.model = model
         self.vocabulary = min(vocabulary or model.args.vocab_size, model.args.vocab_size)
         self.group = group
-        self._compiled = compiler(model) if compiler else None
+        self._compiled = compiler(step_of(model)) if compiler else None
         self._fixed: KVCache | None = None  # kept, since a graph has its addresses
 
     def generate(
@@ -138,7 +135,7 @@ class Generator:
             return KVCache(layers, padding, longest + min(steps, FIRST_RESERVED), device)
         capacity = -(-(longest + steps) // CAPACITY_STEP) * CAPACITY_STEP
         kept = self._fixed
-        if kept is None or (len(kept.padding), len(kept.columns)) != (len(padding), capacity):
+        if kept is None or (len(kept.padding), kept.capacity) != (len(padding), capacity):
             self._fixed = kept = KVCache(layers, padding, capacity, device, fixed=True)
         kept.restart(padding)
         return kept
@@ -162,16 +159,11 @@ class Generator:
                 )
 
 
-def reduce_overhead(model: Decoder) -> Compiled:
-    """Compiled by inductor; on CUDA a step is replayed as one graph, without the launches of its kernels."""
-    return torch.compile(model, mode="reduce-overhead", dynamic=False)
-
-
 class _Batch:
     """Prompts aligned at their end, and what the model has seen of them."""
 
     def __init__(
-        self, model: Decoder, prompts: Sequence[Sequence[int]], cache: KVCache, compiled: Compiled | None
+        self, model: Decoder, prompts: Sequence[Sequence[int]], cache: KVCache, compiled: Step | None
     ):
         self.model, self.cache, self.compiled = model, cache, compiled
         longest = max(map(len, prompts))
@@ -185,7 +177,7 @@ class _Batch:
         positions = self.cache.positions(count)
         with self.cache.attached(self.model):
             if self.compiled is not None and self.cache.begun:
-                logits_B1V = self.compiled(tokens_BS, positions=positions)
+                logits_B1V = self.compiled(tokens_BS, positions, *self.cache.changing())
             else:
                 with _last_position(self.model):
                     logits_B1V = self.model(tokens_BS, positions=positions)
@@ -198,7 +190,8 @@ def _last_position(model: Decoder) -> Iterator[None]:
     """The head computes the logits of the last token alone."""
 
     def last(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return inputs[0][:, -1:].contiguous(), *inputs[1:]  # a strided batch is multiplied row by row
+        # A batch, be it of one, with the strides of the whole is multiplied row by row, with copied matrices.
+        return inputs[0][:, -1:].clone(memory_format=torch.contiguous_format), *inputs[1:]
 
     assert model.output is not None
     hook = model.output.register_forward_pre_hook(last)

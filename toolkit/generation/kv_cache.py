@@ -8,7 +8,8 @@ which no token sees.
 Of a window, a token reads the columns that it sees, and all are kept.
 
 Buffers are extended by half when they are full. For a compiled forward of one token they are fixed: shapes
-and addresses stay, columns that are not written yet are masked, and the column to write to is a tensor.
+and addresses stay, and what changes from token to token is tensors: the column to write to, and the columns
+to attend to, of which those that are not written yet are masked.
 
 Shapes: B rows, S new tokens, T columns, H heads, K key/value heads, G = H / K, E head dim.
 """
@@ -37,7 +38,8 @@ for each number of columns, at ten times the product's time."""
 class Window:
     """The columns ``start`` to ``end`` of the new tokens, and what these may see. For several tokens ``mask``
     is that of the back end ``within``. For one it is (B, 1, 1, T), of the columns from ``oldest`` on, or None
-    for all of those; in fixed buffers ``column`` (1,) is the token's, and the mask is of all columns."""
+    for all of those; in fixed buffers ``column`` (1,) is the token's, and the mask is of columns from the
+    first on."""
 
     start: int
     end: int
@@ -56,6 +58,7 @@ class KVCache:
     ):
         self.backends = [_CachedAttention(self, len(padding), capacity) for _ in range(layers)]
         self.fixed = fixed
+        self.capacity = capacity
         self.columns = torch.arange(capacity, device=device)
         self.column = torch.zeros(1, dtype=torch.long, device=device)
         self.padding = torch.empty(len(padding), dtype=torch.long, device=device)
@@ -82,6 +85,20 @@ class KVCache:
         self.begun = True
         if self.fixed:
             self.column.fill_(self.length)
+
+    def changing(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What changes between forwards of one token in fixed buffers, for :meth:`take`: the columns to
+        attend to (T,), the token's own (1,), and how many each row has of padding (B,). On CPUs T is a
+        multiple of 64, or the capacity, and dynamic for a compiler; on CUDA the capacity, for a graph."""
+        if self.padding.device.type != "cpu":
+            return self.columns, self.column, self.padding
+        columns = torch.arange(min(_rounded(self.length + 1), self.capacity))
+        torch._dynamo.mark_dynamic(columns, 0)
+        return columns, self.column, self.padding
+
+    def take(self, columns: Tensor, column: Tensor, padding: Tensor) -> None:
+        """Go on with these."""
+        self.columns, self.column, self.padding = columns, column, padding
 
     @contextmanager
     def attached(self, model: Decoder) -> Iterator[None]:
@@ -149,10 +166,10 @@ class _CachedAttention(AttentionBackend):
             seen = F.pad(seen, (first, 0), value=True)
         if mask.column is not None:
             assert self.keys is not None and self.values is not None, "a prompt comes first"
-            column = mask.column + first
+            column, last = mask.column + first, first + mask.end
             self.keys.index_copy_(2, column, k_BSKE.transpose(1, 2))
             self.values.index_copy_(2, column, v_BSKE.transpose(1, 2))
-            return _attend_one(q_BSHE, self.keys, self.values, seen)
+            return _attend_one(q_BSHE, self.keys[:, :, :last], self.values[:, :, :last], seen)
         start, end = first + mask.start, first + mask.end
         k_BKTE, v_BKTE = self._reserve(end, first, k_BSKE)
         k_BKTE[:, :, start:end] = k_BSKE.transpose(1, 2)

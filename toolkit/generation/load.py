@@ -7,6 +7,7 @@ and features among ``tp`` of them, whose hidden states are whole (:func:`apply_t
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,14 +18,16 @@ import torch.distributed as dist
 
 from toolkit.checkpoint.manifest import saved_settings
 from toolkit.config.parallelism import Parallelism
+from toolkit.cpu import cpp_compiler
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import ConfigError, DataError, Problem
 from toolkit.finetune.adapter import Adapter, open_adapted, open_adapter_on
 from toolkit.generation.adapters import Adapters
+from toolkit.generation.compiled import compiler_for
 from toolkit.generation.cpu_prepack import can_pack, pack
-from toolkit.generation.generator import Generator, reduce_overhead
+from toolkit.generation.generator import Generator
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention_choice import attention_choice
 from toolkit.models.common.decoder import Decoder
@@ -64,17 +67,23 @@ class Loaded:
         self.adapters.select(self.model, adapter, self.mesh.tp if self.mesh else None)
 
     def generator(self, *, compiled: bool = False, prepack: bool = True) -> Generator:
-        """Generates ids of the tokenizer, on all ranks alike; ``compiled`` is worth its half minute on CUDA.
+        """Generates ids of the tokenizer, on all ranks alike; ``compiled`` is worth its half minute for long
+        texts.
 
         On a CPU matrices are reordered for it unless ``prepack`` is false, and the model's blocks hand them
-        out no more; not where another adapter may be merged into them.
+        out no more; not where another adapter may be merged into them. Compiled code has them once more.
 
         Raises:
-            ConfigError: a sharded model is not compiled.
+            ConfigError: a sharded model is not compiled, nor is one for a CPU without a C++ compiler.
         """
         if compiled and self.mesh is not None:
             rule = "a model is compiled in one process"
             raise ConfigError(Problem(rule, "leave --compile out, or start one process", "--compile", True))
+        device = next(self.model.parameters()).device
+        if compiled and device.type == "cpu" and not shutil.which(cpp_compiler()):
+            rule = f"inductor writes C++ for the CPU, and there is no compiler {cpp_compiler()} here"
+            fix = "install g++, name another in CXX, or leave --compile out"
+            raise ConfigError(Problem(rule, fix, "--compile", True))
         plain = self.mesh is None and not compiled and self.adapters is None
         if prepack and plain and can_pack(self.model):
             pack(self.model)
@@ -83,7 +92,7 @@ class Loaded:
             self.model,
             vocabulary=self.tokenizer.n_words if self.tokenizer else None,
             group=group,
-            compiler=reduce_overhead if compiled else None,
+            compiler=compiler_for(device, constant=self.adapters is None) if compiled else None,
         )
 
 

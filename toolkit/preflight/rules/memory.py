@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
+from toolkit.cpu import cpp_compiler
 from toolkit.errors import Problem, closest, install
 from toolkit.launcher.environment import is_number
 from toolkit.preflight.installed import torch_before
@@ -99,11 +98,11 @@ def compile_backend(run: PlannedRun) -> list[Problem]:
         return []
     if backend == "cudagraphs" and run.hardware.device != "cuda":
         return [run.problem(key, "CUDA graphs need a CUDA device", 'set it to "inductor"')]
-    if backend == "inductor" and run.hardware.device == "cpu" and not shutil.which(_compiler()):
+    if backend == "inductor" and run.hardware.device == "cpu" and not shutil.which(cpp_compiler()):
         return [
             run.problem(
                 key,
-                f"inductor writes C++ for the CPU, and there is no compiler {_compiler()} here",
+                f"inductor writes C++ for the CPU, and there is no compiler {cpp_compiler()} here",
                 "install g++, or name another in CXX"
                 f"{' (clang++ is here)' if shutil.which('clang++') else ''}; "
                 f'{key} = "aot_eager" needs none but is no faster than eager',
@@ -138,8 +137,3 @@ def inductor_attends_in_fp64(run: PlannedRun) -> list[Problem]:
     rule = f"inductor compiles attention in float64 on a CPU from torch 2.13 on, this is {version}"
     fix = 'set it to "aot_eager", set training.mixed_precision_param = "float32", or install torch 2.13'
     return [run.problem("compile.backend", rule, fix)]
-
-
-def _compiler() -> str:
-    """The C++ compiler that inductor calls."""
-    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
