@@ -233,6 +233,7 @@ def main() -> None:
     lines: dict[str, str] = _before(options.output, head)
     for shape in options.shapes:
         compare(shape, device, options.batches, options.prompt, options.compile)
+        torch.compiler.reset()  # which holds the matrices of what is compiled
         gc.collect()
         args = SHAPES[shape]
         both = makers(args, dtype, device, options.compile)

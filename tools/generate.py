@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a special token, or an id, at which text ends, beside the tokenizer's own; repeatable",
     )
     add("--batch-size", type=count, default=8, metavar="N", help="prompts at a time (default: 8)")
-    add("--compile", action="store_true", help="the step of a token: for long texts on CUDA; one process")
+    add("--compile", action="store_true", help="the step of a token, for long texts; one process")
     add("--no-prepack", action="store_true", help="leave matrices in rows, which is slower on a CPU")
     add("--json", action="store_true", help="a line for each prompt: prompt, text, tokens")
     add("--debug", action="store_true", help="show tracebacks")

@@ -21,6 +21,7 @@ _FROZEN = {
     "max_autotune": True,
     "max_autotune_gemm_backends": "CPP,ATEN",
     "autotune_num_choices_displayed": 0,
+    "max_autotune_report_choices_stats": False,
 }
 """Inductor's options for matrices that are constants."""
 

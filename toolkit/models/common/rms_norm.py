@@ -52,10 +52,13 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     out, norm_T1 = _like(x), _norms(x)
     precise_D = weight_D.to(norm_T1.dtype)
     for x_RD, out_RD, norm_R1 in _pieces(x, out, norm_T1):
-        x_RD = x_RD.to(norm_R1.dtype, copy=True)
-        torch.linalg.vector_norm(x_RD, dim=-1, keepdim=True, out=norm_R1)
+        precise_RD = x_RD.to(norm_R1.dtype)
+        torch.linalg.vector_norm(precise_RD, dim=-1, keepdim=True, out=norm_R1)
         norm_R1.square_().add_(x_RD.shape[1] * eps).sqrt_()
-        out_RD.copy_(x_RD.mul_(x_RD.shape[1] ** 0.5 / norm_R1).mul_(precise_D))
+        result_RD = out_RD if out_RD.dtype == norm_R1.dtype else precise_RD
+        torch.mul(precise_RD, x_RD.shape[1] ** 0.5 / norm_R1, out=result_RD).mul_(precise_D)
+        if result_RD is not out_RD:
+            out_RD.copy_(result_RD)
     return out, norm_T1
 
 
@@ -68,7 +71,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, norm_T1: Tensor
     for grad_RD, x_RD, out_RD, norm_R1, scale_R1 in _pieces(grad, x, out, norm_T1, scale_T1):
         grad_RD, x_RD = grad_RD.to(precise_D.dtype), x_RD.to(precise_D.dtype)
         product_RD = grad_RD * x_RD
-        of_weight_D += product_RD.mul_(scale_R1 / norm_R1).sum(0)
+        of_weight_D.addmv_(product_RD.mT, (scale_R1 / norm_R1).squeeze(1))
         torch.mul(grad_RD, precise_D, out=product_RD)
         # Of scale · x / norm, as weight normalisation has it, whose kernel is one pass.
         of_x_RD, _ = torch.ops.aten._weight_norm_interface_backward(product_RD, x_RD, scale_R1, norm_R1, 0)
