@@ -74,17 +74,19 @@ def model_of(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> Decod
     return model.to(device)
 
 
-def makers(args: ModelArgs, dtype: torch.dtype, device: torch.device, compiled: bool) -> list[Make]:
-    """Makers of text: ours, then transformers'."""
+def our_maker(args: ModelArgs, dtype: torch.dtype, device: torch.device, compiled: bool) -> Make:
     model = model_of(args, dtype, device)
-    reference = theirs(model.cpu()).to(dtype).to(device).eval()
-    model.to(device)
-    reference.set_attn_implementation("sdpa")
-    reference.generation_config.eos_token_id = None
-    reference.generation_config.pad_token_id = 0
     if can_pack(model) and not compiled:
         pack(model)
     generator = Generator(model, compiler=compiler_for(device, constant=True) if compiled else None)
+    return lambda prompts, count: generator.generate(prompts, max_new_tokens=count)
+
+
+def their_maker(args: ModelArgs, dtype: torch.dtype, device: torch.device, compiled: bool) -> Make:
+    reference = theirs(model_of(args, dtype, torch.device("cpu"))).to(dtype).to(device).eval()
+    reference.set_attn_implementation("sdpa")
+    reference.generation_config.eos_token_id = None
+    reference.generation_config.pad_token_id = 0
     options: dict[str, Any] = {}
     if compiled:
         from transformers import CompileConfig
@@ -95,9 +97,6 @@ def makers(args: ModelArgs, dtype: torch.dtype, device: torch.device, compiled: 
         }
         options["compile_config"]._compile_all_devices = True  # else on accelerators alone
 
-    def ours(prompts: Prompts, count: int) -> Prompts:
-        return generator.generate(prompts, max_new_tokens=count)
-
     @torch.inference_mode()
     def transformers(prompts: Prompts, count: int) -> Prompts:
         ids = torch.tensor(prompts, device=device)
@@ -106,7 +105,7 @@ def makers(args: ModelArgs, dtype: torch.dtype, device: torch.device, compiled: 
         )
         return whole[:, ids.shape[1] :].tolist()
 
-    return [ours, transformers]
+    return transformers
 
 
 def prompts_of(args: ModelArgs, rows: int, length: int) -> Prompts:
@@ -114,17 +113,25 @@ def prompts_of(args: ModelArgs, rows: int, length: int) -> Prompts:
 
 
 def compare(shape: str, device: torch.device, batches: list[int], length: int, compiled: bool) -> None:
-    """Let both make tokens in fp32.
+    """Let both make tokens in fp32, one model after the other.
 
     Raises:
         AssertionError: a token differs.
     """
-    ours, transformers = makers(SHAPES[shape], torch.float32, device, compiled)
-    for rows in batches:
-        prompts = prompts_of(SHAPES[shape], rows, length)
-        assert ours(prompts, COMPARED) == transformers(prompts, COMPARED), (
-            f"{shape}, {rows} rows: texts differ"
-        )
+    texts = []
+    for maker in (our_maker, their_maker):
+        do = maker(SHAPES[shape], torch.float32, device, compiled)
+        texts.append([do(prompts_of(SHAPES[shape], rows, length), COMPARED) for rows in batches])
+        del do
+        forget()
+    for rows, ours, transformers in zip(batches, *texts, strict=True):
+        assert ours == transformers, f"{shape}, {rows} rows: texts differ"
+
+
+def forget() -> None:
+    """Free the models that are used no more, those in compiled code too."""
+    torch.compiler.reset()
+    gc.collect()
 
 
 def seconds(do: Make, prompts: Prompts, count: int) -> float:
@@ -233,10 +240,8 @@ def main() -> None:
     lines: dict[str, str] = _before(options.output, head)
     for shape in options.shapes:
         compare(shape, device, options.batches, options.prompt, options.compile)
-        torch.compiler.reset()  # which holds the matrices of what is compiled
-        gc.collect()
         args = SHAPES[shape]
-        both = makers(args, dtype, device, options.compile)
+        both = [maker(args, dtype, device, options.compile) for maker in (our_maker, their_maker)]
         for rows in options.batches:
             short, long = (prompts_of(args, rows, length) for length in (options.prompt, options.long))
             found = measure(both, short, None if options.compile else long, options.new, options.repeats)
@@ -248,7 +253,7 @@ def main() -> None:
         key = f"- {shape}, {options.dtype}:"
         lines[key] = f"{key} {told} {options.threads} threads, which read {speed / 1e9:.1f} GB/s."
         del both
-        gc.collect()
+        forget()
     if options.output:
         rows_of, machines = ([line for line in lines.values() if line[0] == mark] for mark in "|-")
         text = [*head, *rows_of, "", *machines, "", f"{command} regenerate it.", ""]

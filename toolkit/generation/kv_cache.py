@@ -87,8 +87,8 @@ class KVCache:
             self.column.fill_(self.length)
 
     def changing(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What changes between forwards of one token in fixed buffers, for :meth:`take`: the columns to
-        attend to (T,), the token's own (1,), and how many each row has of padding (B,). On CPUs T is a
+        """The columns to attend to (T,), the next token's own (1,), and how many each row has of padding
+        (B,), for :meth:`take`: what changes between forwards of one token in fixed buffers. On CPUs T is a
         multiple of 64, or the capacity, and dynamic for a compiler; on CUDA the capacity, for a graph."""
         if self.padding.device.type != "cpu":
             return self.columns, self.column, self.padding

@@ -71,7 +71,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, norm_T1: Tensor
     for grad_RD, x_RD, out_RD, norm_R1, scale_R1 in _pieces(grad, x, out, norm_T1, scale_T1):
         grad_RD, x_RD = grad_RD.to(precise_D.dtype), x_RD.to(precise_D.dtype)
         product_RD = grad_RD * x_RD
-        of_weight_D.addmv_(product_RD.mT, (scale_R1 / norm_R1).squeeze(1))
+        of_weight_D += product_RD.mul_(scale_R1 / norm_R1).sum(0)
         torch.mul(grad_RD, precise_D, out=product_RD)
         # Of scale · x / norm, as weight normalisation has it, whose kernel is one pass.
         of_x_RD, _ = torch.ops.aten._weight_norm_interface_backward(product_RD, x_RD, scale_R1, norm_R1, 0)
