@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -52,6 +53,7 @@ def compiler_for(device: torch.device, *, constant: bool) -> Compiler:
 
 def _frozen(step: Step) -> Step:
     compiled = torch.compile(step, dynamic=False)
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated", module="torch")  # of inductor's own
 
     def call(*inputs: Tensor) -> Tensor:
         # Not as options of torch.compile, which dynamo does not see: it has to tell what is constant.
