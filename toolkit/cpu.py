@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -25,9 +26,12 @@ def cpu_multiplies_bf16() -> bool:
     return bool(flags & {"amx_bf16", "avx512_bf16"})
 
 
-def cpp_compiler() -> str:
-    """The C++ compiler that torch's inductor calls for code on a CPU."""
-    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+def lacks_cpp_compiler() -> str | None:
+    """The rule that is broken where torch's inductor cannot compile code for a CPU, or None."""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler):
+        return None
+    return f"inductor writes C++ for the CPU, and there is no compiler {compiler} here"
 
 
 def keep_freed_memory() -> bool:

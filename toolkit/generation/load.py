@@ -7,7 +7,6 @@ and features among ``tp`` of them, whose hidden states are whole (:func:`apply_t
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from toolkit.checkpoint.manifest import saved_settings
 from toolkit.config.parallelism import Parallelism
-from toolkit.cpu import cpp_compiler
+from toolkit.cpu import lacks_cpp_compiler
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.distributed.agreement import Ranks
@@ -80,10 +79,9 @@ class Loaded:
             rule = "a model is compiled in one process"
             raise ConfigError(Problem(rule, "leave --compile out, or start one process", "--compile", True))
         device = next(self.model.parameters()).device
-        if compiled and device.type == "cpu" and not shutil.which(cpp_compiler()):
-            rule = f"inductor writes C++ for the CPU, and there is no compiler {cpp_compiler()} here"
+        if compiled and device.type == "cpu" and (lacks := lacks_cpp_compiler()):
             fix = "install g++, name another in CXX, or leave --compile out"
-            raise ConfigError(Problem(rule, fix, "--compile", True))
+            raise ConfigError(Problem(lacks, fix, "--compile", True))
         plain = self.mesh is None and not compiled and self.adapters is None
         if prepack and plain and can_pack(self.model):
             pack(self.model)

@@ -6,7 +6,7 @@ import shutil
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-from toolkit.cpu import cpp_compiler
+from toolkit.cpu import lacks_cpp_compiler
 from toolkit.errors import Problem, closest, install
 from toolkit.launcher.environment import is_number
 from toolkit.preflight.installed import torch_before
@@ -98,11 +98,12 @@ def compile_backend(run: PlannedRun) -> list[Problem]:
         return []
     if backend == "cudagraphs" and run.hardware.device != "cuda":
         return [run.problem(key, "CUDA graphs need a CUDA device", 'set it to "inductor"')]
-    if backend == "inductor" and run.hardware.device == "cpu" and not shutil.which(cpp_compiler()):
+    on_cpu = backend == "inductor" and run.hardware.device == "cpu"
+    if on_cpu and (lacks := lacks_cpp_compiler()):
         return [
             run.problem(
                 key,
-                f"inductor writes C++ for the CPU, and there is no compiler {cpp_compiler()} here",
+                lacks,
                 "install g++, or name another in CXX"
                 f"{' (clang++ is here)' if shutil.which('clang++') else ''}; "
                 f'{key} = "aot_eager" needs none but is no faster than eager',
