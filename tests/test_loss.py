@@ -129,6 +129,16 @@ def test_linear_losses_are_those_of_logits(trained, monkeypatch):
         assert torch.equal(linear_losses(hidden, weight, labels), found)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_of_a_sum_the_gradient_is_that_of_equal_numbers(dtype):
+    hidden, weight, labels = problem(21, dtype=dtype)
+    of_sum, of_each = (
+        torch.autograd.grad(linear_losses(hidden, weight, labels), [hidden, weight], upstream)
+        for upstream in (torch.tensor(1 / 3).expand(21), torch.full((21,), 1 / 3))
+    )
+    assert all(torch.equal(one, each) for one, each in zip(of_sum, of_each, strict=True))
+
+
 def test_gradients_in_bf16_are_as_near_to_exact_ones():
     hidden, weight, labels = problem(200, dim=64, vocab=500, dtype=torch.bfloat16)
     precise = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
