@@ -67,6 +67,7 @@ def _runs(folder: str) -> dict[str, Any]:
         "first": first,
         "second": _run(Path(folder, "parts"), EPOCHS),
         "exact": _trainer(Path(folder, "exact"), 150, batch=50).total_steps,
+        "resumed": {batch: _trainer(Path(folder, "parts"), 6, batch).total_steps for batch in (2, 4, 8)},
     }
 
 
@@ -86,6 +87,11 @@ def test_every_sample_is_seen_once_an_epoch(runs: dict[str, Any]) -> None:
 def test_epochs_that_end_with_a_step_need_no_other(runs: dict[str, Any]) -> None:
     # 150 · 17 / 50; in floating point 150 · 0.34 is more than 51.
     assert runs["exact"] == 51
+
+
+def test_epochs_are_of_samples_where_a_run_goes_on_with_another_batch(runs: dict[str, Any]) -> None:
+    left = 6 * SAMPLES - STEPS * BATCH
+    assert runs["resumed"] == {batch: STEPS + -(-left // batch) for batch in (2, 4, 8)}
 
 
 def test_the_rate_falls_with_the_first_step_after_each_epoch(runs: dict[str, Any]) -> None:

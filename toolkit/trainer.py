@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,6 @@ from toolkit.launcher.signals import StopRequest
 from toolkit.launcher.time_limit import Deadline
 from toolkit.metrics.logger import MetricLogger
 from toolkit.metrics.memory import memory
-from toolkit.metrics.profiling import profiling
 from toolkit.metrics.speed import SpeedMeter, build_speed_meter
 from toolkit.metrics.startup_timer import Phases
 from toolkit.metrics.summary import summary
@@ -73,14 +73,16 @@ class Trainer:
 
             self.validation = Validation(config, data, self.model_parts, device=device, **ranks)
         self.steps_an_epoch = self.loader.epoch_samples / self.batch.total
-        self.total_steps = config.training.steps
-        if config.training.epochs:
-            self.total_steps = -(-config.training.epochs * self.loader.epoch_samples // self.batch.total)
         self.checkpointer: Checkpointer | None = None
         if config.checkpoint.enable:
             with phases("checkpoint"):
                 self.checkpointer = self._checkpointer()
                 self.checkpointer.restore()
+        self.total_steps = config.training.steps
+        if config.training.epochs:  # of which steps before may have had another batch
+            done = self.loader.samples
+            left = config.training.epochs * self.loader.epoch_samples - done
+            self.total_steps = max(0, -(-left // self.batch.total)) + (self.train_state.step if done else 0)
         self.watch: Watch | None = None
         if config.health != Health():
             from toolkit.health.watch import Watch
@@ -164,14 +166,7 @@ class Trainer:
         try:
             if self.checkpointer and self.checkpointer.ends_at_once(self.total_steps):
                 return EXIT_FINISHED
-            watched = profiling(
-                self.config.profiling,
-                self.folder,
-                first_step=self.train_state.step + 1,
-                device=self.device,
-                say=self.log.say,
-            )
-            with watched as after_step:
+            with self._profiling() as after_step:
                 return self._loop(after_step)
         except torch.OutOfMemoryError as error:  # outside of what watches, which writes its snapshot first
             from toolkit.metrics.out_of_memory import out_of_memory_advice
@@ -243,6 +238,16 @@ class Trainer:
                 break
         request.release()
         return self._finished() if state.step == self.total_steps else self._stopped(request)
+
+    def _profiling(self) -> AbstractContextManager[Callable[[int], None] | None]:
+        """What is to be told of each finished step, if anything is."""
+        options = self.config.profiling
+        if not (options.enable_profiling or options.enable_memory_snapshot):
+            return nullcontext()
+        from toolkit.metrics.profiling import profiling
+
+        first_step = self.train_state.step + 1
+        return profiling(options, self.folder, first_step=first_step, device=self.device, say=self.log.say)
 
     def _rate(self) -> float:
         return learning_rate(

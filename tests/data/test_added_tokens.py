@@ -15,6 +15,8 @@ from tests.data.chat_data import ASSETS, OPEN_ASSISTANT, conversation, write_row
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer, weights_digest
 from toolkit.data.chat.formats import chat_format
+from toolkit.data.chat.sft import ChatOptions, ConversationEncoder
+from toolkit.data.chat.shapes import Shape
 from toolkit.data.tokenizers.added import extended
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
@@ -45,8 +47,19 @@ def test_a_copy_has_them_after_all_others(tmp_path: Path, kind: str) -> None:
     assert [TOKENS[token - VOCABULARY] for token in special] == [TOKENS[1], TOKENS[3], TOKENS[2], TOKENS[3]]
     assert ids[begin - 1] == added["<|assistant|>"] and ids[end - 1] == added["<|endoftext|>"]
     assert TOKENS[2] in tokenizer.decode(ids)
+    assert added["<|endoftext|>"] in form.stop_ids
     with pytest.raises(DataError, match=r"has the special token <\|prompter\|> already\n  fix:  remove it"):
         extended(copy, tmp_path, tokens=TOKENS[1:2])
+
+
+def test_other_tokens_make_another_cache_of_conversations(tmp_path: Path) -> None:
+    orders = (TOKENS, TOKENS[::-1], [])
+    tokenizers = [load_tokenizer(extended(ASSETS / "tokenizer", tmp_path, tokens=order)) for order in orders]
+    encoders = [
+        ConversationEncoder(tokenizer, Shape("messages"), ChatOptions(OPEN_ASSISTANT), "uint16")
+        for tokenizer in tokenizers
+    ]
+    assert len({str(encoder.fingerprint) for encoder in encoders}) == 3
 
 
 def test_transformers_reads_the_copy(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 
 from toolkit.data.chat.base import ChatFormat
 from toolkit.data.chat.formats import chat_format
+from toolkit.data.chat.sft import ChatOptions, ConversationEncoder
+from toolkit.data.chat.shapes import Shape
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import DataError
@@ -154,6 +157,41 @@ def test_template_of_a_date_and_of_tools(tokenizers: dict[str, Tokenizer], judge
     expected = judged(judges["llama3"], DIALOGS["system"], True, chat_template=file.read_text(), **values)
     ours = chat_format(tokenizers["llama3"], str(file), variables=values)
     assert ours.encode(DIALOGS["system"]) == expected
+
+
+@pytest.mark.parametrize("form", [list, json.dumps])
+def test_tools_of_a_row_are_written_as_transformers_writes_them(
+    tokenizers: dict[str, Tokenizer], judges: dict[str, Any], form: Callable[[Any], Any]
+) -> None:
+    file = TEMPLATES / "meta-llama-Llama-3.2-3B-Instruct.jinja"
+    tools = [{"type": "function", "function": {"name": "f", "description": "<|eot_id|>", "parameters": {}}}]
+    [row] = Shape("messages").conversations({"messages": DIALOGS["all"], "tools": form(tools)}, "row 1")
+    variables = {"date_string": "x"}
+    encoder = ConversationEncoder(
+        tokenizers["llama3"], Shape("messages"), ChatOptions(str(file), variables), "uint32"
+    )
+    ids, mask = encoder.encode(row, "row 1")
+    tools[0]["function"]["description"] = "eot_id"
+    expected = judged(
+        judges["llama3"], DIALOGS["all"], False, chat_template=file.read_text(), tools=tools, **variables
+    )
+    text, wanted = (tokenizers["llama3"].decode(found) for found in (ids.tolist(), expected))
+    assert text.replace("<|eot_id|>", "eot_id") == wanted.replace("<|eot_id|>", "eot_id")
+    special = set(tokenizers["llama3"].special_tokens.values())
+    assert [i for i in ids.tolist() if i in special] == [i for i in expected if i in special]
+    assert mask.sum() == encoder.encode(row._replace(tools=None), "row 1")[1].sum()
+
+
+def test_tools_that_have_no_place_are_refused(tokenizers: dict[str, Tokenizer]) -> None:
+    shape = Shape("messages")
+    encoder = ConversationEncoder(tokenizers["llama3"], shape, ChatOptions("llama3"), "uint32")
+    [row] = shape.conversations({"messages": DIALOGS["question"], "tools": [{"name": "f"}]}, "row 1")
+    with pytest.raises(DataError, match=r"row 1: it has tools, of which the chat format llama3"):
+        encoder.encode(row, "row 1")
+    for wrong in ("f", [1], {"name": "f"}):
+        with pytest.raises(DataError, match=r"row 1: column 'tools' holds .*\n  fix:  it must hold a list"):
+            shape.conversations({"messages": DIALOGS["question"], "tools": wrong}, "row 1")
+    assert shape.conversations({"messages": DIALOGS["question"], "tools": []}, "row 1")[0].tools is None
 
 
 def forms(tokenizers: dict[str, Tokenizer]) -> list[tuple[ChatFormat, Tokenizer]]:

@@ -90,6 +90,7 @@ def test_a_template_is_filled_and_its_nulls_are_empty(tmp_path: Path) -> None:
         path = write(tmp_path / name, rows)
         assert texts_of(path, TEMPLATE) == ["{Q}: q\n{a}", "{Q}: \na", "{Q}: q\n"]
         assert texts_of(path, "{answer}") == ["{a}", "a"]
+        assert texts_of(path, "{answer} {answer}") == ["{a} {a}", "a a"]
 
 
 def test_the_name_of_a_column_wins_over_a_template(tmp_path: Path) -> None:

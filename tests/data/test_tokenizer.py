@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -101,6 +102,12 @@ def test_names_of_special_tokens_in_text_are_text(tokenizer: Tokenizer) -> None:
         ids = tokenizer.encode(f"a{name}b")
         assert not set(ids) & set(tokenizer.special_tokens.values()), name
         assert tokenizer.decode(ids) == f"a{name}b"
+
+
+def test_names_of_special_tokens_are_text_in_other_processes_too(tokenizer: Tokenizer) -> None:
+    copy = pickle.loads(pickle.dumps(tokenizer))  # noqa: S301 (our own bytes)
+    for name in tokenizer.special_tokens:
+        assert copy.encode(f"a{name}b") == tokenizer.encode(f"a{name}b"), name
 
 
 def test_bos_and_eos_stand_where_asked_for_and_once(tokenizer: Tokenizer) -> None:

@@ -96,8 +96,9 @@ def read_pieces(path: Path, text_column: str, size: int = 0) -> Iterator[RowPiec
         batches = _parquet_batches if path.suffix == ".parquet" else _arrow_batches
         row = position = 0
         for batch, end in batches(path, template.columns):
-            strings = [_as_strings(batch.column(name)) for name in template.columns]
-            rows = pa.RecordBatch.from_arrays(strings, names=list(template.columns))
+            names = list(dict.fromkeys(template.columns))
+            strings = [_as_strings(batch.column(name)) for name in names]
+            rows = pa.RecordBatch.from_arrays(strings, names=names)
             for start, stop in itertools.pairwise(_cuts(rows, size or text_files.PIECE_BYTES)):
                 last = stop == rows.num_rows
                 yield RowPiece(path, _stream(rows[start:stop]), row + start, (end - position) * last)

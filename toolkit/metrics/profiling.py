@@ -15,8 +15,8 @@ from toolkit.config.job import Profiling
 @contextmanager
 def profiling(
     options: Profiling, folder: Path, *, first_step: int, device: torch.device, say: Callable[[str], None]
-) -> Iterator[Callable[[int], None] | None]:
-    """Start what ``options`` ask for; gives the function that is to be told of each finished step, if any."""
+) -> Iterator[Callable[[int], None]]:
+    """Start what ``options`` ask for; gives the function that is to be told of each finished step."""
     rank = dist.get_rank()
     told: list[Callable[[int], None]] = []
     with ExitStack() as stack:
@@ -44,4 +44,4 @@ def profiling(
             for tell in told:
                 tell(step)
 
-        yield after_step if told else None
+        yield after_step

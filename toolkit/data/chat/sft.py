@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from toolkit.data.chat.base import ChatFormat
+from toolkit.data.chat.base import ChatFormat, Turns
 from toolkit.data.chat.empty_masks import NO_LOSS
 from toolkit.data.chat.formats import chat_format
 from toolkit.data.chat.shapes import Conversation, Shape
+from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.text_files import Piece
 from toolkit.data.tokenize import Encoded
 from toolkit.data.tokenizers.tokenizer import Tokenizer
@@ -62,7 +63,8 @@ class ConversationEncoder:
     def fingerprint(self) -> list[Any]:
         """Everything that ids and masks depend on besides the text and the tokenizer."""
         shape = [self.shape.format, sorted(self.shape.names.items())]
-        return [VERSION, *shape, self.form.fingerprint, self.options.train_on]
+        special = sorted(self.tokenizer.special_tokens.items())  # of some tokenizers in a file of their own
+        return [VERSION, *shape, self.form.fingerprint, self.options.train_on, special]
 
     def __call__(self, piece: Piece) -> Encoded:
         tokens, masks, about = [], [], []
@@ -90,7 +92,7 @@ class ConversationEncoder:
             DataError: the format has no place for it; ``where`` is told.
         """
         try:
-            turns = self.form.encode_turns(conversation.messages)
+            turns = self._turns(conversation)
             if not turns.ids:
                 raise DataError(f"chat format {self.form.name} makes nothing of it")
             mask = loss_mask(conversation, turns.answers, len(turns.ids), self.options.train_on)
@@ -99,6 +101,16 @@ class ConversationEncoder:
             fix = rest or "correct it, or set data.chat_template to a template that has a place for it"
             raise DataError(f"{where}: {rule}\n  fix:  {fix}") from None
         return np.array(turns.ids, self.dtype), mask
+
+    def _turns(self, conversation: Conversation) -> Turns:
+        if not conversation.tools:
+            return self.form.encode_turns(conversation.messages)
+        if not isinstance(self.form, ChatTemplate) or not self.form.takes_tools:
+            raise DataError(
+                f"it has tools, of which the chat format {self.form.name} writes nothing\n"
+                "  fix:  set data.chat_template to a template that does, or leave the column out"
+            )
+        return self.form.encode_turns(conversation.messages, conversation.tools)
 
 
 def loss_mask(

@@ -1,25 +1,27 @@
 """Conversations in the shapes that data sets have, as one: a list of messages with ``role`` and ``content``.
 
-    messages           {"messages": [{"role": "user", "content": "…"}, …]}                       OpenAI's
+    messages           {"messages": [{"role": "user", "content": "…"}, …], "tools": […]}         OpenAI's
     sharegpt           {"conversations": [{"from": "human", "value": "…"}, …], "system": "…"}
     alpaca             {"instruction": "…", "input": "…", "output": "…", "system": "…"}
     prompt_completion  {"prompt": "…", "completion": "…"}, either of them a text or a list of messages
     preference         {"prompt": "…", "chosen": "…", "rejected": "…"}, two conversations; answers that are
                        lists, without a list as a prompt, are whole conversations, as in trl
 
-``system`` and ``input`` may be absent or empty. Names of columns, and of the keys of a message, can be others
-(``data.columns``).
+``system``, ``input`` and ``tools`` may be absent or empty. Names of columns, and of the keys of a message,
+can be others (``data.columns``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from toolkit.data.corpus import PREFERENCE, SourceError
 from toolkit.errors import DataError, Problem, did_you_mean, either, first_few, shown
+from toolkit.io.json_fields import parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 _SHAREGPT_ROLES = {
@@ -27,7 +29,7 @@ _SHAREGPT_ROLES = {
     "bot": "assistant", "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
 }  # fmt: skip
 _NAMES = {
-    "messages": ("messages", "role", "content"),
+    "messages": ("messages", "tools", "role", "content"),
     "sharegpt": ("conversations", "system", "from", "value"),
     "alpaca": ("instruction", "input", "output", "system"),
     "prompt_completion": ("prompt", "completion", "role", "content"),
@@ -35,18 +37,19 @@ _NAMES = {
 }
 FORMATS = tuple(name for name in _NAMES if name != PREFERENCE)
 """Those of which a row is one conversation."""
-_OPTIONAL = ("input", "system")
+_OPTIONAL = ("input", "system", "tools")
 _SHOWN = 20
 _OF_MESSAGES = ("role", "content", "from", "value")
 
 
 class Conversation(NamedTuple):
     """Messages with role and content, and which of the assistant's are not learnt: those of ``weight`` 0,
-    and those before message ``first``, which are part of a prompt."""
+    and those before message ``first``, which are part of a prompt. ``tools`` are what may be called."""
 
     messages: list[dict[str, Any]]
     unweighted: frozenset[int] = frozenset()
     first: int = 0
+    tools: list[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,22 @@ class Shape:
         return Conversation(messages, frozenset(unweighted))
 
     def _openai(self, row: Mapping[str, Any], where: str) -> Conversation:
-        return self._messages(self._value(row, "messages"), "messages", where)
+        found = self._messages(self._value(row, "messages"), "messages", where)
+        return found._replace(tools=self._tools(row, where))
+
+    def _tools(self, row: Mapping[str, Any], where: str) -> list[Any] | None:
+        value = self._value(row, "tools") or None
+        if isinstance(value, str):
+            with suppress(ValueError):
+                value = parse_json(value)
+        if value is not None and not (
+            isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)
+        ):
+            raise DataError(
+                f"{where}: column {self.names['tools']!r} holds {_kind(value)}\n  fix:  it must hold a list "
+                "of functions, each an object, or the JSON of such a list"
+            )
+        return _without_nulls(value) or None
 
     def _sharegpt(self, row: Mapping[str, Any], where: str) -> Conversation:
         found = self._messages(self._value(row, "conversations"), "conversations", where)
@@ -281,6 +299,13 @@ def _part(part: Any, where: str) -> str:
         f"{where}: a part of the content is {shown(kind or _kind(part))}\n"
         "  fix:  only text can be trained on: remove it"
     )
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out the keys that a table gives each of its objects, if only one of them has a value."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(held) for key, held in value.items() if held is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _kind(value: Any) -> str:

@@ -18,6 +18,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,23 +83,41 @@ class ChatTemplate(ChatFormat):
         told = json.dumps([source, self._variables], sort_keys=True, default=str)
         self.fingerprint = hashlib.sha256(told.encode()).hexdigest()
         ends = {tokenizer.special_tokens[token] for token in [named["eos_token"]] if token}
-        self.stop_ids = tuple(sorted({*tokenizer.stop_ids, *ends}))
+        self._known_stops = {*tokenizer.stop_ids, *ends}
         by_length = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, by_length)) or "(?!)")
         self._template = compiled(name, source, variables or {}, TRAINING_DAY if training else None)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:  # type: ignore[override]  # found when it is asked for
+        """What the tokenizer names, and the special token that the template writes behind an answer."""
+        try:
+            ids, answers = self.encode_turns(
+                [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            )
+        except DataError:  # no dialog for this template
+            return tuple(sorted(self._known_stops))
+        written = {ids[end - 1] for _, end in answers} & set(self._tokenizer.special_tokens.values())
+        return tuple(sorted(self._known_stops | written))
 
     def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
         rendered = self._render(messages, self._marks(messages), generation_prompt=generation_prompt)
         return [token for text, after in _runs(rendered) for token in self._ids(text, after)]
 
-    def encode_turns(self, messages: Sequence[Message]) -> Turns:
-        marks = self._marks(messages)
-        rendered = self._render(messages, marks, generation_prompt=False)
+    @property
+    def takes_tools(self) -> bool:
+        """Say if the template writes the functions that a model may call."""
+        return "tools" in self._template.used
+
+    def encode_turns(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Turns:
+        marks = self._marks(messages, tools)
+        render = partial(self._render, marks=marks, tools=tools)
+        rendered = render(messages, generation_prompt=False)
         places = rendered.generated
         if not _GENERATION.search(self._source):
             roles = [message.get("role") for message in messages]
             places = [
-                self._answer(messages, index, rendered, marks)
+                self._answer(messages, index, rendered, render)
                 for index, role in enumerate(roles)
                 if role == "assistant"
             ]
@@ -107,7 +126,7 @@ class ChatTemplate(ChatFormat):
         special = set(self._tokenizer.special_tokens.values())
         for begin, end in answers:
             ended = any(token in special for token in ids[begin:end])
-            if end < len(ids) and ids[end] in self.stop_ids and not ended:
+            if end < len(ids) and ids[end] in self._known_stops and not ended:
                 raise DataError(
                     f"chat template {self.name}: an answer is marked without the token after it, "
                     f"{self._tokenizer.decode([ids[end]])}, by which a model ends its turn\n"
@@ -115,22 +134,35 @@ class ChatTemplate(ChatFormat):
                 )
         return Turns(ids, answers)
 
-    def _marks(self, messages: Sequence[Message]) -> _Marks:
+    def _marks(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> _Marks:
         if not messages:
             raise DataError("a dialog needs at least one message")
-        held = set(self._source + json.dumps([*messages], ensure_ascii=False, default=str))
+        held = set(self._source + json.dumps([*messages, tools], ensure_ascii=False, default=str))
         free = (chr(code) for code in _PRIVATE_USE if chr(code) not in held)
         return _Marks(next(free), next(free), next(free))
 
-    def _render(self, messages: Sequence[Message], marks: _Marks, *, generation_prompt: bool) -> _Rendered:
-        kept = _in_strings(
-            [dict(message) for message in messages],
-            lambda text: self._special.sub(lambda found: found[0][:1] + marks.text + found[0][1:], text),
-        )
+    def _render(
+        self,
+        messages: Sequence[Message],
+        marks: _Marks,
+        *,
+        generation_prompt: bool,
+        tools: Sequence[Any] | None = None,
+    ) -> _Rendered:
+        def kept(value: Any) -> Any:
+            return _in_strings(
+                value,
+                lambda text: self._special.sub(lambda found: found[0][:1] + marks.text + found[0][1:], text),
+            )
+
+        variables = self._variables | ({"tools": kept(tools)} if tools else {})
         places = {BEGIN: marks.begin, END: marks.end}
         try:
             text = self._template.render(
-                messages=kept, add_generation_prompt=generation_prompt, **self._variables, **places
+                messages=kept([dict(message) for message in messages]),
+                add_generation_prompt=generation_prompt,
+                **variables,
+                **places,
             )
         except RenderError as error:
             raise DataError(f"chat template {self.name}: {error}") from error
@@ -150,14 +182,14 @@ class ChatTemplate(ChatFormat):
         return _Rendered(found, special, list(zip(begins, ends, strict=True)))
 
     def _answer(
-        self, messages: Sequence[Message], index: int, full: _Rendered, marks: _Marks
+        self, messages: Sequence[Message], index: int, full: _Rendered, render: Callable[..., _Rendered]
     ) -> tuple[int, int]:
         """The place of message ``index`` in the dialog: from where its prompt ends to the special token
         that ends it, or to where the next message begins if there is none."""
         if index == 0:
             raise DataError(f"chat template {self.name}: the assistant speaks first\n  fix:  {_MARK_IT}")
-        before = self._render(messages[:index], marks, generation_prompt=True).text
-        through = self._render(messages[: index + 1], marks, generation_prompt=False)
+        before = render(messages[:index], generation_prompt=True).text
+        through = render(messages[: index + 1], generation_prompt=False)
         if not full.text.startswith(before) or not through.text.startswith(before):
             raise DataError(
                 f"chat template {self.name}: message {index + 1} does not begin with the generation prompt, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from toolkit.data.tokenizers.files import TokenizerFiles
 from toolkit.data.tokenizers.json_files import json_vocabulary_size, tokenizers_errors
@@ -14,6 +15,8 @@ class JsonTokenizer(Tokenizer):
 
     Its template, truncation and padding do not apply, and its special tokens are not looked for in text.
     """
+
+    _version = "2"  # in processes that tokenised a corpus, special tokens were looked for
 
     def __init__(self, files: TokenizerFiles):
         # Corpora are tokenised by processes, not by this library's threads: those start on a first batch
@@ -30,6 +33,10 @@ class JsonTokenizer(Tokenizer):
         declared = self._backend.get_added_tokens_decoder()
         special = {token.content: index for index, token in sorted(declared.items()) if token.special}
         super().__init__(files, size, special)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._backend.encode_special_tokens = True  # which the library does not pickle
 
     def _encode(self, text: str) -> list[int]:
         with tokenizers_errors(self.path):

@@ -70,6 +70,8 @@ class Tokenizer(ABC):
             equal token files.
     """
 
+    _version = ""  # another one where texts become other ids than before
+
     def __init__(self, files: TokenizerFiles, n_words: int, special_tokens: dict[str, int]):
         self.path = files.path
         self.folder = files.folder
@@ -89,7 +91,7 @@ class Tokenizer(ABC):
         self.stop_ids = tuple(sorted(stops | ({self.eos_id} if self.eos_id is not None else set())))
         self._special_names = {token: name for name, token in special_tokens.items()}
         begins = self.bos_id if self.adds_bos else None
-        head = f"{self.kind}\0{begins}\0{self.eos_id}\0".encode()
+        head = f"{self.kind}{self._version}\0{begins}\0{self.eos_id}\0".encode()
         self.fingerprint = hashlib.sha256(head + files.content).hexdigest()
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
