@@ -89,6 +89,8 @@ def test_all_is_as_much_as_of_a_run_that_freezes_nothing():
     assert fine_tuning_flops(LLAMA3_8B, Finetune(), seq_len=8192) == flops_per_token(LLAMA3_8B, seq_len=8192)
     for args in (resolve("llama3.2", "1B"), resolve("qwen2.5", "7B")):
         assert fine_tuning_flops(args, Finetune(), seq_len=64) == flops_per_token(args, seq_len=64)
+    within = resolve("mistral0.1", "7B")
+    assert fine_tuning_flops(within, Finetune(), seq_len=16384) == flops_per_token(within, seq_len=16384)
 
 
 @pytest.mark.parametrize(

@@ -75,12 +75,16 @@ def sharded(
     compiling: Compile = EAGER,
     dtype: torch.dtype = torch.float64,
     loss_chunk_tokens: int = 2048,
+    headless: bool = False,
 ) -> Decoder:
-    """A model over all ranks, with weights under which attention is far from uniform."""
+    """A model over all ranks, with weights under which attention is far from uniform; ``headless`` as a stage
+    of a pipeline."""
     ranks = dist.get_world_size()
     mesh = build_mesh(torch.device("cpu"), dp_replicate=replicate, dp_shard=ranks // replicate // tp, tp=tp)
     with torch.device("meta"):
         model = Decoder(args, loss_chunk_tokens=loss_chunk_tokens).to(dtype)
+    if headless:
+        model.output = None
     parallelize(
         model,
         mesh,

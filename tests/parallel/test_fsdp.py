@@ -83,6 +83,9 @@ def _precisions() -> dict[str, Any]:
         model.norm.register_forward_hook(lambda module, given, out, seen=inside: seen.append(out.dtype))
         with torch.no_grad():
             outputs[name] = model(tokens), model(tokens, labels=labels), inside[0]
+    stage = sharded(UNTIED, replace(mixed, output_dtype=torch.float32), dtype=torch.float32, headless=True)
+    with torch.no_grad():
+        handed_on = stage(tokens).dtype
     summed = {}
     for name, how in (
         ("each", mixed),
@@ -94,6 +97,7 @@ def _precisions() -> dict[str, Any]:
         summed[name] = gradients(model)
     return {
         "dtypes": {name: (logits.dtype, loss.dtype, h) for name, (logits, loss, h) in outputs.items()},
+        "handed on": handed_on,
         "losses": [loss.item() for _, loss, _ in outputs.values()],
         "same logits": torch.equal(outputs["auto"][0].float(), outputs["float32"][0]),
         "once": furthest(summed["once"], summed["each"]),
@@ -219,6 +223,7 @@ def test_logits_come_out_in_the_output_precision_and_the_loss_is_never_rounded(
     for found in world:
         # Cast on the way out of the root: inside, all stays as it was.
         assert found["precisions"]["dtypes"] == {"auto": (low, single, low), "float32": (single, single, low)}
+        assert found["precisions"]["handed on"] == low  # the next stage's buffers are of it
         assert found["precisions"]["same logits"]
         one, other = found["precisions"]["losses"]
         assert one == other != torch.tensor(one).bfloat16().item()

@@ -9,6 +9,12 @@ _RULE = "streams_one_text"
 CASES: list[Bad] = [
     bad(_RULE, f"{_ON} data.packing=false", "end to end", "data.streaming = false", key="data.packing"),
     bad(_RULE, f"{_ON} training.epochs=2", "not counted", "training.steps", key="training.epochs"),
+    bad(
+        _RULE,
+        f"{_ON} lr_scheduler.decay_type=step lr_scheduler.decay_ratio=None lr_scheduler.min_lr_factor=0",
+        "is not counted; give lr_scheduler.step_size",
+        key="lr_scheduler.decay_type",
+    ),
     bad(_RULE, f"{_ON} data.mixture.a.weight=1", "drawn by their lengths", key="data.mixture"),
     bad(
         "corpus_readable",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Gt
+from annotated_types import Gt, Interval
 
 from toolkit.config.types import (
+    MAX_INT,
     ActsWith,
     LocalPath,
     NonNegative,
@@ -96,7 +97,7 @@ class Health(Table):
     newest checkpoint and skip the batches since, and this one."""
     loss_spike_policy: Literal["ignore", "stop", "skip", "rollback"] = "ignore"
     """The same when one of them is far above those of the updates before."""
-    loss_spike_window: Annotated[Positive, _SPIKES] = 128
+    loss_spike_window: Annotated[int, Interval(ge=2, le=MAX_INT), _SPIKES] = 128
     """Updates whose mean and standard deviation tell; until there are half as many, nothing is a spike."""
     loss_spike_sigma: Annotated[PositiveFloat, _SPIKES] = 6.0
     """Standard deviations above the mean beyond which it is a spike."""

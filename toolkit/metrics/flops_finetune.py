@@ -25,7 +25,7 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int) -> fl
         name.removeprefix(first): math.prod(shape) for name, shape in shapes.items() if name.startswith(first)
     }
     head = head_parameters(args)
-    square = 4 * args.n_heads * args.head_dim * seq_len
+    square = 4 * args.n_heads * args.head_dim * min(seq_len, args.sliding_window or seq_len)
     forward = args.n_layers * (2 * sum(block.values()) + square) + 2 * (args.dim + head)
 
     backward, has = 0, _EMBEDDING in trained

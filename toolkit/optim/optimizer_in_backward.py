@@ -10,6 +10,8 @@ With replicas torch 2.13 keeps every unit's reduced gradients until backward end
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -51,10 +53,10 @@ class StepInBackward(Optimizer):
         """The 2-norm of the gradients of the last backward over all ranks: an fp64 scalar on ``device``."""
         return norm_over_ranks(self._squares.sum(), device=device, group=group)
 
-    def nonfinite(self) -> list[str]:
+    def nonfinite(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
         """Names of the parameters of which this rank's part of the last gradient was not finite."""
-        names = [name for group in self.param_groups for name in group["param_names"]]
-        return [name for name, ok in zip(names, self._squares.isfinite().tolist(), strict=True) if not ok]
+        finite = dict(zip(self._place, self._squares.isfinite().tolist(), strict=True))
+        return [name for name, parameter in named_parameters if not finite.get(parameter, True)]
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Nothing: all steps were taken in backward."""

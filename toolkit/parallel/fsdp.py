@@ -70,10 +70,11 @@ def apply_fsdp(
             offload_policy=offload,
             reshard_after_forward=_reshard(when, last=position == len(units) - 1),
         )
+    hands_on = getattr(model, "output", model) is None  # hidden states, to the next stage of a pipeline
     fully_shard(
         model,
         mesh=mesh,
-        mp_policy=precision,
+        mp_policy=inner if hands_on else precision,
         offload_policy=offload,
         reshard_after_forward=_reshard(when, last=True),
     )

@@ -46,11 +46,12 @@ def refuse(
     if math.isfinite(loss) and math.isfinite(grad_norm):
         assert guard is not None
         return guard.refuse_spike(loss, grad_norm)
+    named = model_parts.named_parameters()
     if early:
-        names = early.nonfinite()
+        names = early.nonfinite(named)
         updated = "were updated by this step already, in backward (optimizer.early_step_in_backward)"
     else:
-        names = nonfinite_parameters(model_parts.named_parameters())
+        names = nonfinite_parameters(named)
         updated = "were not updated by this step"
     if math.isfinite(loss):
         began = f"gradients that are not finite: {_where(names) or 'none (the norm itself overflowed)'}"

@@ -17,6 +17,10 @@ def streams_one_text(run: PlannedRun) -> list[Problem]:
         "data.mixture": (bool(config.data.mixture), "its parts are drawn by their lengths"),
         "data.packing": (not config.data.packing, "its rows are filled with documents end to end"),
         "training.epochs": (bool(config.training.epochs), "its samples are not counted; give training.steps"),
+        "lr_scheduler.decay_type": (
+            config.lr_scheduler.decay_type == "step" and config.lr_scheduler.step_size is None,
+            "an epoch, after which the rate falls, is not counted; give lr_scheduler.step_size",
+        ),
         "training.dataset": (
             config.training.dataset_path is None and config.training.dataset in added("training.dataset"),
             "its rows come from a function, not from files",
