@@ -240,7 +240,7 @@ class Trainer:
         return self._finished() if state.step == self.total_steps else self._stopped(request)
 
     def _profiling(self) -> AbstractContextManager[Callable[[int], None] | None]:
-        """What is to be told of each finished step, if anything is."""
+        """The function that is to be told of each finished step, if any."""
         options = self.config.profiling
         if not (options.enable_profiling or options.enable_memory_snapshot):
             return nullcontext()

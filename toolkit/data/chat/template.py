@@ -90,7 +90,7 @@ class ChatTemplate(ChatFormat):
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:  # type: ignore[override]  # found when it is asked for
-        """What the tokenizer names, and the special token that the template writes behind an answer."""
+        """Those that the tokenizer names, and the special token that the template writes behind an answer."""
         try:
             ids, answers = self.encode_turns(
                 [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
