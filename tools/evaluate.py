@@ -197,6 +197,10 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
     bos = [] if asked.add_bos_token is None else [f"--model.add_bos_token={asked.add_bos_token}".lower()]
     config = load_config(["--job.config_file", asked.config, "--validation.enable", "true", *words, *bos])
     preflight.raise_problems(config, world_size=1, only=_RULES)
+    if config.finetune.objective == "dpo":
+        key, fix = "finetune.objective", "give --text, or --tasks; the run's own validation compares pairs"
+        rule = "pairs of answers have no loss without the reference of their run"
+        raise ConfigError(Problem(rule, fix, key, "dpo", config.origin(key)))
     return config
 
 

@@ -107,6 +107,7 @@ def test_template_of_a_tokenizer_that_puts_a_space_before_the_first_word_alone(t
     judge = LlamaTokenizer.from_pretrained(tmp_path)
     judge.chat_template = LLAMA2_TEMPLATE
     judge.save_pretrained(tmp_path / "saved")
+    shutil.copy(tmp_path / "tokenizer.model", tmp_path / "saved")  # as in published folders
     tokenizer = load_tokenizer(tmp_path / "saved")
     assert tokenizer.kind == "json"
     for messages in DIALOGS.values():

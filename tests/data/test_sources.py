@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
+import os
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.data.corpus_problem import check_source
 from toolkit.data import text_files
-from toolkit.data.corpus import Corpus
+from toolkit.data.corpus import Corpus, SourceError
 from toolkit.data.sources import EMBEDDED, open_corpus
 from toolkit.errors import DataError
 
@@ -71,6 +74,21 @@ def test_folders_globs_lists_and_files_give_files_in_order(tmp_path: Path) -> No
     assert _documents(open_corpus("x", str(tmp_path))) == [
         "a.jsonl", "b.txt", "sub/c.txt.gz", "sub/d.jsonl.gz", "sub/e.json",
     ]  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (closed := tmp_path / "closed").mkdir()
+    scan = os.scandir
+
+    def scandir(path: str) -> Any:
+        if str(path) == str(closed):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(SourceError, match="closed cannot be read: Permission denied"):
+        open_corpus("corpus", str(tmp_path), "text")
 
 
 def test_a_path_with_a_comma_or_brackets_is_a_path(tmp_path: Path) -> None:

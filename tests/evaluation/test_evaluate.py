@@ -115,6 +115,11 @@ def test_perplexity_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["--text", "STORY", "--text-column", "body"], EXIT_CONFIG, "--text-column = 'body'"),
         (["--text", "STORY", "--tp", "3"], EXIT_CONFIG, "--tp = 3"),
         (["--config", "nowhere.toml"], EXIT_CONFIG, "nowhere.toml"),
+        (
+            ["--config", "train_configs/debug_model.toml", "--finetune.objective", "dpo"],
+            EXIT_CONFIG,
+            "pairs of answers have no loss",
+        ),
         (["--text", "STORY", "--seq-len", "513"], EXIT_CONFIG, "at most 512"),
         (["--text", "STORY", "--seq-len", "32", "--stride", "64"], EXIT_CONFIG, "--stride"),
         (["--text", "STORY", "--tokenizer", "nowhere"], EXIT_DATA, "nowhere"),

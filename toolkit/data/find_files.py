@@ -110,10 +110,16 @@ def _folders(top: str | Path, item: str) -> Iterator[tuple[str, list[str]]]:
     """A folder and those in it, each once whatever links lead to it, with the names of their files.
 
     Raises:
-        SourceError: there are so many that ``item`` cannot mean them.
+        SourceError: there are so many that ``item`` cannot mean them, or one of them cannot be read.
     """
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # it has gone
+            rule = f"the folder {error.filename} cannot be read: {error.strerror}"
+            raise _path_error(item, rule, "make it readable, or name what shall be read")
+
     seen, entries = set(), 0
-    for here, folders, names in os.walk(top, followlinks=True):
+    for here, folders, names in os.walk(top, followlinks=True, onerror=refuse):
         try:
             status = os.stat(here)
         except OSError:  # it has gone

@@ -9,6 +9,8 @@ A folder is searched for, in this order,
 The ``.model`` files come first because they are what Meta's own code reads and because tiktoken encodes
 four times faster than the JSON of the same vocabulary, to the same ids. Tokens that someone added beside
 them are not lost: ``tokenizer_config.json`` of the same folder is read for their names and ids.
+A tokenizer.json beside a SentencePiece model is taken where it puts a space before the first word of a
+prompt alone, as Mistral's does: the model would put one after each special token of a dialog.
 
 The tokenizer libraries are imported where one is needed, so that the preflight can ask for a
 vocabulary's size in some tens of milliseconds.
@@ -88,6 +90,9 @@ def find(path: str | Path) -> TokenizerFiles:
     except OSError as error:
         raise DataError(f"cannot read tokenizer file {file}: {error.strerror}") from error
     kind = kind_of(content, file)
+    if kind == "sentencepiece" and given.is_dir() and _begins_once_with_space(folder / "tokenizer.json"):
+        file, kind = folder / "tokenizer.json", "json"
+        content = read_bytes(file, at_most=MAX_BYTES)
     added, named = _tokenizer_config(folder / "tokenizer_config.json")
     return TokenizerFiles(file, folder, kind, content, added, named)
 
@@ -106,6 +111,15 @@ def kind_of(content: bytes, path: Path) -> Kind:
         return "tiktoken"
     shown = "it is empty" if not content else f"it starts with {bytes(content[:16])!r}"
     raise DataError(f"{path} is no tokenizer of a known kind: {shown}; {ACCEPTED}")
+
+
+def _begins_once_with_space(path: Path) -> bool:
+    """Say if a tokenizer.json, where there is one, puts a space before the first word of a prompt alone."""
+    described = read_json(path).get("pre_tokenizer")
+    parts = described.get("pretokenizers", [described]) if isinstance(described, dict) else []
+    return isinstance(parts, list) and any(
+        isinstance(part, dict) and part.get("prepend_scheme") == "first" for part in parts
+    )
 
 
 def vocabulary_size(path: str | Path) -> int:
