@@ -58,6 +58,8 @@ _ACTS_WITH = {
     "--limit": "--tasks",
 }
 _RULES = ("corpus_readable", "dataset_choices_act", "text_column_acts", "template_has_no_escapes")
+_OF_TRAINING = ("training.", "data.mixture.")
+"""Keys of the corpora that are not evaluated, and need not be here."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -196,7 +198,7 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
         return None
     bos = [] if asked.add_bos_token is None else [f"--model.add_bos_token={asked.add_bos_token}".lower()]
     config = load_config(["--job.config_file", asked.config, "--validation.enable", "true", *words, *bos])
-    preflight.raise_problems(config, world_size=1, only=_RULES)
+    preflight.raise_problems(config, world_size=1, only=_RULES, unread=_OF_TRAINING)
     if config.finetune.objective == "dpo":
         key, fix = "finetune.objective", "give --text, or --tasks; the run's own validation compares pairs"
         rule = "pairs of answers have no loss without the reference of their run"

@@ -25,15 +25,22 @@ def check(config: Config, *, world_size: int, hardware: Hardware) -> list[Proble
 
 
 def raise_problems(
-    config: Config, *, world_size: int, hardware: Hardware | None = None, only: Collection[str] = ()
+    config: Config,
+    *,
+    world_size: int,
+    hardware: Hardware | None = None,
+    only: Collection[str] = (),
+    unread: tuple[str, ...] = (),
 ) -> None:
-    """Check ``config``; without ``hardware``, for the devices that are here; ``only`` names rules.
+    """Check ``config``; without ``hardware``, for the devices that are here; ``only`` names rules. Of keys
+    that begin with one of ``unread`` nothing is asked.
 
     Raises:
         ConfigError: a rule about the config itself is broken; it names the others as well.
         DataError, CheckpointError: only tokenizer, corpus or checkpoint cannot be used.
     """
     broken = _broken(PlannedRun(config, world_size, hardware or detect(config.training.device)), only)
+    broken = [(rule, problem) for rule, problem in broken if not problem.key.startswith(unread)]
     problems = [problem for _, problem in broken]
     errors = [rule.error for rule, _ in broken]
     if ConfigError in errors:
