@@ -30,7 +30,10 @@ from toolkit.weights.source import WeightSource
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-MERGED = ["lora", "rslora", "dora", "some blocks", "norms too"]
+TARGETS_TOO = {"trainable": ["layers.0.attention.wq.weight", "layers.1.feed_forward.w2.weight"]}
+MERGED = {kind: KINDS[kind] for kind in ("lora", "rslora", "dora", "some blocks", "norms too")} | {
+    f"{kind}, targets too": KINDS[kind] | TARGETS_TOO for kind in ("lora", "dora")
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,7 +170,7 @@ def test_a_classifier_of_peft_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", MERGED)
 def test_merged_is_unmerged(kind: str, tmp_path: Path) -> None:
-    adapter = adapter_of(Finetune.model_validate(KINDS[kind]), ARGS, tmp_path)
+    adapter = adapter_of(Finetune.model_validate(MERGED[kind]), ARGS, tmp_path)
     model = build(ARGS, torch.float32)
     merged: WeightSource = Merged(OfModel(model, tmp_path), adapter)
     for name, parameter in model.named_parameters():
@@ -259,10 +262,13 @@ def test_a_prefix_before_a_window_has_no_form_there(tmp_path: Path) -> None:
         open_adapter(tmp_path / "peft", args)
 
 
-def test_biases_alone_and_prompts_beside_biases_have_no_form_there(tmp_path: Path) -> None:
+def test_biases_alone_targets_of_their_own_and_prompts_beside_biases_have_no_form_there(
+    tmp_path: Path,
+) -> None:
     args = small("qwen2.5", head_dim=8)
     for kind, change, said in (
         ("lora", {"trainable": ["*.wq.bias"]}, "of layers.0.attention.wq the bias alone is trained"),
+        ("lora", TARGETS_TOO, "layers.0.attention.wq is trained both ways"),
         ("adaption prompt", {}, "without norms and biases"),
     ):
         adapter = adapter_of(Finetune.model_validate(KINDS[kind] | change), args, tmp_path / kind)

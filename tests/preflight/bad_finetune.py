@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tests.preflight.bad_runs import Bad, bad, write
+from tests.preflight.bad_weights import FROM_M, write_model
 
 
 def _peft(folder: Path, *, r: int, rank: int | None = None) -> None:
@@ -73,6 +74,13 @@ CASES: list[Bad] = [
         "exports_have_a_form",
         f"checkpoint.hf_export_interval=500 checkpoint.enable {PREFIX} finetune.trainable=norm.weight",
         "finetune.trainable",
+    ),
+    bad(
+        "exports_have_a_form",
+        f"{EXPORT} {FROM_M} {LORA} finetune.trainable=layers.1.attention.wv.weight",
+        "layers.1.attention.wv is trained both ways",
+        "or set finetune.merge_on_export = true",
+        prepare=write_model,
     ),
     bad("exports_have_a_form", f"finetune.merge_on_export {LORA}", "nothing is exported"),
     bad("exports_have_a_form", f"finetune.merge_on_export {EXPORT} {LORA}", "drawn by debug.seed"),

@@ -62,7 +62,9 @@ class Merged(View):
         magnitude_R = values[f"{module}.magnitude"][rows] if lora.use_dora else None
         # The length of a row is that of all of it.
         read = columns if magnitude_R is None else slice(0, stored.shape[1])
-        weight = self.base.read(f"{module}.weight", (rows, read))
+        # A layer that finetune.trainable names too has a weight of its own under the update.
+        own: WeightSource = self.adapter if f"{module}.weight" in values else self.base
+        weight = own.read(f"{module}.weight", (rows, read))
         precise = torch.promote_types(weight.dtype, torch.float32)
         a, b = (values[f"{module}.{part}"].to(precise) for part in ("lora_a", "lora_b"))
         merged = torch.addmm(weight.to(precise), b[rows], a[:, read], alpha=lora.scale)

@@ -302,9 +302,14 @@ def without_peft_form(args: ModelArgs, options: Finetune, replaced: Iterable[str
     if options.adapter != "lora" and (options.trainable or list(replaced)):
         return "parameters of the model are trained beside it (finetune.trainable)"
     kinds: dict[str, set[str]] = {}
+    targets = lora_targets(args, options) if options.adapter == "lora" else []
     for name in replaced:
         module, _, kind = name.rpartition(".")
         kinds.setdefault(module, set()).add(kind)
+    if both := [module for module in targets if "weight" in kinds.get(module, ())]:
+        return (
+            f"it updates a layer or keeps it whole, and {both[0]} is trained both ways (finetune.trainable)"
+        )
     if alone := [module for module, found in kinds.items() if found == {"bias"}]:
         return f"it keeps whole modules, and of {min(alone)} the bias alone is trained (finetune.trainable)"
     return ""

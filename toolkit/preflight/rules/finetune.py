@@ -212,6 +212,8 @@ def exports_have_a_form(run: PlannedRun) -> list[Problem]:
     fix = "leave it out"
     if not without_peft_form(run.model, _with_plain_gate(options), replaced):
         fix += ', or set finetune.llama_adapter.gate = "layer"'
+    if not _unmerged(run):
+        fix += ", or set finetune.merge_on_export = true"
     return [run.problem(key, f"PEFT has no form of this adapter: {problem}", fix)]
 
 
