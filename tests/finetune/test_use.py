@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from toolkit.generation.adapters import attach
 from toolkit.generation.generator import Generator
 from toolkit.generation.load import load_model
 from toolkit.models.common.decoder import Decoder
+from toolkit.weights import hf_write
 from toolkit.weights.hf_write import SpecialTokens, write_hf
 from tools import chat, convert_weights, generate
 
@@ -132,6 +135,28 @@ def test_the_merge_is_a_model_of_transformers(kind: str, folders: dict[str, Path
     adapter = adapter_of(Finetune.model_validate(KINDS[kind]), ARGS, tmp_path)
     tokens = torch.tensor(_prompts()[2:])
     check_close(logits(theirs, tokens), logits(adapted(adapter, _strong), tokens))
+
+
+def test_a_merge_does_not_go_on_with_that_of_another_adapter(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def merge(kind: str, name: str) -> int:
+        words = ["merge", str(folders["base"]), str(folders[kind]), str(tmp_path / name)]
+        return convert_weights.main([*words, "--max-bytes=100000"])
+
+    def two_files(*rest: Any) -> None:  # of which one has updated weights
+        if len(list(tmp_path.glob("out.tmp-*/*.safetensors"))) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(*rest)
+
+    save = hf_write._save
+    with monkeypatch.context() as patched:
+        patched.setattr(hf_write, "_save", two_files)
+        assert merge("lora", "out") != 0
+    assert len(list(tmp_path.glob("out.tmp-*/*.safetensors"))) == 2
+    assert merge("dora", "out") == merge("dora", "alone") == 0
+    for file in (tmp_path / "alone").glob("*.safetensors"):
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_what_cannot_be_merged_is_told(

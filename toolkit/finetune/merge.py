@@ -32,6 +32,7 @@ class Merged(View):
             )
         self.args = adapter.args
         self.adapter = adapter
+        self.beside = (adapter.place,)
         # A classifier's head is of another shape than the language model's, which may have none of its own.
         replaced = {
             name: replace(base.tensors.get(name, base.tensors[EMBEDDING]), shape=stored.shape)

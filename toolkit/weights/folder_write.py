@@ -21,6 +21,7 @@ from toolkit.io.atomic import sync_file, sync_folder
 from toolkit.io.locks import claimed
 from toolkit.io.work_folder import in_progress, refuse_existing, state_of, take_place, work_folder
 from toolkit.weights.source import WeightSource
+from toolkit.weights.views import places
 
 Progress = Callable[[int], None]
 """Is told bytes as they are done."""
@@ -80,8 +81,7 @@ def write_folder(
 
 def _begin(source: WeightSource, out: Path, folder: Folder, replace: bool, held: ExitStack) -> Path:
     plan = [
-        str(source.place.resolve()),
-        state_of(source.place),
+        [(str(place.resolve()), state_of(place)) for place in places(source)],
         [(file, *tensors) for file, tensors in folder.files.items()],
         [(name, str(stored)) for name, stored in source.tensors.items()],
     ]

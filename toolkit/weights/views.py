@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from threading import Lock
 
 import torch
@@ -20,7 +21,10 @@ _SHOWN = 20
 
 
 class View:
-    """Another source's weights; what is not overridden is as there."""
+    """Another source's weights; what is not overridden is as there. ``beside`` are places that are read with
+    its own."""
+
+    beside: tuple[Path, ...] = ()
 
     def __init__(self, base: WeightSource):
         self.base = base
@@ -37,6 +41,11 @@ def origin(source: WeightSource) -> WeightSource:
     while isinstance(source, View):
         source = source.base
     return source
+
+
+def places(source: WeightSource) -> list[Path]:
+    """Every place that ``source`` is read from: that of its origin, and those beside it."""
+    return [*places(source.base), *source.beside] if isinstance(source, View) else [source.place]
 
 
 class Cast(View):
