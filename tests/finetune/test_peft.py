@@ -220,6 +220,7 @@ def _renamed(folder: Path) -> None:
         (_change(lora_alpha="x"), 'lora_alpha = "x": must be a positive number'),
         (_change(bias="all"), 'bias = "all"'),
         (_change(rank_pattern={"q_proj": 2}), "rank_pattern"),
+        (_change(init_lora_weights="pissa_niter_4"), "path_initial_model_for_weight_conversion"),
         (_change(r=8), "of another shape"),
         (_change(use_dora=True), "missing"),
         (_pickled, "has a pickle"),

@@ -57,6 +57,8 @@ _UNKNOWN_FORMS = (
     "megatron_config",
 )
 """Fields that make another computation of a LoRA than rank, alpha, rsLoRA and DoRA do."""
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
+"""Values of init_lora_weights, beside true and false, that leave the base as it is."""
 _SHOWN = 6
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -129,6 +131,11 @@ def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
     for key in _UNKNOWN_FORMS:
         if fields.values.get(key):
             fields.refuse(key, "changes the computation in a way that there is none of here")
+    init = fields.values.get("init_lora_weights", True)
+    if not isinstance(init, bool) and str(init).lower() not in _PLAIN_INITS:
+        rule = "belongs to a base that PEFT changes as it begins: save it as a plain LoRA"
+        other = "path_initial_model_for_weight_conversion"
+        fields.refuse("init_lora_weights", f"{rule} ({other}), or merge it there")
     if fields.values.get("bias", "none") != "none":
         fields.refuse("bias", 'must be "none": biases that were trained beside it are not read')
     dropout = fields.values.get("lora_dropout", 0.0)
