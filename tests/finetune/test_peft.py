@@ -236,6 +236,21 @@ def test_bad_folders_are_one_message(spoil: Callable[[Path], None], said: str, t
     assert "peft" in str(raised.value)
 
 
+def test_a_tied_embedding_that_is_trained_has_no_form_there(tmp_path: Path) -> None:
+    """They would train, and keep, the embedding apart from the head."""
+    reference = save_transformers(tmp_path / "base", "mistral-nemo", tied=True)
+    args = read(tmp_path / "base").args
+    options = Finetune.model_validate(KINDS["lora"] | {"trainable": ["tok_embeddings.weight"]})
+    adapter = adapter_of(options, args, tmp_path / "step")
+    with pytest.raises(DataError, match="leave the head, which is tied"):
+        write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
+    config = their_config("lora")
+    config.modules_to_save = ["embed_tokens"]
+    _train_and_save(peft.get_peft_model(reference, config), tmp_path / "theirs")
+    with pytest.raises(DataError, match="apart from the head, which is tied here"):
+        open_adapter(tmp_path / "theirs", args)
+
+
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     adapter = adapter_of(Finetune.model_validate(KINDS["lora"]), ARGS, tmp_path / "step")
     write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))

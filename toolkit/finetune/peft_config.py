@@ -59,6 +59,7 @@ _UNKNOWN_FORMS = (
 """Fields that make another computation of a LoRA than rank, alpha, rsLoRA and DoRA do."""
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 """Values of init_lora_weights, beside true and false, that leave the base as it is."""
+_EMBEDDING = "tok_embeddings.weight"
 _SHOWN = 6
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -142,6 +143,8 @@ def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         fields.refuse("lora_dropout", "must be a number from 0 to below 1")
         dropout = 0.0
+    if args.tie_embeddings and _EMBEDDING in shapes:
+        fields.refuse("modules_to_save", "PEFT trained the embedding apart from the head, which is tied here")
     modules = {name.rpartition(".")[0] for name in shapes if is_added(name)}
     lora = LoRA(
         rank=fields.count("r"),
@@ -317,6 +320,8 @@ def without_peft_form(args: ModelArgs, options: Finetune, replaced: Iterable[str
         return (
             f"it updates a layer or keeps it whole, and {both[0]} is trained both ways (finetune.trainable)"
         )
+    if args.tie_embeddings and "tok_embeddings" in kinds:
+        return "it would leave the head, which is tied to the embedding, untrained (finetune.trainable)"
     if alone := [module for module, found in kinds.items() if found == {"bias"}]:
         return f"it keeps whole modules, and of {min(alone)} the bias alone is trained (finetune.trainable)"
     return ""
