@@ -25,6 +25,7 @@ from tests.training import small_config, small_trainer
 from toolkit.config import Config
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
+from toolkit.finetune import export
 from toolkit.finetune.adapter import open_adapter_on
 from toolkit.generation.load import load_model
 from toolkit.models.registry import resolve
@@ -32,6 +33,7 @@ from toolkit.preflight import check, notes
 from toolkit.trainer import Trainer
 from toolkit.weights.hf_write import SpecialTokens, write_hf
 from toolkit.weights.open import open_weights
+from toolkit.weights.views import Cast
 from tools import convert_weights, evaluate
 
 ROOT = Path(__file__).parents[2]
@@ -185,6 +187,19 @@ def test_a_merged_export_is_the_model_of_transformers(folder: Path, others: dict
     assert (exported / "tokenizer.json").exists() and not (exported / "adapter_config.json").exists()
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     check_close(logits(model, TOKENS), logits(load_model(folder / "dora one", **CPU).model, TOKENS))
+
+
+def test_a_merged_export_in_fp32_is_not_rounded_as_its_base_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        export, "open_weights", lambda place, verify: Cast(open_weights(place, verify=verify), torch.bfloat16)
+    )
+    step, options = folder / "dora one/checkpoint/step-2", {"tokenizer_path": TOKENIZER, "max_bytes": 10**9}
+    ranks = Ranks(alone=True)
+    export.export_merged(step, tmp_path / "out", dtype=torch.float32, ranks=ranks, **options)
+    weight = open_weights(tmp_path / "out").read("layers.0.attention.wq.weight")
+    assert not weight.equal(weight.bfloat16().float())
 
 
 def test_conversions_of_an_adapter_are_of_the_merged_model(

@@ -24,7 +24,9 @@ from toolkit.generation.generator import Generator
 from toolkit.generation.load import load_model
 from toolkit.models.common.decoder import Decoder
 from toolkit.weights import hf_write
+from toolkit.weights.convert import prepare
 from toolkit.weights.hf_write import SpecialTokens, write_hf
+from toolkit.weights.open import open_weights
 from tools import chat, convert_weights, generate
 
 ARGS = small(n_kv_heads=2, head_dim=8, vocab_size=4352)
@@ -135,6 +137,21 @@ def test_the_merge_is_a_model_of_transformers(kind: str, folders: dict[str, Path
     adapter = adapter_of(Finetune.model_validate(KINDS[kind]), ARGS, tmp_path)
     tokens = torch.tensor(_prompts()[2:])
     check_close(logits(theirs, tokens), logits(adapted(adapter, _strong), tokens))
+
+
+def test_an_update_in_fp32_is_not_rounded_to_the_dtype_of_its_base(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    _write_base(tmp_path / "base", build(ARGS, torch.bfloat16))
+    options = {"adapter": folders["lora"], "dtype": torch.float32}
+    source = prepare("merge", tmp_path / "base", tmp_path / "out", **options).source
+    adapter = adapter_of(Finetune.model_validate(KINDS["lora"]), ARGS, tmp_path)
+    loaded = load_model(tmp_path / "base", **CPU, adapters={"a": folders["lora"]}).model
+    name = "layers.1.attention.wq"
+    a, b = (adapter.values[f"{name}.lora_{part}"] for part in "ab")
+    expected = open_weights(tmp_path / "base").read(f"{name}.weight").float() + 4 * b @ a
+    for found in (source.read(f"{name}.weight"), loaded.get_parameter(f"{name}.weight")):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_merge_does_not_go_on_with_that_of_another_adapter(

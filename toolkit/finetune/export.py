@@ -50,7 +50,7 @@ def export_merged(
 
     def opened() -> WeightSource:
         base = open_weights(read_manifest(step)["run"]["base"]["place"], verify=False)
-        return Cast(Merged(base, open_adapter_of(step, verify=False)), dtype)
+        return Cast(Merged(base, open_adapter_of(step, verify=False), at_least=dtype), dtype)
 
     source = open_alike(opened, group=ranks.group)
     assert source is not None

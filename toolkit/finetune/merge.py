@@ -17,13 +17,14 @@ from toolkit.weights.views import View
 
 class Merged(View):
     """The weights of ``base`` with those of ``adapter``, in the dtypes of the base: what the adapter updates
-    is computed in at least fp32, what it replaces is taken from it.
+    is computed in at least fp32, what it replaces is taken from it. Both are in ``at_least`` where the base
+    is in less, since what an adapter adds is small beside the weights.
 
     Raises:
         DataError: the adapter is no update of weights.
     """
 
-    def __init__(self, base: WeightSource, adapter: Adapter):
+    def __init__(self, base: WeightSource, adapter: Adapter, *, at_least: torch.dtype | None = None):
         super().__init__(base)
         if adapter.options.adapter != "lora":
             raise DataError(
@@ -39,8 +40,13 @@ class Merged(View):
             for name, stored in adapter.tensors.items()
             if not is_added(name)
         }
-        self.tensors = {**base.tensors, **replaced}
+        tensors = {**base.tensors, **replaced}
         self.updated = {f"{module}.weight" for module in lora_targets(adapter.args, adapter.options)}
+        if at_least is not None:
+            for name in self.changed & tensors.keys():
+                stored = tensors[name]
+                tensors[name] = replace(stored, dtype=torch.promote_types(stored.dtype, at_least))
+        self.tensors = tensors
 
     @property
     def changed(self) -> set[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -54,9 +55,9 @@ class Adapters:
         return name is not None and self.adapters[name].options.adapter == "lora"
 
     def _source(self, name: str | None) -> WeightSource:
-        return (
-            Merged(self.base, self.adapters[name]) if name is not None and self._merges(name) else self.base
-        )
+        if name is None or not self._merges(name):
+            return self.base
+        return Merged(self.base, self.adapters[name], at_least=torch.float32)
 
     def _changed(self, name: str | None) -> set[str]:
         source = self._source(name)

@@ -132,7 +132,7 @@ def prepare(
                 f"the classifier {path} has hidden layers, {list(classifier.hidden_sizes)}, and those of "
                 "Hugging Face have none"
             )
-    source = there = there if merged is None else Merged(there, merged)
+    source = there = there if merged is None else Merged(there, merged, at_least=dtype)
     check_complete(there)
     if vocab_size is not None and vocab_size != source.args.vocab_size:
         source = Resized(source, vocab_size)
