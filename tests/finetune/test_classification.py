@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from tests.curves import write_tokenizer
 from tests.helpers import run_world
+from tests.preflight.bad_runs import CPU
 from tests.training import small_config, small_trainer
 from toolkit.config import Config
 from toolkit.errors import CheckpointError, DataError
@@ -24,6 +25,7 @@ from toolkit.loss import IGNORED_LABEL
 from toolkit.models.common.args import Classifier, ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.on_disk import read_hf_config
+from toolkit.preflight import notes
 from toolkit.trainer import Trainer
 from toolkit.validate import _class_scores
 from toolkit.weights.convert import convert, prepare
@@ -33,6 +35,7 @@ judge = pytest.importorskip("sklearn.metrics")
 
 NAMES = ["calm", "glad", "sad"]
 WORDS = {"calm": "lake moss dusk", "glad": "sun dance laugh", "sad": "rain cold alone"}
+OTHERS = [[*NAMES, "wild"], NAMES[::-1]]
 STEPS = 24
 
 
@@ -124,6 +127,11 @@ def _runs(base: str) -> dict[str, Any]:
     for name, start in starts.items():
         trainer = small_trainer(_config(folder, name, checkpoint={"enable": True, **start}))
         found[name] = _weights(trainer)
+    for names in OTHERS:
+        classes = {"num_labels": len(names), "label_names": names}
+        start = {"enable": True, **starts["classifier"]}
+        config = _config(folder, "-".join(names), classification=classes, checkpoint=start)
+        found["-".join(names)] = _weights(small_trainer(config))
     lora = {"adapter": "lora", "lora": {"target_modules": ["all-linear"]}}
     for name in ("dcp", "hf"):
         load = saving | starts[name]
@@ -204,6 +212,27 @@ def test_a_classifier_goes_on_from_one_of_hugging_face(runs: dict[str, Any]) -> 
     assert all(
         torch.equal(weight, runs["whole"]["weights"][name]) for name, weight in runs["classifier"].items()
     )
+
+
+@pytest.mark.parametrize("names", OTHERS)
+def test_a_classifier_of_other_classes_has_a_new_head(
+    runs: dict[str, Any], names: list[str], folder: Path
+) -> None:
+    found, whole = runs["-".join(names)], runs["whole"]["weights"]
+    assert [name for name in whole if not torch.equal(found[name], whole[name])] == ["output.weight"]
+    head = found["output.weight"]
+    assert head.shape == (len(names), 64) and 0.015 < head.std() < 0.025
+    start = {"initial_load_path": str(folder / f"whole/hf/step-{STEPS}"), "initial_load_in_hf": True}
+    classes = {"num_labels": len(names), "label_names": names}
+    config = _config(folder, "new", classification=classes, checkpoint={"enable": True, **start})
+    [told] = [note for note in notes(config, world_size=1, hardware=CPU) if "debug.seed" in note]
+    assert "those of" in told and f"{NAMES[0]}, {NAMES[1]}" in told
+
+
+def test_new_tokens_are_no_classes(runs: dict[str, Any], folder: Path) -> None:
+    source = prepare("hf-to-dcp", folder / f"whole/hf/step-{STEPS}", folder / "grown", vocab_size=600).source
+    shapes = {name: stored.shape for name, stored in source.tensors.items()}
+    assert shapes["output.weight"] == (3, 64) and shapes["tok_embeddings.weight"] == (600, 64)
 
 
 @pytest.mark.parametrize("start", ["dcp", "hf"])

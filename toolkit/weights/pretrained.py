@@ -16,7 +16,7 @@ from toolkit.models.common.args import is_classifier_head
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.weights.load import load_weights, open_alike
 from toolkit.weights.safetensors import SafetensorsFolder
-from toolkit.weights.source import HEAD, WeightSource
+from toolkit.weights.source import WeightSource
 from toolkit.weights.views import Only, Resized
 
 
@@ -49,17 +49,17 @@ def fill(
     model_parts: ModelParts, source: WeightSource | None, *, broadcast: bool = False, group: dist.ProcessGroup
 ) -> None:
     """Fill the model, save for what fine-tuning adds to it, from ``source``, which with ``broadcast`` rank 0
-    alone has. Of a language model a classifier leaves the head.
+    alone has. Of a language model, and of a classifier of other classes, a classifier leaves the head.
 
     Raises:
         DataError: the weights are damaged or do not fit the model; alike on every rank.
     """
     args = model_parts.models[0].args
     headless = Ranks(group).on_rank_0(
-        lambda: source is not None and bool(args.classifier) and not source.args.classifier
+        lambda: source is not None and bool(args.classifier) and source.args.classifier != args.classifier
     )
     if headless and source is not None:
-        source = Only(source, source.tensors.keys() - {HEAD})
+        source = Only(source, [name for name in source.tensors if not is_classifier_head(name, args)])
     tensors: dict[str, Tensor] = {
         name: parameter
         for name, parameter in model_parts.named_parameters()

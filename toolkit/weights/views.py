@@ -80,16 +80,15 @@ class Only(View):
 
 
 class Resized(View):
-    """With ``vocab_size`` rows in the embedding and the head: the first ones, then the mean of all that are
-    there, which makes a token that was never trained as likely as the average one."""
+    """With ``vocab_size`` rows in the embedding and a language model's head: the first ones, then the mean of
+    all that are there, which makes a token that was never trained as likely as the average one."""
 
     def __init__(self, base: WeightSource, vocab_size: int):
         super().__init__(base)
         self.args = replace(base.args, vocab_size=vocab_size)
+        resized = {EMBEDDING} if base.args.classifier else {EMBEDDING, HEAD}
         self.tensors = {
-            name: replace(stored, shape=(vocab_size, *stored.shape[1:]))
-            if name in (EMBEDDING, HEAD)
-            else stored
+            name: replace(stored, shape=(vocab_size, *stored.shape[1:])) if name in resized else stored
             for name, stored in base.tensors.items()
         }
         self._lock = Lock()

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib.util import find_spec
+from pathlib import Path
 
 from toolkit.config.local_paths import expand_user
 from toolkit.data.tokenizers.files import vocabulary_size
@@ -66,14 +67,32 @@ def _unpushed(run: PlannedRun, repository: str) -> list[Problem]:
 
 @note
 def weights_notes(run: PlannedRun) -> list[str]:
-    """Another folder is read than the one that is named."""
+    """Another folder is read than the one that is named, or not all of it."""
     start = run.start
     path = run.config.checkpoint.initial_load_path
-    if start.weights is None or not path or start.weights == expand_user(path):
+    if start.weights is None:
         return []
+    notes = _other_classes(run, start.weights)
+    if path and start.weights != expand_user(path):
+        notes.append(
+            f"checkpoint.initial_load_path {path} is a checkpoint: the Hugging Face folder that its run "
+            f"wrote at that step is read, {start.weights}"
+        )
+    return notes
+
+
+def _other_classes(run: PlannedRun, folder: Path) -> list[str]:
+    try:
+        theirs = read_hf_config(folder).classifier
+    except DataError:
+        return []  # another rule tells
+    ours = run.model.classifier if run.model else None
+    if ours is None or theirs is None or ours == theirs:
+        return []
+    said = [first_few(classifier.labels, _SHOWN) for classifier in (ours, theirs)]
     return [
-        f"checkpoint.initial_load_path {path} is a checkpoint: the Hugging Face folder that its run wrote at "
-        f"that step is read, {start.weights}"
+        f"finetune.classification: the classes are {said[0]}, and those of {folder} {said[1]}: the head is "
+        "drawn from debug.seed"
     ]
 
 
