@@ -260,7 +260,9 @@ def test_an_adapter_of_a_classifier_is_handed_on(runs: dict[str, Any], folder: P
     convert(prepare("dcp-to-hf", step, folder / "merged"), verify=True)
     merged = kind.from_pretrained(folder / "merged")
     assert merged.config.id2label == dict(enumerate(NAMES))
-    for other in (found, scores(merged)):
+    base = folder / "language/checkpoint/step-1"
+    convert(prepare("merge", base, folder / "named", adapter=step), verify=True)
+    for other in (found, scores(merged), scores(kind.from_pretrained(folder / "named"))):
         torch.testing.assert_close(other, expected, atol=1e-5, rtol=0)
 
 
@@ -268,6 +270,9 @@ def test_what_a_classifier_cannot_be_is_said(runs: dict[str, Any], folder: Path)
     step = folder / f"whole/checkpoint/step-{STEPS}"
     with pytest.raises(DataError, match="classifier of 3 classes, which has no logits"):
         load_model(step, device=torch.device("cpu"), dtype=torch.float32)
+    beside, language = folder / "lora dcp/checkpoint/step-2", folder / "language/checkpoint/step-1"
+    with pytest.raises(DataError, match=r"trained with classifier(.|\n)*fix: .*convert_weights merge"):
+        load_model(language, device=torch.device("cpu"), dtype=torch.float32, adapters={"a": beside})
     with pytest.raises((DataError, CheckpointError), match="Meta's files cannot hold"):
         prepare("dcp-to-meta", step, folder / "meta")
     convert(prepare("dcp-to-hf", step, folder / "converted"), verify=True)

@@ -115,7 +115,11 @@ def open_adapter(
     differing = [key for key in ours if theirs[key] != ours[key] and key not in _UNLIKE]
     if differing:
         said = ", ".join(f"{key} {theirs[key]} (this model: {ours[key]})" for key in differing)
-        raise DataError(f"the adapter in {found} is not one of this model: it was trained with {said}")
+        raise DataError(
+            f"the adapter in {found} is not one of this model: it was trained with {said}\n"
+            "  fix:  give a run the same model.*; a tool takes that folder itself, or what "
+            "tools.convert_weights merge makes of a LoRA and its base"
+        )
     return adapter
 
 
@@ -131,6 +135,22 @@ def open_adapter_on(
     if adapter.base:
         refuse_another_base(adapter.place, adapter.base, base)
     return adapter
+
+
+def with_adapter(
+    base: WeightSource, path: Path | str, *, verify: bool = True, ranks: Ranks | None = None
+) -> tuple[WeightSource, Adapter]:
+    """``base`` in the shape that the adapter at ``path`` was trained in, as far as it tells, and the adapter.
+
+    Raises:
+        DataError, CheckpointError: see :func:`open_adapter_on`.
+    """
+    step = find_adapter(expand_user(path))
+    if step is None or is_peft_folder(step):
+        return base, open_adapter_on(path, base, verify=verify, ranks=ranks)
+    adapter = open_adapter_of(step, verify=verify, ranks=ranks)
+    refuse_another_base(step, adapter.base or {}, base)
+    return Shaped(base, adapter.args), adapter
 
 
 def open_adapter_of(step: Path, *, verify: bool = True, ranks: Ranks | None = None) -> Adapter:
@@ -176,8 +196,4 @@ def open_adapted(
             f"{adapter} is an adapter, and its base cannot be opened: {said}\n"
             f"  fix:  name the base where it is now, and the adapter with --adapter {adapter}"
         ) from None
-    if not is_peft_folder(adapter):
-        found = open_adapter_of(adapter, verify=verify, ranks=ranks)
-        refuse_another_base(adapter, found.base or {}, base)
-        return Shaped(base, found.args), found
-    return base, open_adapter_on(adapter, base, verify=verify, ranks=ranks)
+    return with_adapter(base, adapter, verify=verify, ranks=ranks)

@@ -19,7 +19,7 @@ from toolkit import __version__
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError, either, first_few
-from toolkit.finetune.adapter import Adapter, open_adapted, open_adapter_on
+from toolkit.finetune.adapter import Adapter, open_adapted, with_adapter
 from toolkit.finetune.merge import Merged
 from toolkit.io.json_fields import read_object
 from toolkit.io.work_folder import refuse_existing
@@ -154,8 +154,7 @@ def _opened(what: str, path: Path, adapter: Path | None, hashes: bool) -> tuple[
     """Open what is read, and the adapter that is merged into it."""
     if what == MERGE:
         assert adapter is not None
-        base = open_weights(path, verify=hashes)
-        return base, open_adapter_on(adapter, base, verify=hashes)
+        return with_adapter(open_weights(path, verify=hashes), adapter, verify=hashes)
     there, found = open_adapted(path, verify=hashes)
     given = what.partition("-to-")[0]
     if found is None:
