@@ -398,6 +398,15 @@ def test_a_good_run_breaks_no_rule(folder: Path) -> None:
         )
 
 
+def test_a_rank_is_compared_with_what_is_updated(folder: Path) -> None:
+    flags = ["--model.n_kv_heads=1", "--finetune.adapter=lora", "--finetune.lora.rank=100"]
+    assert (
+        check(configure([*flags, "--finetune.lora.target_modules=wq,w2"]), world_size=1, hardware=CPU) == []
+    )
+    [problem] = check(configure(flags), world_size=1, hardware=CPU)
+    assert "layers.0.attention.wv.weight is 16" in problem.rule
+
+
 def test_a_run_that_resumes_breaks_no_rule(folder: Path) -> None:
     save(folder, 5, model={"dim": 256})
     config = configure(["--checkpoint.enable"])

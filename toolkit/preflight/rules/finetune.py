@@ -61,11 +61,12 @@ def lora_rank_is_low(run: PlannedRun) -> list[Problem]:
     options = run.config.finetune
     if options.adapter != "lora" or run.model is None:
         return []
-    args = run.model
-    smallest = min(args.dim, args.n_kv_heads * args.head_dim, args.ffn_dim)
-    if options.lora.rank <= smallest:
+    shapes, rank = parameter_shapes(run.model), options.lora.rank
+    sides = {module: min(shapes[f"{module}.weight"]) for module in lora_targets(run.model, options)}
+    least = min(sides, key=sides.__getitem__, default=None)
+    if least is None or rank <= (smallest := sides[least]):
         return []
-    rule = f"the smallest side of a weight of this model is {smallest}: a larger rank only costs"
+    rule = f"the smallest side of {least}.weight is {smallest}: a larger rank only costs"
     return [run.problem("finetune.lora.rank", rule, f"set it to at most {smallest}; 8 to 64 is usual")]
 
 
