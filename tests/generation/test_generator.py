@@ -185,6 +185,16 @@ def test_the_context_is_an_end() -> None:
     assert short.generate([[1]], max_new_tokens=0) == [[]] and short.generate([], max_new_tokens=3) == []
 
 
+def test_a_row_ends_with_its_own_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a longer prompt, whose columns it shares: texts are those of the prompts alone."""
+    model = build(replace(ARGS, max_seq_len=24), torch.float32)
+    monkeypatch.setattr(module, "FIRST_RESERVED", 1)
+    for max_new_tokens, lengths in (40, [23, 4, 21]), (7, [7, 4, 7]):
+        alone = Generator(model).generate(PROMPTS, max_new_tokens=max_new_tokens, batch_size=1)
+        assert [len(text) for text in alone] == lengths
+        assert Generator(model).generate(PROMPTS, max_new_tokens=max_new_tokens) == alone
+
+
 @pytest.mark.parametrize(
     ("prompt", "told"),
     [([], "prompt 1 has no tokens"), ([VOCAB], f"token id {VOCAB}"), ([1] * 131072, "131,072 tokens")],

@@ -95,8 +95,8 @@ class Generator:
         """Each step's token of every prompt, None for those that have ended, until all have.
 
         A prompt ends with a token of ``stop_ids``, which is handed out; where ``stop`` says so; after
-        ``max_new_tokens``; or when the model's context is full. ``number`` is that of the first prompt, on
-        which what is drawn depends.
+        ``max_new_tokens``; or when its own text fills the model's context. ``number`` is that of the first
+        prompt, on which what is drawn depends.
 
         Raises:
             DataError: a prompt is empty, leaves no room in the context or has ids outside the vocabulary.
@@ -104,8 +104,9 @@ class Generator:
         self._check(prompts, number)
         sampling = sampling or Sampling()
         longest = max(map(len, prompts), default=0)
-        steps = min(max_new_tokens, self.model.args.max_seq_len - longest)
-        if not prompts or steps <= 0:
+        context = self.model.args.max_seq_len
+        steps = min(max_new_tokens, context - min(map(len, prompts), default=context))
+        if steps <= 0:
             return
         padding = [longest - len(prompt) for prompt in prompts]
         state = _Batch(self.model, prompts, self._cache(padding, longest, steps), self._compiled)
@@ -122,7 +123,8 @@ class Generator:
                     tokens[row] = None
                     continue
                 made[row].append(token)
-                if token in stop_ids or (stop is not None and stop(number + row, made[row])):
+                full = len(prompts[row]) + len(made[row]) == context
+                if full or token in stop_ids or (stop is not None and stop(number + row, made[row])):
                     running.remove(row)
             yield tokens
             if not running or step == steps - 1:
