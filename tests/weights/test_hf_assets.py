@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.preflight.bad_weights import write_model
+from toolkit.data.tokenizers.added import extended
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.weights.hf_assets import tokenizer_companions, tokenizer_of
 from toolkit.weights.open import open_weights
@@ -48,6 +49,25 @@ def test_what_is_handed_on_says_as_the_run_whether_texts_begin_with_bos(name: st
     assert not ours.adds_bos
     assert AutoTokenizer.from_pretrained(tmp_path)("It was").input_ids == ours.encode("It was")
     assert tokenizer_companions(given, add_bos=True).files == tokenizer_companions(given).files
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_text_ends_where_the_chat_template_ends_an_answer(tmp_path: Path, place: str) -> None:
+    """Beside where the tokenizer's texts do; a template that is none is handed on without a word."""
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|done|>{% endfor %}"
+    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    tokens = ["<|assistant|>", "<|done|>"]
+    original = TOKENIZER.parent / "tokenizer_json"
+    copy = extended(original, tmp_path, tokens=tokens)
+    tokenizer = load_tokenizer(copy)
+    alone = [*tokenizer.stop_ids]
+    assert tokenizer_companions(copy).tokens.eos == (alone if len(alone) > 1 else tokenizer.eos_id)
+    for text, added in (template, [tokenizer.special_tokens["<|done|>"]]), ("{% if %}", []):
+        (copy / place).write_text(text)
+        if place == "tokenizer_config.json":
+            (copy / place).write_text(json.dumps({"chat_template": text}))
+        stops = sorted([*alone, *added])
+        assert tokenizer_companions(copy).tokens.eos == (stops if len(stops) > 1 else stops[0])
 
 
 def test_metas_folder_keeps_beside_it_what_its_params_have_no_place_for(

@@ -21,13 +21,14 @@ from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.source import WeightSource
 from toolkit.weights.views import origin
 
+_TEMPLATE = "chat_template.jinja"
 _NAMES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    _TEMPLATE,
 )
 
 
@@ -99,7 +100,8 @@ def tokenizer_companions(path: Path, *, add_bos: bool | None = None) -> Companio
     """Collect the files of the tokenizer in a folder, or of the file itself, as they are, by name.
 
     A tiktoken file without a tokenizer.json gets one, which transformers needs. Where ``add_bos`` is not what
-    the files say, they are made to say it.
+    the files say, they are made to say it. What ends a text is what the tokenizer names, and what the chat
+    template among the files writes behind an answer.
 
     Raises:
         DataError: there is none, or it is damaged.
@@ -113,9 +115,21 @@ def tokenizer_companions(path: Path, *, add_bos: bool | None = None) -> Companio
     if tokenizer.adds_bos != adds_bos(found, tokenizer.bos_id):
         files |= _saying_bos(files, tokenizer)
         names -= {"tokenizer_config.json"}
-    eos = list(tokenizer.stop_ids) if len(tokenizer.stop_ids) > 1 else tokenizer.eos_id
+    stops = _stop_ids(tokenizer, files)
+    eos = list(stops) if len(stops) > 1 else tokenizer.eos_id
     tokens = SpecialTokens(tokenizer.bos_id, eos, tokenizer.pad_id)
     return Companions(files, tokens, tokenizer.n_words, path, frozenset(names))
+
+
+def _stop_ids(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> tuple[int, ...]:
+    """The tokenizer's, and those of the chat template among its ``files``, if that can be used."""
+    if _TEMPLATE in files or b'"chat_template"' in files.get("tokenizer_config.json", b""):
+        from toolkit.data.chat.template import template_beside  # needs jinja
+
+        with contextlib.suppress(DataError):
+            if form := template_beside(tokenizer):
+                return form.stop_ids
+    return tokenizer.stop_ids
 
 
 def _saying_bos(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
