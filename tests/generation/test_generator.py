@@ -205,6 +205,21 @@ def test_refused(generator: Generator, prompt: list[int], told: str) -> None:
         generator.generate([[1], prompt], max_new_tokens=1)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), DRAWN, replace(DRAWN, top_k=5, top_p=0.5, min_p=0.1, repetition_penalty=1.2)]
+)
+def test_no_token_is_taken_of_logits_that_are_not_finite(
+    generator: Generator, sampling: Sampling, value: float
+) -> None:
+    model = copy.deepcopy(generator.model)
+    assert model.output is not None and model.output.weight is not None
+    with torch.no_grad():
+        model.output.weight[3] = value
+    with pytest.raises(DataError, match=r"logits are not finite: .*\n  fix:  take other weights"):
+        Generator(model).generate(PROMPTS, max_new_tokens=3, sampling=sampling)
+
+
 @pytest.mark.parametrize("name", ["llama2", "llama3.2"])
 def test_packed(name: str) -> None:
     """Reordered matrices give the logits of bf16, a tied head too, and losses are still taken."""

@@ -78,6 +78,13 @@ def test_settings_cover_what_they_name() -> None:
     assert same == 3 and len(SETTINGS) >= 20  # greedy, temperature 1, more top_k than there are
 
 
+def test_a_low_temperature_takes_the_likeliest() -> None:
+    logits_BV = _logits() - 1000
+    for temperature in (1e-9, 1e-37, 1e-300):
+        tokens = draw(processed(logits_BV, Sampling(temperature=temperature)), torch.full((ROWS,), 0.999))
+        assert torch.equal(tokens, logits_BV.argmax(-1))
+
+
 def test_draws_have_the_probabilities() -> None:
     logits_1V = torch.tensor([[2.0, -torch.inf, 0.0, 1.0, -torch.inf]])
     count = 20_000

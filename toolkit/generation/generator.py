@@ -26,6 +26,9 @@ FIRST_RESERVED = 256
 CAPACITY_STEP = 512
 """Columns of a cache for compiled forwards are a multiple of this, so that few are compiled."""
 
+_NONE = -1
+"""In place of a token: there is none."""
+
 Stop = Callable[[int, list[int]], bool]
 """Say if the prompt of this number ends, of which these tokens have been made; the same on every rank."""
 
@@ -99,7 +102,8 @@ class Generator:
         prompt, on which what is drawn depends.
 
         Raises:
-            DataError: a prompt is empty, leaves no room in the context or has ids outside the vocabulary.
+            DataError: a prompt is empty, leaves no room in the context or has ids outside the vocabulary; or
+                the model's logits are not finite.
         """
         self._check(prompts, number)
         sampling = sampling or Sampling()
@@ -226,13 +230,23 @@ class _Chooser:
 
     @torch.no_grad()
     def choose(self, logits_BV: Tensor) -> Tensor:
-        """The next token (B,) of each row."""
+        """The next token (B,) of each row.
+
+        Raises:
+            DataError: a row's logits are not finite, on every rank alike.
+        """
         if self.seen_BV is not None:
             self.seen_BV = self.seen_BV.to(logits_BV.device)
         logits_BV = processed(logits_BV[:, : self.vocabulary], self.sampling, self.seen_BV)
         tokens_B = logits_BV.argmax(-1) if self.draws is None else draw(logits_BV, self.draws.next())
+        tokens_B = tokens_B.where(logits_BV.amax(-1).isfinite(), _NONE)
         if self.group is not None:
             dist.broadcast(tokens_B, group=self.group, group_src=0)
+        if (tokens_B == _NONE).any():
+            raise DataError(
+                "the model's logits are not finite: its weights hold NaN or infinity, or make them\n"
+                "  fix:  take other weights, such as a checkpoint from before the run diverged"
+            )
         if self.seen_BV is not None:
             self.seen_BV.scatter_(1, tokens_B[:, None], True)
         return tokens_B

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from toolkit.errors import ConfigError, Problem
 
+_COLDEST = 1e-30
+"""A temperature at which any two logits are far apart, and none leaves fp32's range; no lower one is used."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -68,7 +71,7 @@ def processed(logits_BV: Tensor, sampling: Sampling, seen_BV: Tensor | None = No
         logits_BV = torch.where(seen_BV, less_BV, logits_BV)
     if sampling.greedy:
         return logits_BV
-    logits_BV = logits_BV / sampling.temperature
+    logits_BV = logits_BV / max(sampling.temperature, _COLDEST)
     if sampling.top_k:
         least_B1 = logits_BV.topk(min(sampling.top_k, logits_BV.shape[-1])).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
