@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tests.models.families import FAMILIES, RELEASES, read, save_transformers
 from tests.models.small_llama import tokens_and_labels
 from tests.weights.stories import empty_model
 from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.config.schema import added
 from toolkit.data.chat.formats import chat_format
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.distributed.agreement import Ranks
@@ -24,8 +25,10 @@ from toolkit.errors import DataError
 from toolkit.generation.generator import Generator
 from toolkit.models.common.args import parameter_count
 from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.hf_config import HFConfig
 from toolkit.models.common.init import Init, init_rule
 from toolkit.models.common.parameters import parameter_shapes
+from toolkit.models.common.spec import ModelSpec
 from toolkit.models.on_disk import read_hf_config
 from toolkit.models.registry import presets, resolve, spec
 from toolkit.weights.convert import convert, prepare
@@ -238,6 +241,20 @@ def test_what_would_compute_something_else_is_refused(
     with pytest.raises(DataError) as caught:
         read_hf_config(_config_without(tmp_path, name, **fields))
     assert says in str(caught.value)
+
+
+def test_a_registered_family_may_have_another_name_than_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(ModelSpec):
+        def hf_config(self) -> HFConfig:
+            return HFConfig("own_type", "OwnForCausalLM", "an Own", 256)
+
+    monkeypatch.setitem(added("model.name"), "own", Own({}))
+    args = replace(resolve("llama2", "debugmodel"), family="own")
+    values = spec("own").hf_config().write(args, dtype="float32", bos=None, eos=None, pad=None)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_hf_config(tmp_path) == args
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("mistral")])

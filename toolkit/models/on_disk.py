@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ def read_hf_config(folder: Path) -> ModelArgs:
     path = folder / CONFIG
     values = read_object(path, at_most=_MAX_CONFIG)
     kind = values.get("model_type") or families()[0]
-    forms = [spec(family).hf_config() for family in families()]
-    for form in forms:
+    forms = {family: spec(family).hf_config() for family in families()}
+    for family, form in forms.items():
         if kind == form.model_type:
-            return form.read(values, path)
-    known = either(repr(form.model_type) for form in forms)
+            return replace(form.read(values, path), family=family)
+    known = either(repr(form.model_type) for form in forms.values())
     raise DataError(
         f"{path} is of no model that can be read: model_type = {shown(kind)} (it must be {known}, or what "
         "custom_import registers)"
