@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from toolkit.config.finetune import Finetune
+from toolkit.errors import ConfigError
 from toolkit.finetune.converters import apply_finetune
 from toolkit.finetune.parameters import added_shapes, all_shapes, is_added, trained_names
 from toolkit.models.common.args import ModelArgs
@@ -89,6 +91,25 @@ def test_what_the_patterns_choose() -> None:
     with_lora = trained(adapter="lora", trainable=["tok_embeddings.weight"])
     assert {name for name in with_lora if not is_added(name)} == {"tok_embeddings.weight"}
     assert len(with_lora) == 1 + 2 * 2 * 6
+
+
+class Own(nn.Linear):
+    """A layer of a family's that computes otherwise."""
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        (ALL_LINEAR, r"finetune.lora.target_modules = \['all-linear'\]"),
+        ({"adapter": "lora", "lora": {"quantize_base": "nf4"}}, "finetune.lora.quantize_base = 'nf4'"),
+    ],
+)
+def test_a_layer_that_is_no_plain_one_is_not_replaced(values: dict, key: str) -> None:
+    with torch.device("meta"):
+        model = Decoder(args := resolve("llama3", "debugmodel"))
+        model.layers["1"].feed_forward.w2 = Own(args.ffn_dim, args.dim, bias=False)
+    with pytest.raises(ConfigError, match=f"{key}\n  rule: layers.1.feed_forward.w2 is a Own, and only"):
+        apply_finetune(model, Finetune.model_validate(values), frozen_dtype=torch.bfloat16)
 
 
 def test_an_adapter_keeps_the_frozen_model_in_the_precision_of_the_computation() -> None:

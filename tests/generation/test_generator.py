@@ -259,6 +259,25 @@ def test_packed_texts(name: str, attention: str) -> None:
     assert len({token for text in texts for token in text}) > 15, "a text of few tokens shows no mistake"
 
 
+class Halved(nn.Linear):
+    """A layer of a family's that computes otherwise."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) / 2
+
+
+@pytest.mark.parametrize("part", ["attention.wk", "feed_forward.w3", "feed_forward.w2"])
+def test_packed_beside_layers_of_a_familys_own(part: str) -> None:
+    model = build(ARGS, torch.float32)
+    model.layers["1"].get_submodule(part).__class__ = Halved
+    tokens = torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        logits = model(tokens)
+        assert can_pack(model)
+        pack(model)
+        torch.testing.assert_close(model(tokens), logits, rtol=1e-3, atol=1e-4)
+
+
 def test_what_is_not_packed() -> None:
     """Numbers that oneDNN does not multiply, and matrices that are sharded or quantized."""
     assert not can_pack(build(ARGS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,11 @@ pytest.importorskip("torchao")
 from torchao.float8.config import Float8LinearConfig  # noqa: E402
 from torchao.float8.float8_linear import Float8Linear as Theirs  # noqa: E402
 
-from toolkit.parallel.float8 import Float8Linear  # noqa: E402
+from toolkit.config.parallelism import Float8Linear as Options  # noqa: E402
+from toolkit.errors import ConfigError  # noqa: E402
+from toolkit.models.common.decoder import Decoder  # noqa: E402
+from toolkit.models.registry import resolve  # noqa: E402
+from toolkit.parallel.float8 import Float8Linear, apply_float8  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all runs
 
@@ -56,6 +61,21 @@ def test_layer_is_that_of_torchao(recipe: str, dtype: torch.dtype, emulate: bool
         error = ((mine - whole).float().norm() / whole.float().norm()).item()
         assert error < 0.1  # three bits after the point, 6% at most in each factor
     assert not torch.equal(found[0], exact[0])
+
+
+def test_a_layer_that_is_no_plain_one_is_refused_or_left_out() -> None:
+    class Own(nn.Linear):
+        """A layer of a family's that computes otherwise."""
+
+    args, options = resolve("llama3", "debugmodel"), Options(emulate=True)
+    with torch.device("meta"):
+        model = Decoder(args)
+        model.layers["1"].feed_forward.w2 = Own(args.ffn_dim, args.dim, bias=False)
+    with pytest.raises(ConfigError, match=r"filter_fqns = \[\]\n  rule: layers.1.feed_forward.w2 is a Own"):
+        apply_float8(copy.deepcopy(model), options)
+    apply_float8(model, options.model_copy(update={"filter_fqns": ["layers.1.feed_forward.w2"]}))
+    kinds = [type(it.feed_forward.w2) for it in model.layers.values()]
+    assert kinds[:3] == [Float8Linear, Own, Float8Linear]
 
 
 # On any mesh

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.config.finetune import LoRA
 from toolkit.distributed.dtensor import local_part
 from toolkit.finetune.nf4 import dequantize, linear
+from toolkit.models.common.plain_linear import check_plain
 
 
 class LoRALinear(nn.Linear):
@@ -85,9 +86,20 @@ def _numbers(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def apply_lora(model: nn.Module, targets: Iterable[str], options: LoRA) -> None:
-    """Put updates beside the linear layers called ``targets``, in place; other stages' are passed over."""
+    """Put updates beside the linear layers called ``targets``, in place; other stages' are passed over.
+
+    Raises:
+        ConfigError: one of them is no plain linear layer.
+    """
     modules = dict(model.named_modules())
     for name in targets:
         if name in modules:
+            check_plain(
+                name,
+                modules[name],
+                key="finetune.lora.target_modules",
+                value=options.target_modules,
+                without="name the others",
+            )
             parent, _, child = name.rpartition(".")
             setattr(modules[parent], child, LoRALinear(modules[name], options))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from toolkit.distributed.dtensor import local_part
 from toolkit.finetune.parameters import NF4_BLOCK as BLOCK
+from toolkit.models.common.plain_linear import check_plain
 
 BLOCK_BYTES = BLOCK // 2 + 4
 LEVELS = (
@@ -132,16 +133,24 @@ class NF4Linear(nn.Linear):
 
 def apply_nf4(model: nn.Module, names: Iterable[str]) -> None:
     """Give the linear layers called ``names``, on the meta device, weights of bytes, in place; other stages'
-    are passed over."""
+    are passed over.
+
+    Raises:
+        ConfigError: one of them is neither a plain linear layer nor one that LoRA updates.
+    """
     modules = dict(model.named_modules())
     for name in names:
         if name not in modules:
             continue
         layer: Any = modules[name]
+        updated = hasattr(layer, "lora_a")
+        if not updated:
+            key = "finetune.lora.quantize_base"
+            check_plain(name, layer, key=key, value="nf4", without="remove it")
         rows, columns = layer.weight.shape
         packed = layer.weight.new_empty(rows, columns // BLOCK * BLOCK_BYTES, dtype=torch.uint8)
         layer.weight = nn.Parameter(packed, requires_grad=False)
-        if type(layer) is nn.Linear:
+        if not updated:
             parent, _, child = name.rpartition(".")
             setattr(modules[parent], child, NF4Linear(layer))
 

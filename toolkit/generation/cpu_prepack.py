@@ -47,15 +47,16 @@ def can_pack(model: Decoder) -> bool:
 @torch.no_grad()
 def pack(model: Decoder) -> None:
     """Reorder the matrices of ``model`` in place: its forward stays, without gradients, and its blocks lose
-    their matrices. The head keeps its own beside the reordered copy, for losses and a tied embedding."""
+    their matrices. The head keeps its own beside the reordered copy, for losses and a tied embedding. A
+    subclass of nn.Linear, which may compute otherwise, is left as it is."""
     for block in model.layers.values():
         for module in block.modules():
             if type(module) is Attention and module.adapter is None:  # which may use wk by itself
-                _become(_PackedAttention, module, module.wq, module.wk, module.wv)
+                _join(_PackedAttention, module, module.wq, module.wk, module.wv)
             elif type(module) is FeedForward:
-                _become(_PackedFeedForward, module, module.w1, module.w3)
+                _join(_PackedFeedForward, module, module.w1, module.w3)
         for module in block.modules():
-            if isinstance(module, nn.Linear) and module.weight is not None:
+            if type(module) is nn.Linear and module.weight is not None:
                 _become(_PackedLinear, module, module)
     if model.output is not None:
         _pack_head(model.output, model)
@@ -67,6 +68,12 @@ def _reordered(weight: Tensor) -> Tensor:
 
 def _product(x: Tensor, packed: Packed) -> Tensor:
     return _ops._linear_pointwise(x, *packed, "none", [], "")
+
+
+def _join(kind: type[nn.Module], module: Any, *linears: nn.Linear) -> None:
+    """Compute those of ``linears`` at once, if all are plain."""
+    if all(type(linear) is nn.Linear for linear in linears):
+        _become(kind, module, *linears)
 
 
 def _become(kind: type[nn.Module], module: Any, *linears: nn.Linear) -> None:

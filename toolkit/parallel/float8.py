@@ -28,6 +28,7 @@ from toolkit.config import Config
 from toolkit.config.parallelism import Float8Linear as Options
 from toolkit.distributed.dtensor import local
 from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.plain_linear import check_plain
 from toolkit.parallel.float8_layers import float8_layers, gathered_in_float8
 from toolkit.parallel.mesh import Mesh
 
@@ -46,6 +47,7 @@ finally:
     logging.disable(logging.NOTSET)
 
 _ops = torch.ops._c10d_functional
+_FILTER = "quantize.linear.float8.filter_fqns"
 _WHOLE = ""
 """In place of the name of a group: the dimension is not cut."""
 
@@ -72,7 +74,11 @@ class Float8Converter:
 
 def apply_float8(model: Decoder, options: Options, *, tell: bool = False) -> None:
     """Have the linear layers of ``model``, or of a stage of it, on the meta device, compute in float8, in
-    place; ``tell`` prints the model from rank 0."""
+    place; ``tell`` prints the model from rank 0.
+
+    Raises:
+        ConfigError: one of them is no plain linear layer.
+    """
     config = replace(
         Float8LinearConfig.from_recipe_name(options.recipe_name or "tensorwise"), emulate=options.emulate
     )
@@ -82,6 +88,8 @@ def apply_float8(model: Decoder, options: Options, *, tell: bool = False) -> Non
     modules = dict(model.named_modules())
     for name in float8_layers(model.args, options):
         if name in modules:  # else another stage has it
+            without = "name it there"
+            check_plain(name, modules[name], key=_FILTER, value=options.filter_fqns, without=without)
             parent, _, child = name.rpartition(".")
             setattr(modules[parent], child, Float8Linear(modules[name], config))
     if tell and dist.get_rank() == 0:
