@@ -191,6 +191,7 @@ class Checkpointer:
             excluded += self._new_head(where)
         manifest = self.manager.load(where, tensors, exclude=excluded)
         self._model_parts.refresh_tied_copies(tensors, self.tensors(model_only=model_only, copies=True))
+        self._model_parts.forget_scales()
         return manifest
 
     def _new_head(self, source: Path) -> list[str]:

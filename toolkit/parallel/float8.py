@@ -111,6 +111,11 @@ class Float8Linear(nn.Linear):
         product = _Product.apply(x, self.weight, self.config, self.groups)
         return product if self.bias is None else product + self.bias
 
+    def forget_scale(self) -> None:
+        """Until the next update find the scale of the weight as it is gathered, not that made ahead."""
+        if gathered := _gathered(self):
+            gathered.scale = None
+
 
 def connect(models: Iterable[Decoder], mesh: Mesh, options: Options) -> None:
     """Tell the layers of sharded ``models`` over which ranks matrices are cut, and FSDP to gather weights in
@@ -257,11 +262,16 @@ class _Gathered:
         return Float8TrainingTensor(data.view(self.dtype), scale, dtype, mm_config, role), (data,)
 
 
+def _gathered(layer: Float8Linear) -> _Gathered | None:
+    """The cast of the weight of ``layer`` before it is gathered, if it is gathered in float8."""
+    before = getattr(local(layer.weight), "fsdp_pre_all_gather", None)
+    return before.__self__ if before else None
+
+
 @torch.no_grad()
 def precompute_scales(models: Iterable[Decoder]) -> None:
     """Find the scales of all weights that are gathered in float8 at once. To be called after each update."""
-    parts = [local(layer.weight) for layer in _layers(models)]
-    found = [part.fsdp_pre_all_gather.__self__ for part in parts if hasattr(part, "fsdp_pre_all_gather")]
+    found = [gathered for layer in _layers(models) if (gathered := _gathered(layer))]
     if found:
         amax = _largest(torch.stack([tensor_to_amax(it.part) for it in found]), found[0].groups)
         for it, scale in zip(found, amax_to_scale(amax, found[0].dtype), strict=True):

@@ -59,6 +59,13 @@ class ModelParts(ABC):
         """Set the tensors of ``copies`` to those of the same names in ``tensors``, wherever these are."""
         assert not copies, "a whole model has none"
 
+    def forget_scales(self) -> None:
+        """Leave aside what float8 has found of weights that others have been loaded over since."""
+        for model in self.models:
+            for module in model.modules():
+                if forget := getattr(module, "forget_scale", None):
+                    forget()
+
     def prepare(self, batch: MicroBatch, device: torch.device) -> MicroBatch:
         """The micro-batch on ``device``, cut to what this rank computes of its sequences. Documents stay
         whole, since attention looks at all of them."""
