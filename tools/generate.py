@@ -19,6 +19,7 @@ The text goes to standard output: as it comes for one prompt, else prompt by pro
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -37,6 +38,7 @@ from toolkit.generation.load import needed_tokenizer
 from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
+from toolkit.io.json_fields import parse_json
 from toolkit.launcher.environment import is_reporting_rank
 from tools.arguments import local_path
 from tools.cli import (
@@ -47,6 +49,10 @@ from tools.cli import (
     load_as_asked,
     sampling_as_asked,
 )
+
+_UTF_8 = "utf-8-sig"
+"""UTF-8, with a byte order mark or without."""
+_JSON_FIX = 'write {"prompt": "a text"}, one object a line'
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,8 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     add_model_arguments(parser)
     add_bos_argument(parser)
     add = parser.add_argument
-    add("--prompt", action="append", metavar="TEXT", help="may be given several times")
-    add(
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
+    prompts.add_argument(
         "--prompt-file",
         type=local_path,
         metavar="FILE",
@@ -91,22 +98,32 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
     """
     if arguments.prompt:
         return arguments.prompt
-    file: Path | None = arguments.prompt_file
+    file: Path | None = None if str(arguments.prompt_file) == "-" else arguments.prompt_file
+    where = file or "standard input"
     try:
-        if file is None or str(file) == "-":
-            where, lines = "standard input", sys.stdin.read().splitlines()
-        else:
-            where, lines = str(file), file.read_text(encoding="utf-8").splitlines()
-        lines = [line for line in lines if line.strip()]
-        if file is not None and file.suffix == ".jsonl":
-            lines = [str(json.loads(line)["prompt"]) for line in lines]
+        if file is None and isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding=_UTF_8, errors="strict", newline=None)
+        text = sys.stdin.read() if file is None else file.read_text(encoding=_UTF_8)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"prompts cannot be read from {file or 'standard input'}: {error}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f'a line of {file} is no JSON object with a "prompt": {error!r}') from None
+        raise DataError(f"prompts cannot be read from {where}: {error}") from None
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise DataError(f"{where} has no prompt; give --prompt TEXT, or one prompt a line")
-    return lines
+    if file is not None and file.suffix == ".jsonl":
+        return [_prompt(line, f"{where}, line {number}") for number, line in lines]
+    return [line for _, line in lines]
+
+
+def _prompt(line: str, where: str) -> str:
+    """The prompt of a line of JSON."""
+    try:
+        found = parse_json(line)
+    except ValueError as error:
+        raise DataError(f"{where} is no JSON: {error}\n  fix:  {_JSON_FIX}") from None
+    prompt = found.get("prompt") if isinstance(found, dict) else None
+    if not isinstance(prompt, str):
+        raise DataError(f'{where} is no object with a text as its "prompt"\n  fix:  {_JSON_FIX}')
+    return prompt
 
 
 def _prompts_of_rank_0(arguments: argparse.Namespace) -> list[str]:

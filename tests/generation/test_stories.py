@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -103,6 +104,38 @@ def test_program_takes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert results[0] == results[1]
     assert [row["prompt"] for row in results[0]] == ["Once upon", "The dog", "A"]
     assert all(len(row["tokens"]) == 12 and row["text"] for row in results[0])
+
+
+def test_program_cuts_prompts_at_ends_of_lines_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not at other characters that Python takes for some, and without a byte order mark."""
+    prompts = ["One\u2028two\x0bthree", "The\x85dog"]
+    file, flags = tmp_path / "prompts.jsonl", ("--json", "--max-new-tokens", 1)
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) + "\r\n" for prompt in prompts]
+    file.write_text("".join(lines), encoding="utf-8-sig", newline="")
+    content = io.BytesIO("\r\n".join(prompts).encode("utf-8-sig"))
+    piped = io.TextIOWrapper(content, encoding="ascii", newline="\n")  # as Python opens it
+    monkeypatch.setattr("sys.stdin", piped)
+    for source in ("--prompt-file", file), ("--prompt-file", "-"):
+        code, out, _ = _main(capsys, STORIES / "hf", *source, *flags)
+        assert code == 0 and [json.loads(line)["prompt"] for line in out.split("\n")[:-1]] == prompts
+
+
+@pytest.mark.parametrize("line", ['{"prompt": null}', '{"prompt": 1}', '{"text": "x"}', '["prompt"]', "x"])
+def test_program_refuses_a_line_without_a_prompt(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(f'{{"prompt": "x"}}\n\n{line}\n')
+    code, out, err = _main(capsys, STORIES / "hf", "--prompt-file", tmp_path / "prompts.jsonl")
+    assert (code, out) == (3, "") and "prompts.jsonl, line 3 is no" in err
+    assert '\n  fix:  write {"prompt": "a text"}' in err
+
+
+def test_program_takes_prompts_from_one_place(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _main(capsys, STORIES / "hf", "--prompt", "x", "--prompt-file", "prompts.txt")
+    assert ended.value.code == 2 and "not allowed with argument --prompt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
