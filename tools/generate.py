@@ -219,6 +219,7 @@ def _generate(
     stop_ids: set[int],
 ) -> int:
     """The texts of all prompts; how many tokens they have."""
+    generator.check(encoded)
     made = 0
     for first in range(0, len(encoded), arguments.batch_size):
         rows = encoded[first : first + arguments.batch_size]

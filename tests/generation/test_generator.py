@@ -197,12 +197,15 @@ def test_a_row_ends_with_its_own_context(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(
     ("prompt", "told"),
-    [([], "prompt 1 has no tokens"), ([VOCAB], f"token id {VOCAB}"), ([1] * 131072, "131,072 tokens")],
+    [([], "prompt 2 has no tokens"), ([VOCAB], f"token id {VOCAB}"), ([1] * 131072, "131,072 tokens")],
     ids=["empty", "vocabulary", "long"],
 )
 def test_refused(generator: Generator, prompt: list[int], told: str) -> None:
+    def stop(number: int, tokens: list[int]) -> bool:
+        raise AssertionError("before the first batch")
+
     with pytest.raises(DataError, match=told):
-        generator.generate([[1], prompt], max_new_tokens=1)
+        generator.generate([[1], prompt], max_new_tokens=1, batch_size=1, stop=stop)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

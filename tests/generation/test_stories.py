@@ -146,6 +146,7 @@ def test_program_takes_prompts_from_one_place(capsys: pytest.CaptureFixture[str]
         (["--prompt", "x", "--tokenizer", str(ASSETS / "tokenizers/llama2")], 3, "32,000 entries"),
         (["--prompt-file", "/nowhere.txt"], 3, "/nowhere.txt"),
         (["--prompt-file", "/dev/null"], 3, "no prompt"),
+        (["--prompt", "x", "--prompt", "x " * 600, "--batch-size", "1"], 3, "prompt 2 has 1,"),
     ],
 )
 def test_program_refuses(flags: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,6 +68,7 @@ class Generator:
         batch_size: int | None = None,
     ) -> list[list[int]]:
         """The tokens after each prompt, ``batch_size`` prompts at a time (None: all); see :meth:`stream`."""
+        self.check(prompts)
         texts: list[list[int]] = [[] for _ in prompts]
         size = batch_size or max(1, len(prompts))
         for first in range(0, len(prompts), size):
@@ -105,7 +106,7 @@ class Generator:
             DataError: a prompt is empty, leaves no room in the context or has ids outside the vocabulary; or
                 the model's logits are not finite.
         """
-        self._check(prompts, number)
+        self.check(prompts, number)
         sampling = sampling or Sampling()
         longest = max(map(len, prompts), default=0)
         context = self.model.args.max_seq_len
@@ -146,9 +147,14 @@ class Generator:
         kept.restart(padding)
         return kept
 
-    def _check(self, prompts: Sequence[Sequence[int]], number: int) -> None:
+    def check(self, prompts: Sequence[Sequence[int]], number: int = 0) -> None:
+        """See that a text can be made after each prompt; ``number`` is that of the first, told as one more.
+
+        Raises:
+            DataError: as :meth:`stream`, of a prompt.
+        """
         args = self.model.args
-        for index, prompt in enumerate(prompts, start=number):
+        for index, prompt in enumerate(prompts, start=number + 1):
             if not prompt:
                 raise DataError(
                     f"prompt {index} has no tokens: generation starts from at least one, as BOS is"
