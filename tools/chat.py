@@ -20,6 +20,7 @@ Exit codes: 0 done, 2 the arguments, 3 model, tokenizer or template cannot be us
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections import abc
@@ -38,6 +39,7 @@ from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
+from toolkit.models.registry import chat_formats
 from tools.cli import (
     add_model_arguments,
     add_sampling_arguments,
@@ -148,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     add_model_arguments(parser)
     add = parser.add_argument
     add("--system", metavar="TEXT", help="the system prompt")
-    add("--format", metavar="NAME", help="llama2, llama3 or the file of a jinja template")
+    add("--format", metavar="NAME", help=f"{', '.join(chat_formats())} or the file of a jinja template")
     add_sampling_arguments(parser, max_new_tokens=512, temperature=0.6, top_p=0.9)
     add("--debug", action="store_true", help="show tracebacks")
     return parser
@@ -161,6 +163,8 @@ class Terminal:
         self.distributed = dist.is_initialized()
         self.here = not self.distributed or dist.get_rank() == 0
         told = [self.here and sys.stdin.isatty()]
+        if self.here and isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
         if self.distributed:
             dist.broadcast_object_list(told, src=0)
         self.interactive = told[0]

@@ -135,6 +135,9 @@ def test_the_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert main([str(MODEL), *options]) == EXIT_DATA
     printed = capsys.readouterr()
     assert printed.out == "" and "error: the message makes a prompt of" in printed.err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Lily \xff\n"), encoding="utf-8"))
+    assert main([str(MODEL), *options]) == EXIT_FINISHED
+    assert capsys.readouterr().out
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert main([str(MODEL), "--format", "nowhere.jinja"]) == EXIT_DATA
     assert "llama2, llama3, mistral or the file" in capsys.readouterr().err
