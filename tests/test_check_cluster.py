@@ -51,6 +51,13 @@ def test_a_slow_group_is_named() -> None:
     assert problem == "the dp_shard group of ranks 1, 3 is 10.0 times as slow as the median"
 
 
+@pytest.mark.parametrize("mib", ["0", "-3"])
+def test_it_writes_something(mib: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        check_cluster.main([CONFIG[0], "--mib", mib])
+    assert ended.value.code == 2 and "--mib: must be a whole number of at least 1" in capsys.readouterr().err
+
+
 def test_storage_is_measured_and_left_clean(tmp_path: Path) -> None:
     write, read, trouble = check_cluster.storage(tmp_path / "new", 4 << 20)
     assert write > 0 and read > 0 and trouble == ""

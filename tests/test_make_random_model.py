@@ -50,6 +50,12 @@ def test_weights_are_those_of_a_run_and_transformers_finds_them(name: str, tmp_p
     assert not any(loading.values())
 
 
+def test_files_have_no_fewer_bytes_than_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path / "m"), "--flavor=debugmodel", "--max-bytes=-1"])
+    assert ended.value.code == 2 and "--max-bytes is 0 or more" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("appears", ["before", "meanwhile"])
 def test_a_folder_with_something_in_it_is_left_alone(
     appears: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""Arguments of programs: paths, and flags in place of the keys that problems name. Imports no torch."""
+"""Arguments of programs: paths, counts, and flags for the keys that problems name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ def local_path(text: str) -> Path:
 def any_path(text: str) -> Path:
     """The type of an argument that is one path, here or in object storage."""
     return expand_user(local_path_text(text, storage=True))
+
+
+def count(text: str) -> int:
+    """The type of an argument that is a number of things."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
 
 
 def add_custom_import(parser: argparse.ArgumentParser) -> None:

@@ -29,6 +29,7 @@ from toolkit.config import Config, load_config
 from toolkit.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError, Problem, ToolkitError, report
 from toolkit.hardware import detect
 from toolkit.io import standard_streams
+from tools.arguments import count
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 ROUNDS = 5
@@ -294,7 +295,7 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="TOML of the run; other words are keys of it")
-    parser.add_argument("--mib", type=int, default=256, help="MiB that each machine writes (default: 256)")
+    parser.add_argument("--mib", type=count, default=256, help="MiB that each machine writes (default: 256)")
     options, keys = parser.parse_known_args(argv)
     try:
         config = load_config([f"--job.config_file={options.config}", *keys])

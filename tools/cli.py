@@ -16,7 +16,7 @@ from toolkit.errors import ConfigError, Problem
 from toolkit.generation.load import Loaded, load_model
 from toolkit.generation.sampling import Sampling
 from toolkit.launcher.environment import is_reporting_rank, rank_environment
-from tools.arguments import add_custom_import, flags_named, local_path_text
+from tools.arguments import add_custom_import, count, flags_named, local_path_text
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
@@ -147,13 +147,6 @@ def sampling_as_asked(arguments: argparse.Namespace) -> Sampling:
     """
     with flags_named({name: f"--{name.replace('_', '-')}" for name in _SAMPLING}):
         return Sampling(**{name: getattr(arguments, name) for name in _SAMPLING})
-
-
-def count(text: str) -> int:
-    """The type of an argument that is a number of things."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
-    return int(text)
 
 
 _PATIENCE = 3600

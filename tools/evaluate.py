@@ -39,8 +39,8 @@ from toolkit.evaluation.perplexity import Evaluator, Loss, documents, text_loss
 from toolkit.generation.load import Loaded, needed_tokenizer
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
-from tools.arguments import flags_named, local_path, local_path_text
-from tools.cli import add_bos_argument, add_model_arguments, count, load_as_asked
+from tools.arguments import count, flags_named, local_path, local_path_text
+from tools.cli import add_bos_argument, add_model_arguments, load_as_asked
 
 _WINDOW = 4096
 """The most tokens of a window unless more are asked for: a context may be of 131,072."""

@@ -40,12 +40,11 @@ from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
 from toolkit.io.json_fields import parse_json
 from toolkit.launcher.environment import is_reporting_rank
-from tools.arguments import local_path
+from tools.arguments import count, local_path
 from tools.cli import (
     add_bos_argument,
     add_model_arguments,
     add_sampling_arguments,
-    count,
     load_as_asked,
     sampling_as_asked,
 )

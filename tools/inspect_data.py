@@ -40,8 +40,7 @@ from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, on
 from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
 from toolkit.loss import IGNORED_LABEL
-from tools.arguments import local_path
-from tools.cli import count
+from tools.arguments import count, local_path
 from tools.prepare_data import RULES
 
 WIDTH = 72  # characters of text in a line of the terminal

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from toolkit.errors import EXIT_FINISHED
-from tools.arguments import local_path
-from tools.cli import count
+from tools.arguments import count, local_path
 
 QUESTIONS = ("What is {a} + {b}?", "Add {a} and {b}.", "{a} plus {b}?", "Please tell me {a} + {b}.")
 ANSWERS = ("{a} + {b} = {sum}.", "That is {sum}.", "{sum}")

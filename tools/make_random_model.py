@@ -61,7 +61,10 @@ class InitialWeights:
 
 def main(argv: Sequence[str]) -> int:
     """Do what ``argv`` asks for and return the exit code."""
-    asked = _parser().parse_args(argv)
+    parser = _parser()
+    asked = parser.parse_args(argv)
+    if asked.max_bytes < 0:
+        parser.error("--max-bytes is 0 or more")
     try:
         shape = [f"--model.{pair}" for pair in asked.set]
         keys = {*Model.model_fields, *(pair.partition("=")[0] for pair in asked.set)} - {"name", "flavor"}
@@ -120,7 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokenizer", type=local_path, help="folder or file of a tokenizer to put beside them"
     )
-    parser.add_argument("--max-bytes", type=int, default=MAX_BYTES, help="of a file (default: 5 GB)")
+    parser.add_argument(
+        "--max-bytes", type=int, default=MAX_BYTES, help="of a file; 0 is one file (default: 5 GB)"
+    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 

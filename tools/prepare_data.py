@@ -33,6 +33,7 @@ from toolkit.config import Config, load_config
 from toolkit.data.build import open_corpora, run_tokenizer
 from toolkit.errors import EXIT_FINISHED, ToolkitError, report
 from toolkit.io import standard_streams
+from tools.arguments import count
 
 RULES = (
     "tokenizer_readable",
@@ -93,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--processes", type=_count, default=0, help="processes that tokenise (default: one a core)"
+        "--processes", type=count, default=0, help="processes that tokenise (default: one a core)"
     )
     parser.add_argument(
         "--verify", action="store_true", help="read all of what is built, and build again what is damaged"
@@ -106,12 +107,6 @@ def main(argv: Sequence[str]) -> int:
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)
     return EXIT_FINISHED
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
-    return int(text)
 
 
 if __name__ == "__main__":
