@@ -10,7 +10,7 @@ The ``.model`` files come first because they are what Meta's own code reads and 
 four times faster than the JSON of the same vocabulary, to the same ids. Tokens that someone added beside
 them are not lost: ``tokenizer_config.json`` of the same folder is read for their names and ids.
 A tokenizer.json beside a SentencePiece model is taken where it puts a space before the first word of a
-prompt alone, as Mistral's does: the model would put one after each special token of a dialog.
+prompt alone: the model would put one after each special token of a dialog.
 
 The tokenizer libraries are imported where one is needed, so that the preflight can ask for a
 vocabulary's size in some tens of milliseconds.
