@@ -302,6 +302,7 @@ FAST = [
     "pp2 GPipe accumulate3",
     "pp2 1F1B tied AC-full",
     "pp2 LoopedBFS tied AC-op",
+    "pp2 1F1B always by-class AC-op",
     "pp2 InterleavedZeroBubble never",
     "pp2 ZBVZeroBubble never tied accumulate3",
     "pp2 DualPipeV never",

@@ -50,6 +50,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     "linears by size": (
         TIED, changed(EXACT, fsdp_wrap_policy="size", fsdp_min_num_params=16_384), KEEP_ALL, 2
     ),
+    "norms by class, by operator": (
+        UNTIED,
+        changed(EXACT, fsdp_wrap_policy="class", fsdp_wrap_classes=["RMSNorm"]),
+        ActivationCheckpoint(mode="selective", selective_ac_option="op"),
+        1,
+    ),
     "offload": (UNTIED, replace(EXACT, cpu_offload=True), KEEP_ALL, 2),
     "offload, whole gradients": (
         TIED,

@@ -115,23 +115,6 @@ CASES: list[Bad] = [
         world=2,
         torch=(2, 12),
     ),
-    *(
-        bad(
-            "recomputed_blocks_gather_alike",
-            f"activation_checkpoint.selective_ac_option=op {PP}=2 {frees} {units} {SCHEDULE}={schedule}",
-            f"with {schedule} some forwards gather",
-            'set parallelism.fsdp_wrap_policy = "block"',
-            world=2,
-        )
-        for schedule, frees, units in (
-            ("1F1B", f"{RESHARD}=always", f"{POLICY}=class parallelism.fsdp_wrap_classes=Attention"),
-            (
-                "Interleaved1F1B",
-                f"{STRATEGY}=FULL_SHARD",
-                f"{POLICY}=size parallelism.fsdp_min_num_params=999",
-            ),
-        )
-    ),
     bad(
         "v_shape_runs_here",
         f"{SCHEDULE}=DualPipeV {PP}=2",

@@ -26,7 +26,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch._functorch import config
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    create_selective_checkpoint_contexts,
+)
 
 from toolkit.config.parallelism import ActivationCheckpoint
 
@@ -51,6 +55,7 @@ _NF4_LINEAR = "toolkit::nf4_linear"
 """The matmul of a weight in 4 bits: rows of x and of the weight's (N, …) bytes."""
 # Where a matmul has its second factor, (…, K, N).
 _MATMULS = {"aten::mm": 1, "aten::bmm": 1, "aten::addmm": 2}
+_MAY_KEEP = KEPT | {_NF4_LINEAR} | _MATMULS.keys()
 
 
 def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -68,6 +73,19 @@ def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoint
         x, packed = args
         keep = len(packed) <= x.shape[-1]
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _ComputeAgain(_CachedTorchDispatchMode):
+    """Hand out what the forward has kept, of operators that :func:`policy` may keep.
+
+    torch compares the number of all others with the forward's, too. They are not as many where a part of a
+    block is an FSDP unit by itself: its hooks gather it in one of the two, and find it gathered in the other.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() not in _MAY_KEEP:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def apply_activation_checkpoint(
@@ -96,10 +114,15 @@ def apply_activation_checkpoint(
 def _by_operator() -> Callable[[], Any]:
     # torch.compile warns of operators that work in place, of which a block has none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    contexts: Any = partial(create_selective_checkpoint_contexts, policy)
+    contexts: Any = partial(_contexts)
     # torch.compile caches graphs with a policy only under a name that stands for its code.
     contexts.cache_hash = "keep attention and matmuls that do not widen"
     return contexts
+
+
+def _contexts() -> tuple[Any, Any]:
+    forward, again = create_selective_checkpoint_contexts(policy)
+    return forward, _ComputeAgain(policy, again.storage, again.allow_cache_entry_mutation)
 
 
 def _set_memory_budget(options: ActivationCheckpoint, pareto_folder: Path | None) -> None:

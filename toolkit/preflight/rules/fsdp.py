@@ -206,16 +206,6 @@ def _no_shared_memory(run: PlannedRun) -> str:
     return ""
 
 
-def units_in_blocks(run: PlannedRun) -> bool:
-    """Say if a part of a block is gathered by itself."""
-    options = run.config.parallelism
-    if options.fsdp_wrap_policy == "class":
-        return any(name in INNER_CLASSES for name in options.fsdp_wrap_classes)
-    if options.fsdp_wrap_policy == "size" and run.model:
-        return options.fsdp_min_num_params < _smallest_whole_block(run.model)
-    return False
-
-
 def _smallest_whole_block(model: ModelArgs) -> int:
     """The lowest ``fsdp_min_num_params`` at which nothing inside a block is a unit by itself."""
     attention, feed_forward, _ = block_parameters(model)

@@ -15,7 +15,6 @@ from toolkit.parallel.dims import reshard_after_forward, strategy
 from toolkit.parallel.pipeline_schedules import BASES, SCHEDULES, Schedule, bubble, is_cut, module_names
 from toolkit.preflight.installed import torch_before
 from toolkit.preflight.planned_run import PlannedRun, note, rule
-from toolkit.preflight.rules.fsdp import units_in_blocks
 
 _DEGREE = "parallelism.pipeline_parallel_degree"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
@@ -26,14 +25,11 @@ _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _SIZE = "parallelism.pipeline_parallel_microbatch_size"
 _FILE = "parallelism.pipeline_parallel_schedule_csv"
 _PARTS = "parallelism.module_fqns_per_model_part"
-_POLICY = "parallelism.fsdp_wrap_policy"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _STRATEGY = "parallelism.sharding_strategy"
 _CHECKPOINT = "activation_checkpoint.selective_ac_option"
 _EARLY = "optimizer.early_step_in_backward"
 _LARGE_BUBBLE = 0.2
-_FORWARDS_FIRST = ("GPipe", "LoopedBFS")
-"""Schedules in which a rank ends all forwards before the first backward."""
 
 
 # The stages
@@ -209,26 +205,6 @@ def split_backward_of_compiled_code(run: PlannedRun) -> list[Problem]:
     )
     whole = _whole(run.config.parallelism.pipeline_parallel_schedule_csv)
     return [run.problem("compile.enable", rule, f"set it to false, {whole}, or install torch 2.13")]
-
-
-@rule()
-def recomputed_blocks_gather_alike(run: PlannedRun) -> list[Problem]:
-    """Mode op computes a block again operator by operator, those included that gather a unit inside of it.
-    After the first backward torch keeps units gathered, and the next forwards do not gather them; the
-    backwards of these do, where the forwards have freed them."""
-    options = run.config.parallelism
-    if run.pp == 1 or not _computes_operations_again(run) or not units_in_blocks(run):
-        return []
-    keeps = reshard_after_forward(options) == "never"
-    all_first = options.pipeline_parallel_schedule in _FORWARDS_FIRST
-    if keeps or _splits_backward(run) or (all_first and not options.pipeline_parallel_schedule_csv):
-        return []
-    rule = (
-        f"with {_which(run)} some forwards gather the units inside a block and some find them gathered, "
-        "and op computes again only what is the same each time"
-    )
-    fix = f'set it to "1", set {_POLICY} = "block", or leave out what frees parameters after forward'
-    return [run.problem(_CHECKPOINT, rule, fix)]
 
 
 def _computes_operations_again(run: PlannedRun) -> bool:
