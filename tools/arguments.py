@@ -12,6 +12,7 @@ from pathlib import Path
 from toolkit.config.custom_import import import_module
 from toolkit.config.local_paths import expand_user, path_problem
 from toolkit.config.toml import Setting
+from toolkit.config.types import MAX_RANKS
 from toolkit.errors import ConfigError, Problem, ToolkitError, redacted
 
 
@@ -37,6 +38,13 @@ def count(text: str) -> int:
     """The type of an argument that is a number of things."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def ranks(text: str) -> int:
+    """The type of an argument that is a number of ranks, or of what there is one of a rank."""
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {MAX_RANKS}, not {text!r}")
     return int(text)
 
 

@@ -31,7 +31,7 @@ from toolkit.models.from_config import needs_tokenizer
 from toolkit.planner.machines import Machine, machine_named
 from toolkit.planner.ranking_text import explained, gib, head, losers, table
 from toolkit.preflight.planned_run import PlannedRun
-from tools.arguments import add_custom_import, local_path
+from tools.arguments import add_custom_import, local_path, ranks
 
 if TYPE_CHECKING:
     from toolkit.planner.search import Candidate, Found, Loser
@@ -55,22 +55,16 @@ def _parser() -> argparse.ArgumentParser:
     add_custom_import(parser)
     add("config", metavar="CONFIG", type=local_path, help="a TOML")
     add("--gpu", required=True, metavar="KIND", help="as in toolkit/planner/machines.toml, such as h100")
-    add("--gpus", required=True, type=_ranks, metavar="N", help="in all")
-    add("--gpus-per-node", type=_ranks, metavar="N", help="default: the kind's")
+    add("--gpus", required=True, type=ranks, metavar="N", help="in all")
+    add("--gpus-per-node", type=ranks, metavar="N", help="default: the kind's")
     add("--memory", type=_positive, metavar="GIB", help="of one GPU; default: the kind's")
     add("--tokens", type=_positive, metavar="N", help="of the whole training, such as 15e12: days, GPU-hours")
     add("--price", type=_positive, metavar="P", help="of a GPU-hour; with --tokens: the cost")
-    add("--top", type=_ranks, default=10, metavar="N", help="layouts to show (default: 10)")
+    add("--top", type=ranks, default=10, metavar="N", help="layouts to show (default: 10)")
     add("--explain", action="store_true", help="print the arithmetic of the first")
     add("--write", type=local_path, metavar="FILE", help="a TOML that extends CONFIG with the first layout")
     add("--debug", action="store_true", help="show tracebacks")
     return parser
-
-
-def _ranks(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_RANKS:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {MAX_RANKS}, not {text!r}")
-    return int(text)
 
 
 def _positive(text: str) -> float:

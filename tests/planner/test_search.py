@@ -29,7 +29,8 @@ _TOML = """extends = "{debug}"
 [model]
 n_layers = 2
 [training]
-global_batch_size = 2
+local_batch_size = 1
+global_batch_size = -1
 [parallelism]
 sharding_strategy = "FULL_SHARD"
 """
@@ -115,6 +116,14 @@ def test_what_is_found_keeps_the_batch_and_is_sorted(asked: Path) -> None:
     assert not dist.is_initialized()
 
 
+def test_what_steps_in_backward_accumulates_in_no_layout(asked: Path) -> None:
+    flags = "--training.global_batch_size 4 --optimizer.early_step_in_backward --training.max_norm inf"
+    config, args = configured(f"--job.config_file {asked} {flags}")
+    found = search(config, args, 1, H100, param_dtype=torch.bfloat16)
+    assert [samples(each.config, each.layout) for each in found.ranked] == [(4, 1)] * 3
+    assert found.losers["training.global_batch_size"].count == 2
+
+
 def test_the_written_layout_passes_the_preflight(
     asked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +134,7 @@ def test_the_written_layout_passes_the_preflight(
     assert all(it in said for it in ("cost", "Why the others lose", "by a fake step", "tp across nodes"))
     config = load_config(["--job.config_file", str(file)])
     raise_problems(config, world_size=2)
+    assert config.training.global_batch_size == 2  # that of CONFIG on its own mesh
     first = next(line for line in said.splitlines() if line.startswith("1 "))
     assert str(degrees(config.parallelism, 2)) in first
     assert main([*words, "--write", str(file)]) == 2 and "already" in capsys.readouterr().err

@@ -71,6 +71,7 @@ def settings_of(
             lose("fit", 1)
             break
         degree = _UNSAID | {
+            "training.global_batch_size": config.training.global_batch_size,
             f"{_P}tensor_parallel_degree": mesh.tp,
             f"{_P}context_parallel_degree": mesh.cp,
             f"{_P}pipeline_parallel_degree": mesh.pp,

@@ -38,7 +38,10 @@ FRAGMENTED = 0.05
 _VERIFIED = 3
 _CLOSE = 1.1
 """By so much the estimate may be too large: up to there a layout is looked at."""
-_LAYOUT_RULES = ("mesh", "batch", "tensor_context_parallel", "pipeline", "fsdp")
+_LAYOUT_RULES = (
+    *("mesh", "batch", "tensor_context_parallel", "pipeline", "fsdp"),
+    *("optim", "adamw_8bit", "nf4", "float8"),
+)
 
 
 @dataclass(frozen=True)
