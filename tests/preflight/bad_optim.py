@@ -45,6 +45,8 @@ CASES: list[Bad] = [
             "1/(step-3)": "at step 1 of 100 the rate would be -0.5 of the peak",
             "1/(step-7)**2": "at step 7 of 100: it has no value: ",
             "exp(step*99)": "at step 8 of 100: it has no value: math range error",
+            "sqrt(50-step)": "at step 51 of 100: it has no value: ",
+            "1-step/total_steps lr_scheduler.total_steps=60": "at step 61 of 100 the rate would be -0.0",
             "setp": "setp is unknown; there are step, total_steps",
             "open('x')": "open is unknown",
             "step.real": "Attribute is not evaluated",

@@ -73,9 +73,10 @@ def evaluate(text: str, values: Mapping[str, float]) -> float:
         ValueError: as :func:`parsed`, or there is no value, such as of a division by zero.
     """
     known = {name: float(value) for name, value in values.items()} | _CONSTANTS
+    tree = parsed(text)
     try:
-        return float(_value(parsed(text), known))
-    except (ArithmeticError, TypeError, RecursionError) as error:
+        return float(_value(tree, known))
+    except (ArithmeticError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"it has no value: {error}") from None
 
 

@@ -23,12 +23,13 @@ def wrong_rates(run: PlannedRun) -> list[Problem]:
         return [run.problem("lr_scheduler.decay_type", f"{_KEY} says nothing", fix)]
     total = options.total_steps or training.steps
     warmup = warmup_length(options, total)
-    for step in sorted({1, total, *range(1, total, max(1, total // _LOOKED_AT))}):
+    last = total if training.epochs else max(total, training.steps)
+    for step in sorted({1, total, last, *range(1, last, max(1, last // _LOOKED_AT))}):
         try:
             value = factor(options, step=step, total_steps=total, warmup_steps=warmup)
         except Exception as error:  # whatever a user's function does wrong
             said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            return [run.problem(key, f"at step {step} of {total}: {said}", fix)]
+            return [run.problem(key, f"at step {step} of {last}: {said}", fix)]
         if not (math.isfinite(value) and value >= 0):
-            return [run.problem(key, f"at step {step} of {total} the rate would be {value} of the peak", fix)]
+            return [run.problem(key, f"at step {step} of {last} the rate would be {value} of the peak", fix)]
     return []
