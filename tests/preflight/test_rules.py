@@ -6,6 +6,7 @@ import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -48,10 +49,10 @@ from tests.preflight.bad_runs import (
     write_protect,
 )
 from toolkit.config import Config
-from toolkit.errors import CheckpointError, ConfigError, DataError
+from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
 from toolkit.preflight import check, notes, raise_problems, rules, rules_of
-from toolkit.preflight.planned_run import RULES, PlannedRun
+from toolkit.preflight.planned_run import RULES, PlannedRun, rule
 
 
 @pytest.fixture
@@ -385,7 +386,18 @@ def test_rule(case: Bad, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_rule_has_a_bad_input() -> None:
     for file in rules.FILES:
         import_module(f"{rules.__name__}.{file}")
-    assert {case.rule for case in BAD} == set(RULES)
+    assert {case.rule for case in BAD} == {rule.check.__name__ for rule in RULES.values()}
+
+
+def test_a_rule_of_a_user_may_have_the_name_of_another() -> None:
+    run = PlannedRun(configure([]), 1, CPU)
+    with patch.dict(RULES):
+
+        @rule()
+        def one_length(run: PlannedRun) -> list[Problem]:
+            return []
+
+        assert [each.check.__name__ for each in rules_of(run)].count("one_length") == 2
 
 
 def test_a_good_run_breaks_no_rule(folder: Path) -> None:

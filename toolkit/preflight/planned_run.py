@@ -195,6 +195,7 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
+"""By module and name: a user's rule may have the name of another."""
 
 
 def rule(
@@ -203,7 +204,7 @@ def rule(
     """Register a function of a :class:`PlannedRun` that returns the problems it finds."""
 
     def register(check: Check) -> Check:
-        RULES[check.__name__] = Rule(check, error)
+        RULES[f"{check.__module__}.{check.__qualname__}"] = Rule(check, error)
         return check
 
     return register
