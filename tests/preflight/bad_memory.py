@@ -80,6 +80,12 @@ CASES: list[Bad] = [
         'parallelism.module_fqns_per_model_part=[["norms"]]',
         "the model has no norms",
     ),
+    bad(
+        "dropout_is_computed_again",
+        "activation_checkpoint.preserve_rng_state=false activation_checkpoint.mode=full "
+        "finetune.adapter=lora finetune.lora.dropout=0.1",
+        "would drop other numbers",
+    ),
     bad("compile_backend", "compile.backend=cudagraphs compile.enable", "need a CUDA device"),
     bad("compile_mode", "compile.mode=reduce-overhead compile.enable", "need a CUDA device", "remove it"),
     bad(

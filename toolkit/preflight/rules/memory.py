@@ -48,6 +48,21 @@ def checkpointing_debug(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
+def dropout_is_computed_again(run: PlannedRun) -> list[Problem]:
+    """A block that is computed again drops what its forward has dropped."""
+    options, tuning, key = (
+        run.config.activation_checkpoint,
+        run.config.finetune,
+        f"{_TABLE}.preserve_rng_state",
+    )
+    if options.preserve_rng_state or tuning.adapter != "lora" or not tuning.lora.dropout:
+        return []
+    rule = f"finetune.lora.dropout = {tuning.lora.dropout} would drop other numbers when a block is computed "
+    rule += "again than in its forward, and gradients would be wrong"
+    return [run.problem(key, rule, "remove it, or set finetune.lora.dropout = 0")]
+
+
+@rule()
 def activation_offload_has_a_device(run: PlannedRun) -> list[Problem]:
     """There is something to offload from."""
     if not run.config.activation_checkpoint.enable_activation_offloading or run.hardware.device != "cpu":
