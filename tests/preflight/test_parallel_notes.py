@@ -93,6 +93,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             2,
             "layers_per_stage changes nothing",
         ),
+        (
+            [f"--{CP}=2", "--parallelism.sharding_strategy=NO_SHARD"],
+            4,
+            "each of which is still sharded over the 2 ranks of parallelism.context_parallel_degree",
+        ),
         ([f"--{TP}=2", "--parallelism.disable_loss_parallel"], 2, "gathers all logits on each of 2 ranks"),
     ],
 )

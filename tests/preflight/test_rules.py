@@ -197,6 +197,11 @@ CHECKPOINT = [
     bad("options_act", "checkpoint.load_step=5", "with checkpoint.enable = false"),
     bad("options_act", "checkpoint.initial_load_path=x", "with checkpoint.enable = false"),
     bad("options_act", "checkpoint.last_save_in_hf", "with checkpoint.enable = false"),
+    bad(
+        "options_act",
+        "checkpoint.push_to_hub=me/x checkpoint.enable",
+        "with checkpoint.last_save_in_hf = false",
+    ),
     bad("options_act", "checkpoint.hf_export_interval=500", "with checkpoint.enable = false"),
     bad("options_act", "job.time_limit=60", "with checkpoint.enable = false"),
     bad(
@@ -539,6 +544,16 @@ def test_what_cannot_be_used_ends_in_3(flag: str, error: type[Exception], folder
             1,
             CPU,
             "training.dataset c4 (--training.dataset) gives way to training.dataset_path",
+        ),
+        (
+            [
+                "--data.streaming",
+                "--training.dataloader.num_workers=1",
+                "--training.dataloader.prefetch_factor=2",
+            ],
+            1,
+            CPU,
+            "training.dataloader.prefetch_factor does nothing with data.streaming",
         ),
         (["--compile.enable"], 1, CPU, "the first step compiles"),
         ([f"--{MESHES}=dp_shard=2"], 1, CPU, "does nothing without NNODES=MIN:MAX"),

@@ -177,6 +177,11 @@ def sharding_notes(run: PlannedRun) -> list[str]:
                 f"no module has {_MIN_PARAMS} = {options.fsdp_min_num_params:,} parameters: the whole model "
                 f"is gathered at once; a block has {block:,}"
             )
+    if strategy(options) == "NO_SHARD" and options.context_parallel_degree > 1:
+        said.append(
+            f"{_STRATEGY} NO_SHARD makes data-parallel ranks replicas, each of which is still sharded over "
+            f"the {options.context_parallel_degree} ranks of parallelism.context_parallel_degree"
+        )
     keys = ("parallelism.fsdp_forward_prefetch", "parallelism.fsdp_backward_prefetch")
     deeper = " and ".join(key for key in keys if is_set(run.config, key))
     if deeper and run.mesh and run.mesh.dp_shard * run.mesh.cp == 1:

@@ -40,10 +40,17 @@ def streams_one_text(run: PlannedRun) -> list[Problem]:
 
 @note
 def streaming_notes(run: PlannedRun) -> list[str]:
-    """Tell what streaming costs where no process is given to it."""
-    if not run.config.data.streaming or run.config.training.dataloader.num_workers:
+    """Tell what streaming costs where no process is given to it, and options that it does not read."""
+    if not run.config.data.streaming:
         return []
-    return [
-        "data.streaming without workers: the ranks wait for each piece of text to be tokenised; "
-        "training.dataloader.num_workers = 1 or more does it beside them"
+    options = run.config.training.dataloader
+    unread = [
+        name for name in ("persistent_workers", "prefetch_factor", "pin_memory") if getattr(options, name)
     ]
+    said = [f"training.dataloader.{name} does nothing with data.streaming" for name in unread]
+    if not options.num_workers:
+        said.append(
+            "data.streaming without workers: the ranks wait for each piece of text to be tokenised; "
+            "training.dataloader.num_workers = 1 or more does it beside them"
+        )
+    return said
