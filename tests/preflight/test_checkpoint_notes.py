@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.preflight.bad_runs import CPU, configure, save
-from toolkit.preflight import notes
+from toolkit.preflight import check, notes
 
 
 @pytest.fixture
@@ -26,9 +26,11 @@ def test_what_differs_from_the_run_so_far_is_told(folder: Path) -> None:
     save(folder, 5, config=before.to_toml(origins=False))
     same = ["--optimizer.lr=0.1"]
     assert _told(same) == []
-    [note] = _told(["--optimizer.lr=0.2", "--optimizer.name=Adam", "--training.steps=9"])
+    changed = ["--optimizer.lr=0.2", "--optimizer.name=Adam", "--training.steps=9", "--loss.z_loss=0.1"]
+    [note] = _told(changed)
+    assert check(configure(["--checkpoint.enable", *changed]), world_size=1, hardware=CPU) == []
     assert note.startswith("not as in outputs/checkpoint/step-5: training.steps 10000 → 9, ")
-    assert "optimizer.name 'AdamW' → 'Adam', optimizer.lr 0.1 → 0.2" in note
+    assert "optimizer.name 'AdamW' → 'Adam', optimizer.lr 0.1 → 0.2, loss.z_loss 0.0 → 0.1" in note
     other = ["--job.dump_folder=new", "--checkpoint.initial_load_path=outputs/checkpoint/step-5"]
     assert _told(other) == []  # the weights alone are no run that goes on
     assert len(_told([*other, "--checkpoint.initial_load_model_only=false"])) == 1

@@ -325,6 +325,13 @@ CHECKPOINT = [
         prepare=lambda folder: save(folder, 5, model_only=True),
     ),
     bad(
+        "checkpoint_has_this_optimizer",
+        "optimizer.name=Muon checkpoint.enable",
+        "a run with optimizer.name = AdamW",
+        'exclude_from_loading = ["optimizer"]',
+        prepare=lambda folder: save(folder, 5, config=configure([]).to_toml(origins=False)),
+    ),
+    bad(
         "data_position_fits",
         "debug.seed=7 checkpoint.enable",
         "counted with 3",

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 
 from toolkit.checkpoint.manifest import check_files, dotted, read_manifest, saved_settings, step_folder
+from toolkit.config.schema import added
 from toolkit.errors import CheckpointError, DataError, Problem, first_few, shown
 from toolkit.models.common.args import ModelArgs
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 from toolkit.preflight.rules.model import CHANGEABLE
 
-_CURVE = ("model", "finetune", "data", "training", "validation", "optimizer", "lr_scheduler", "debug")
+_CURVE = ("model", "finetune", "data", "training", "validation", "optimizer", "lr_scheduler", "loss", "debug")
 """Tables that a run which goes on is expected to share with the run so far."""
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "head_dim", "tie_embeddings")
 _FREEZING = ("trainable", "frozen", "freeze_first_layers", "freeze_last_layers")
@@ -135,6 +136,25 @@ def checkpoint_has_optimizer(run: PlannedRun) -> list[Problem]:
             f'"{start.loaded}"',
         )
     ]
+
+
+@rule(CheckpointError)
+def checkpoint_has_this_optimizer(run: PlannedRun) -> list[Problem]:
+    """A run goes on with the state of its optimizer, which those of the toolkit do not share but for Adam and
+    AdamW."""
+    start, key = run.start, "optimizer.name"
+    if start.manifest is None or not start.resumes or start.manifest["run"].get("model_only"):
+        return []
+    name = run.config.optimizer.name
+    saved = saved_settings(start.manifest["run"]).get(key, name)
+    own = {name, saved} & set(added(key))  # whose state only its author knows
+    if saved == name or {saved, name} == {"Adam", "AdamW"} or own:
+        return []
+    if "optimizer" in run.config.checkpoint.exclude_from_loading:
+        return []
+    rule = f"the checkpoint {start.loaded} is of a run with {key} = {saved}, whose state {name} does not have"
+    fix = 'set it as in that run, or start anew with checkpoint.exclude_from_loading = ["optimizer"]'
+    return [run.problem(key, rule, fix)]
 
 
 @rule(DataError)
