@@ -55,6 +55,7 @@ def test_steps_that_are_set_as_near_or_nearer_contradict_epochs() -> None:
         ["--job.config_file=base.toml", "--lr_scheduler.warmup_ratio=0.03"],
         ["--lr_scheduler.warmup_ratio=0.03", "--lr_scheduler.decay_type=step", "--lr_scheduler.step_size=9"],
         ["--optimizer.no_decay=*norm.weight,tok_embeddings.weight", "--optimizer.name=Adam"],
+        ["--optimizer.no_decay=*lora_a", "--finetune.adapter=lora"],
     ],
 )
 def test_a_saved_config_can_be_run_again(flags: list[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toolkit.config.name_patterns import idle
 from toolkit.errors import Problem, closest, first_few
-from toolkit.models.common.parameters import parameter_names
+from toolkit.finetune.parameters import all_shapes
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _EARLY = "optimizer.early_step_in_backward"
@@ -17,7 +17,7 @@ def no_decay_matches(run: PlannedRun) -> list[Problem]:
     patterns, model = run.config.optimizer.no_decay, run.model
     if model is None:
         return []
-    names = parameter_names(model)
+    names = list(all_shapes(model, run.config.finetune))
     # Blocks are alike: the first stands for all.
     kinds = [name for name in names if not name.startswith("layers.") or name.startswith("layers.0.")]
     return [
