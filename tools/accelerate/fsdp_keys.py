@@ -208,6 +208,15 @@ def _activation_checkpointing(value: Any, values: Values) -> Meaning:
     return Meaning("all activations are kept", {"activation_checkpoint.mode": "none"})
 
 
+def _activation_offload(value: Any, values: Values) -> Meaning:
+    if not switch(value):
+        return Meaning("off")
+    if not is_on(values.get("fsdp_activation_checkpointing", False)):
+        return Meaning("not read: fsdp_activation_checkpointing is off")
+    why = "the inputs of blocks that are computed again wait in CPU memory"
+    return Meaning(why, {"activation_checkpoint.enable_activation_offloading": True})
+
+
 def _version(value: Any, values: Values) -> Meaning:
     word(value, ("1", "2"))
     return Meaning("always FSDP2, which has all that version 1 has")
@@ -258,10 +267,7 @@ FSDP_KEYS: dict[str, Rule] = {
     "fsdp_use_orig_params": gone("always: parameters keep their names and shapes"),
     "fsdp_limit_all_gathers": gone("always: FSDP2 bounds what is in flight by itself"),
     "fsdp_activation_checkpointing": _activation_checkpointing,
-    "fsdp_activation_checkpointing_offload": off(
-        "activations are not kept in CPU memory",
-        "leave it out; fsdp_activation_checkpointing computes them again",
-    ),
+    "fsdp_activation_checkpointing_offload": _activation_offload,
     "fsdp_ignored_modules": off("every module is sharded", "leave it out"),
     "parallelism_config_dp_replicate_size": _degree("data_parallel_replicate_degree"),
     "parallelism_config_dp_shard_size": _degree("data_parallel_shard_degree"),

@@ -133,9 +133,10 @@ def _dynamo_backend(value: Any, values: Values) -> Meaning:
 
 
 def _dynamo_mode(value: Any, values: Values) -> Meaning:
-    if str(value).strip().lower() == "default":
-        return Meaning("always the default mode")
-    raise Refused("modes of torch.compile are not offered", "write default")
+    mode = word(value, ("default", "reduce-overhead", "max-autotune-no-cudagraphs"))
+    if mode == "default" or not is_on(values.get("dynamo_backend", "no")):
+        return Meaning("the default mode" if mode == "default" else "not read: nothing is compiled")
+    return Meaning("the same, for each block", {"compile.mode": mode})
 
 
 def _fullgraph(value: Any, values: Values) -> Meaning:
