@@ -22,7 +22,7 @@ from toolkit.checkpoint import dcp_storage
 from toolkit.checkpoint import manager as manager_module
 from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.checkpoint.manifest import committed_steps
+from toolkit.checkpoint.manifest import committed_steps, read_manifest
 from toolkit.errors import CheckpointError
 
 
@@ -61,15 +61,17 @@ def _load(manager: CheckpointManager, step: int) -> torch.Tensor:
 def test_what_is_saved_is_what_was_there_when_save_was_called(
     manager: CheckpointManager, gate: _Gate
 ) -> None:
-    weight = torch.arange(1000.0)
-    manager.save(1, {"model.weight": weight}, {})
+    weight, losses = torch.arange(1000.0), {"losses": [2.0]}
+    manager.save(1, {"model.weight": weight}, {"health": losses})
     weight.zero_()  # training goes on
+    losses["losses"].append(1.0)
     assert committed_steps(manager.folder) == []
     manager.end_save(wait=False)
     gate.open.set()
     manager.end_save(wait=True)
     assert committed_steps(manager.folder) == [1]
     assert torch.equal(_load(manager, 1), torch.arange(1000.0))
+    assert read_manifest(manager.folder / "step-1")["run"] == {"health": {"losses": [2.0]}}
 
 
 def test_a_save_waits_for_the_one_before(manager: CheckpointManager, gate: _Gate) -> None:

@@ -7,6 +7,7 @@ commits by one rename. Killed anywhere, it leaves either the previous state or t
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -88,8 +89,8 @@ class CheckpointManager:
         A committed checkpoint of the same step is replaced: after a rewind, what is written last is
         what counts. Then the oldest that need not be kept are deleted. Returns the folder.
 
-        With ``background`` it returns when the tensors are copied, and :meth:`end_save` says how the
-        write ended.
+        With ``background`` it returns when the tensors and ``run`` are copied, and :meth:`end_save` says how
+        the write ended.
 
         Raises:
             CheckpointError: on every rank, when any rank could not write (disk full, read-only …). All
@@ -98,8 +99,8 @@ class CheckpointManager:
         self.end_save(wait=True)
         tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         if self.background:
-            copies = self.background.copy(tensors)
-            self.background.start(lambda: self._write(step, copies, run))
+            copies, about = self.background.copy(tensors), copy.deepcopy(run)
+            self.background.start(lambda: self._write(step, copies, about))
         else:
             self._write(step, tensors, run)
         return step_folder(self.folder, step)
