@@ -76,6 +76,7 @@ class Checkpointer:
         self._group = group
         self._exports = run_folder / EXPORTS
         self._base: dict[str, str] | None = None  # of an adapter
+        self._began = 0  # the step that this process began at
         self.say: Callable[[str], None] = lambda text: print(printable(text), flush=True)
         background = None
         if options.async_mode != "disabled":
@@ -135,6 +136,7 @@ class Checkpointer:
                 self._load(source, model_only=True)
             else:
                 self._resume(source)
+        self._began = self._state.step
 
     def _load_base(self) -> None:
         """Fill the model that an adapter is trained on, if not by the seed, and note which it is."""
@@ -223,10 +225,14 @@ class Checkpointer:
             self._position.load_state_dict(run["loader"])
 
     def roll_back(self) -> int | None:
-        """Load the newest checkpoint of an earlier step of this run; its step, or None if there is none."""
+        """Load the newest checkpoint of an earlier step of this run; its step, or None if there is none.
+
+        Later ones that were there before a rewind (``checkpoint.load_step``) are of another course.
+        """
         self.end_save(wait=True)
         steps = self.manager.ranks.on_rank_0(lambda: committed_steps(self.manager.folder))
-        newest = max((step for step in steps if step < self._state.step), default=None)
+        own = [step for step in steps if step <= self._began or step in self.manager.saved]
+        newest = max((step for step in own if step < self._state.step), default=None)
         if newest is not None:
             self._resume(newest)
         return newest

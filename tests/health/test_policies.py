@@ -30,14 +30,21 @@ HEALTH = {
 LAYOUTS = {1: ["fsdp"], 2: list(MESHES)}
 
 
-def _trainer(folder: Path, health: dict[str, Any], *, steps: int = STEPS, **tables: Any) -> Trainer:
+def _trainer(
+    folder: Path,
+    health: dict[str, Any],
+    *,
+    steps: int = STEPS,
+    checkpoint: dict[str, Any] | None = None,
+    **tables: Any,
+) -> Trainer:
     return small_trainer(
         small_config(
             folder,
             health=health,
             training={"steps": steps, "local_batch_size": 4, "max_norm": 0.5},
             lr_scheduler={"warmup_steps": 2, "total_steps": STEPS},
-            checkpoint={"enable": True, "interval": 3},
+            checkpoint={"enable": True, "interval": 3} | (checkpoint or {}),
             **tables,
         )
     )
@@ -101,6 +108,8 @@ def _world(folder: str) -> dict[str, Any]:
     streamed = {"data": {"streaming": True}}
     found["streamed"] = _run(_trainer(root / "streamed", HEALTH, **streamed), FACTORS)
     if dist.get_world_size() == 1:
+        rewound = _trainer(root / "fsdp", HEALTH, steps=8, checkpoint={"load_step": 3, "interval": 100})
+        found["rewound"] = _run(rewound, {16 * 6: NAN})  # in step 7; the steps 6 and 9 are there
         found["sound"] = _run(_trainer(root / "sound", HEALTH, steps=STEPS + 2, **streamed), {})
     if dist.get_world_size() == 2:
         # The second part begins at the step before the spike, the first ends there.
@@ -143,6 +152,11 @@ def test_every_mesh_decides_alike(runs: dict[str, Any], layout: str) -> None:
     assert [*run["losses"]] == [*range(1, STEPS + 1)]
     assert max(run["losses"][step] for step in (8, 9, 10)) < run["losses"][1] < 10 < run["losses"][7]
     assert run["samples"] == STEPS * 16 + 32 and run["tokens"] == reference["tokens"]
+
+
+def test_after_a_rewind_the_checkpoints_of_the_course_before_are_passed_over(runs: dict[str, Any]) -> None:
+    [back] = runs["rewound1"]["events"]
+    assert (back["refused_step"], back["step"]) == (7, 3)
 
 
 def test_a_run_that_goes_on_decides_as_it_would_have(runs: dict[str, Any]) -> None:

@@ -46,6 +46,9 @@ class CheckpointManager:
     ``background``, saves are written while the caller goes on, and the group is one that nobody else uses.
     ``say`` takes one line of text for the user; rank 0 calls it. Tensors may be DTensors of any mesh; the
     group must carry CPU tensors (gloo).
+
+    Attributes:
+        saved: steps whose checkpoints this manager has committed.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class CheckpointManager:
         self.keep_latest_k = keep_latest_k
         self.keep_every_n = keep_every_n
         self.best: int | None = None
+        self.saved: set[int] = set()
         self.background = background
         self.group = group
         self.say = say
@@ -137,6 +141,7 @@ class CheckpointManager:
                 f"the checkpoint of step {step} was not saved to {final}: {_reasons(error)}\n"
                 "  Earlier checkpoints are as they were. Free space or repair the folder."
             ) from error
+        self.saved.add(step)
         if self.ranks.rank == 0:
             self._retire(step)
 
