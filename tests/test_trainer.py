@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 from pathlib import Path
@@ -167,10 +169,13 @@ def _from_seed(folder: str) -> tuple[int, list[int], dict[str, Any]]:
     return code, there, _run(_config(Path(folder, "seeded")))
 
 
-def _out_of_time(folder: str) -> dict[str, Any]:
-    trainer = small_trainer(_config(Path(folder, "late"), job={"time_limit": 1e-6}))
+def _out_of_time(folder: str, **checkpoint: Any) -> dict[str, Any]:
+    trainer = small_trainer(_config(Path(folder, "late"), job={"time_limit": 1e-6}, checkpoint=checkpoint))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = trainer.train()
     return {
-        "code": trainer.train(),
+        "said": said.getvalue().splitlines()[-1:],
+        "code": code,
         "step": trainer.train_state.step,
         "latest": trainer.checkpointer.manager.latest(),
     }
@@ -207,6 +212,7 @@ def _everything(folder: str) -> dict[str, Any]:
         "background": _in_background(folder),
         "seed": _from_seed(folder),
         "late": _out_of_time(folder),
+        "late, rewound": _out_of_time(folder, load_step=1),
         "compiling": _stopped_while_compiling(folder),
     }
 
@@ -306,7 +312,11 @@ def test_a_seed_checkpoint_is_where_a_run_begins(results: list[dict[str, Any]]) 
 
 def test_a_run_out_of_time_saves_and_stops(results: list[dict[str, Any]]) -> None:
     for result in results:
-        assert result["late"] == {"code": 75, "step": 1, "latest": 1}
+        late = result["late"]
+        assert (late["code"], late["step"], late["latest"]) == (EXIT_REQUEUE, 1, 1)
+    [said], [rewound] = results[0]["late"]["said"], results[0]["late, rewound"]["said"]
+    assert said.endswith("; the same command goes on from there")
+    assert "; to go on: --checkpoint.load_step 2; the same command goes back to step 1" in rewound
 
 
 def test_a_signal_while_the_model_is_compiled_saves_and_stops(results: list[dict[str, Any]]) -> None:

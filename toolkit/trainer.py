@@ -348,6 +348,8 @@ class Trainer:
         if saved and not self.config.checkpoint.last_save_model_only:
             epochs = self.config.training.epochs
             longer = f"--training.epochs {2 * epochs}" if epochs else f"--training.steps {2 * step}"
+            if self.config.checkpoint.load_step != -1:
+                longer += f" --checkpoint.load_step {step}"
             self.log.say(
                 f"to go on: the same command with {longer}; to start anew: another --job.dump_folder"
             )
@@ -369,5 +371,8 @@ class Trainer:
                 f"stopped after step {step} by {what}; nothing saved: the config saves no checkpoints"
             )
             return EXIT_ERROR
-        self.log.say(f"saved step {step} and stopped by {what}; the same command goes on from there")
+        again = "the same command goes on from there"
+        if (first := self.config.checkpoint.load_step) != -1:
+            again = f"to go on: --checkpoint.load_step {step}; the same command goes back to step {first}"
+        self.log.say(f"saved step {step} and stopped by {what}; {again}")
         return EXIT_REQUEUE

@@ -41,6 +41,7 @@ def test_a_range_of_nodes_is_read(asked: dict[str, str]) -> None:
     ("flags", "said"),
     [
         (["--checkpoint.no-enable"], "set checkpoint.enable = true"),
+        (["--checkpoint.load_step=4"], "with NNODES = 2:4 all start again from"),
         (["--training.global_batch_size=-1"], "training.global_batch_size = -1"),
         ([f"{MESHES}=dp_shard=3"], "none of these meshes has 4 ranks"),
     ],

@@ -24,6 +24,7 @@ from toolkit.preflight import check
 
 MESHES = "parallelism.elastic_meshes"
 BATCH = "training.global_batch_size"
+LOAD_STEP = "checkpoint.load_step"
 _A_NODE_MAY_HAVE_ITS_OWN = {
     "job.config_file", "job.print_config", "job.debug", "data.cache_folder", "compile.cache_folder"
 }  # fmt: skip
@@ -41,6 +42,12 @@ def at_full_size(config: Config, argv: Sequence[str], launch: Launch) -> Config:
         if not config.checkpoint.enable or config.checkpoint.load_only:
             rule = "all start again from the newest checkpoint, and this run saves none"
             raise environment_error(name, os.environ[name], rule, "set checkpoint.enable = true")
+        if (step := config.checkpoint.load_step) != -1:
+            rule = f"with {name} = {os.environ[name]} all start again from the newest checkpoint"
+            fix = (
+                f"move the later steps away, or copy step-{step} into another checkpoint.folder; then set -1"
+            )
+            raise ConfigError(Problem(rule, fix, LOAD_STEP, step, config.origin(LOAD_STEP)))
         if terms.elastic and config.training.global_batch_size == -1:
             rule = "with other numbers of ranks −1 is another batch, and another run"
             fix = "give the number of samples, one that each number of nodes divides"
