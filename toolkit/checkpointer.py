@@ -77,6 +77,7 @@ class Checkpointer:
         self._exports = run_folder / EXPORTS
         self._base: dict[str, str] | None = None  # of an adapter
         self._began = 0  # the step that this process began at
+        self._bests: dict[int, float] = {}  # validation losses of the steps that were the best
         self.say: Callable[[str], None] = lambda text: print(printable(text), flush=True)
         background = None
         if options.async_mode != "disabled":
@@ -216,6 +217,8 @@ class Checkpointer:
             state.tokens = run["tokens"]
             state.best_validation = run["best_validation"]
             state.best_step = run.get("best_step")
+            self._bests.clear()
+            self._note_best()
             state.before = run.get("before", {})
             state.run_id = run.get("id", state.run_id)
             state.health = run.get("health", {})
@@ -276,6 +279,9 @@ class Checkpointer:
         if model_only:
             tensors = {name: tensor.detach().to(self._export_dtype) for name, tensor in tensors.items()}
         state = self._state
+        if self._options.keep_best:
+            self._choose_best(about_to_be_saved=state.step)
+            self.manager.best = state.best_step
         run = {
             **self._about,
             **({"base": self._base} if self._base else {}),
@@ -289,8 +295,6 @@ class Checkpointer:
             **({"health": state.health} if state.health else {}),
             "loader": self._position.state_dict(),
         }
-        if self._options.keep_best:
-            self.manager.best = state.best_step
         try:
             self.manager.save(state.step, tensors, run)
             if final:
@@ -299,6 +303,20 @@ class Checkpointer:
             if final:
                 raise
             self._not_saved(error)
+            if self._options.keep_best:
+                self._choose_best()
+
+    def _note_best(self) -> None:
+        state = self._state
+        if state.best_step is not None and state.best_validation is not None:
+            self._bests[state.best_step] = state.best_validation
+
+    def _choose_best(self, about_to_be_saved: int | None = None) -> None:
+        """Go back to the best step before where the save of a better one has failed."""
+        self._note_best()
+        there = {about_to_be_saved, *self.manager.saved}
+        bests = [(loss, step) for step, loss in self._bests.items() if step <= self._began or step in there]
+        self._state.best_validation, self._state.best_step = min(bests, default=(None, None))
 
     def end_save(self, *, wait: bool) -> None:
         """Hear how a save in the background went."""

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer
+from toolkit import validate
 from toolkit.checkpoint import dcp_storage
 from toolkit.checkpoint import manager as manager_module
 from toolkit.checkpoint.async_save import Background
@@ -199,7 +200,29 @@ def _failing_run(folder: str) -> dict[str, Any]:
                 steps,
                 [x for x in said if "NOT SAVED" in x],
             )
+    outcomes["best"] = _run_whose_best_is_not_saved(folder)
     return outcomes
+
+
+def _run_whose_best_is_not_saved(folder: str) -> tuple[list[int], float, int]:
+    """Validation losses of steps 2 to 8, of which that of step 4 is the lowest and cannot be saved."""
+    validating = {"enable": True, "freq": 2, "steps": 1, "seq_len": 32, "local_batch_size": 1}
+    saving = {"enable": True, "interval": 2, "keep_best": True, "keep_latest_k": 1}
+    tables = {"training": {"steps": 8, "seq_len": 32}, "validation": validating, "checkpoint": saving}
+    trainer = small_trainer(small_config(Path(folder, "best"), **tables))
+    save, state, losses = trainer.checkpointer.manager.save, trainer.train_state, {2: 3.0, 4: 2.0}
+
+    def fail(step: int, *rest: Any) -> Any:
+        if step == 4:
+            raise CheckpointError("the disk is full")
+        return save(step, *rest)
+
+    trainer.checkpointer.manager.save = fail  # type: ignore[method-assign]
+    validate.validate = lambda *_, **__: {"loss": losses.get(state.step, 9.0)}  # type: ignore[assignment]
+    trainer.train()
+    steps = committed_steps(trainer.checkpointer.manager.folder)
+    run = read_manifest(trainer.checkpointer.step_folder)["run"]
+    return steps, run["best_validation"], run["best_step"]
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +243,10 @@ def test_a_run_whose_last_save_fails_has_failed(failing_runs: dict[str, Any], mo
     code, step, steps, _ = failing_runs[f"{mode} to the end"]
     assert "step 6 was not saved" in code
     assert (step, steps) == (6, [])
+
+
+def test_the_best_step_that_could_be_saved_is_kept(failing_runs: dict[str, Any]) -> None:
+    assert failing_runs["best"] == ([2, 8], 3.0, 2)
 
 
 def _stopped_in_a_save(folder: str) -> tuple[int, list[int], list[int]]:
