@@ -215,8 +215,11 @@ class Checkpointer:
         if "train_state" not in excluded:
             state.step = manifest["step"]
             state.tokens = run["tokens"]
-            state.best_validation = run["best_validation"]
-            state.best_step = run.get("best_step")
+            state.best_validation, state.best_step = run["best_validation"], run.get("best_step")
+            best_of = run.get("best_of") or state.best_of
+            if state.best_of not in (None, best_of):  # other samples, whose loss is no measure of these
+                state.best_validation = state.best_step = None
+            state.best_of = state.best_of or best_of
             self._bests.clear()
             self._note_best()
             state.before = run.get("before", {})
@@ -291,6 +294,7 @@ class Checkpointer:
             "schedule_start": state.schedule_start,
             "best_validation": state.best_validation,
             "best_step": state.best_step,
+            "best_of": state.best_of,
             "before": state.before,
             **({"health": state.health} if state.health else {}),
             "loader": self._position.state_dict(),

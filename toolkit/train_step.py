@@ -43,6 +43,7 @@ class TrainState:
     schedule_start: int = 0
     best_validation: float | None = None
     best_step: int | None = None  # of that validation loss
+    best_of: str | None = None  # the samples that it is of: those of this run's validation, if it has one
     before: dict[str, float] = field(default_factory=dict)  # losses that the run began with
     health: dict[str, Any] = field(default_factory=dict)  # what [health] remembers of the updates
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # rank 0's is saved

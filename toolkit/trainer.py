@@ -72,6 +72,7 @@ class Trainer:
             from toolkit.validate import Validation
 
             self.validation = Validation(config, data, self.model_parts, device=device, **ranks)
+            self.train_state.best_of = self.validation.loader.identity
         self.steps_an_epoch = self.loader.epoch_samples / self.batch.total
         self.checkpointer: Checkpointer | None = None
         if config.checkpoint.enable:

@@ -200,15 +200,17 @@ def _failing_run(folder: str) -> dict[str, Any]:
                 steps,
                 [x for x in said if "NOT SAVED" in x],
             )
-    outcomes["best"] = _run_whose_best_is_not_saved(folder)
+    outcomes["best"] = _run_with_a_best(folder, steps=8, samples=4)
+    outcomes["best, resumed"] = _run_with_a_best(folder, steps=10, samples=4)
+    outcomes["best of others"] = _run_with_a_best(folder, steps=12, samples=2)
     return outcomes
 
 
-def _run_whose_best_is_not_saved(folder: str) -> tuple[list[int], float, int]:
-    """Validation losses of steps 2 to 8, of which that of step 4 is the lowest and cannot be saved."""
-    validating = {"enable": True, "freq": 2, "steps": 1, "seq_len": 32, "local_batch_size": 1}
+def _run_with_a_best(folder: str, *, steps: int, samples: int) -> tuple[list[int], float, int]:
+    """Validation losses of every second step, of which that of step 4 is the lowest and cannot be saved."""
+    validating = {"enable": True, "freq": 2, "seq_len": 32, "local_batch_size": 1, "samples": samples}
     saving = {"enable": True, "interval": 2, "keep_best": True, "keep_latest_k": 1}
-    tables = {"training": {"steps": 8, "seq_len": 32}, "validation": validating, "checkpoint": saving}
+    tables = {"training": {"steps": steps, "seq_len": 32}, "validation": validating, "checkpoint": saving}
     trainer = small_trainer(small_config(Path(folder, "best"), **tables))
     save, state, losses = trainer.checkpointer.manager.save, trainer.train_state, {2: 3.0, 4: 2.0}
 
@@ -220,9 +222,9 @@ def _run_whose_best_is_not_saved(folder: str) -> tuple[list[int], float, int]:
     trainer.checkpointer.manager.save = fail  # type: ignore[method-assign]
     validate.validate = lambda *_, **__: {"loss": losses.get(state.step, 9.0)}  # type: ignore[assignment]
     trainer.train()
-    steps = committed_steps(trainer.checkpointer.manager.folder)
+    kept = committed_steps(trainer.checkpointer.manager.folder)
     run = read_manifest(trainer.checkpointer.step_folder)["run"]
-    return steps, run["best_validation"], run["best_step"]
+    return kept, run["best_validation"], run["best_step"]
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +249,11 @@ def test_a_run_whose_last_save_fails_has_failed(failing_runs: dict[str, Any], mo
 
 def test_the_best_step_that_could_be_saved_is_kept(failing_runs: dict[str, Any]) -> None:
     assert failing_runs["best"] == ([2, 8], 3.0, 2)
+
+
+def test_a_best_step_is_one_of_the_samples_that_are_validated_on(failing_runs: dict[str, Any]) -> None:
+    assert failing_runs["best, resumed"] == ([2, 10], 3.0, 2)
+    assert failing_runs["best of others"] == ([12], 9.0, 12)
 
 
 def _stopped_in_a_save(folder: str) -> tuple[int, list[int], list[int]]:

@@ -66,6 +66,7 @@ _RUN_FIELDS: dict[str, type | types.UnionType] = {
     "global_batch_size": int,
     "best_validation": float | int | None,
     "best_step": int | None,
+    "best_of": str | None,
     "before": dict,
 }
 """Entries of a manifest about its run that this toolkit reads."""
