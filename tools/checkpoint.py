@@ -164,19 +164,21 @@ def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prune(folder: Path, *, keep_latest: int, keep_every: int | None, dry_run: bool) -> Iterator[str]:
-    """Delete what need not be kept; the newest checkpoint is read and verified before any other goes.
+    """Delete what need not be kept: not the best step of a run that has ``checkpoint.keep_best``. The newest
+    checkpoint is read and verified before any other goes.
 
     Raises:
         CheckpointError: the newest one is damaged.
     """
     steps = committed_steps(folder)
-    doomed = superseded(
-        steps, newest=max(steps, default=0), keep_latest_k=keep_latest, keep_every_n=keep_every
-    )
+    newest = max(steps, default=0)
+    run = read_manifest(step_folder(folder, newest))["run"] if steps else {}
+    best = run.get("best_step") if saved_settings(run).get("checkpoint.keep_best") else None
+    doomed = superseded(steps, newest=newest, keep_latest_k=keep_latest, keep_every_n=keep_every, best=best)
     if doomed and not dry_run:
-        [(newest, problems)] = verify([step_folder(folder, max(steps))])
+        [(verified, problems)] = verify([step_folder(folder, newest)])
         if problems:
-            raise CheckpointError(f"nothing deleted: {newest} is damaged: {'; '.join(problems)}")
+            raise CheckpointError(f"nothing deleted: {verified} is damaged: {'; '.join(problems)}")
     for step in doomed:
         if not dry_run:
             steps_in(folder).delete(folder, step)

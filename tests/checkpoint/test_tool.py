@@ -19,12 +19,16 @@ ROOT = Path(__file__).parents[2]
 CONFIG = "[optimizer]\nlr = {lr}\n[training]\nsteps = 10\n"
 
 
-def _save(folder: Path, step: int, *, lr: float = 0.1, shift: float = 0.0, rows: int = 3) -> None:
+def _save(
+    folder: Path, step: int, *, lr: float = 0.1, shift: float = 0.0, rows: int = 3, best: int | None = None
+) -> None:
     tensors = {
         "model.weight": torch.arange(12.0).view(rows, -1) + shift,
         "model.half": torch.ones(2, dtype=torch.bfloat16),
     }
     run = {"config": CONFIG.format(lr=lr), "tokens": 100 * step, "mesh": "dp_shard 2", "model": {"dim": 4}}
+    if best is not None:
+        run |= {"config": f"{run['config']}[checkpoint]\nkeep_best = true\n", "best_step": best}
     CheckpointManager(folder, say=lambda text: None).save(step, tensors, run)
 
 
@@ -106,6 +110,12 @@ def test_prune_keeps_the_latest_and_every_nth(folder: Path, capsys: pytest.Captu
     assert said.splitlines() == ["would delete step-1", "would delete step-3", "2 of 4 kept"]
     assert _call(capsys, "prune", folder, "--keep-latest", 1, "--keep-every", 2)[0] == EXIT_FINISHED
     assert committed_steps(folder) == [2, 10]
+
+
+def test_prune_keeps_the_best(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _save(folder, 11, best=2)
+    assert _call(capsys, "prune", folder, "--keep-latest", 1)[0] == EXIT_FINISHED
+    assert committed_steps(folder) == [2, 11]
 
 
 def test_prune_deletes_nothing_while_the_newest_is_damaged(
