@@ -40,6 +40,7 @@ from toolkit.errors import (
     report,
 )
 from toolkit.io import standard_streams
+from toolkit.models.on_disk import EXPORTS
 from tools.arguments import any_path
 
 GIB = 2**30
@@ -51,7 +52,7 @@ def checkpoints_in(folder: Path) -> Path:
     Raises:
         CheckpointError: there is neither.
     """
-    inside = [path.parent for path in folder.glob("*/step-*")]
+    inside = [path.parent for path in folder.glob("*/step-*") if path.parent.name != EXPORTS]
     if not folder.is_dir() or not (inside or any(folder.glob("step-*"))):
         raise CheckpointError(f"{folder} is no folder of checkpoints: there is no step-N in it")
     return folder if any(folder.glob("step-*")) else inside[0]

@@ -132,6 +132,14 @@ def test_a_folder_without_checkpoints_is_told(tmp_path: Path, capsys: pytest.Cap
     assert code == EXIT_DATA and "no step-N in it" in said
 
 
+def test_a_runs_exports_are_no_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = folder.parent
+    (run / "hf" / "step-1").mkdir(parents=True)
+    assert checkpoint.checkpoints_in(run) == folder
+    folder.rename(run.parent / "elsewhere")
+    assert _call(capsys, "prune", run, "--keep-latest", 1)[0] == EXIT_DATA
+
+
 def test_what_needs_no_tensor_needs_no_torch(folder: Path) -> None:
     code = f"import sys; from tools import checkpoint; checkpoint.main(['list', {str(folder)!r}]); "
     code += "sys.exit('torch' in sys.modules)"
