@@ -214,6 +214,23 @@ def test_the_best_step_is_kept(tmp_path):
     assert committed_steps(tmp_path) == [50, 70, 80]
 
 
+def test_a_folder_that_cannot_be_listed_costs_the_deletions_of_a_save(tmp_path, monkeypatch):
+    said = []
+    manager = CheckpointManager(tmp_path, keep_latest_k=1, say=said.append)
+    manager.save(10, _tensors(), {})
+    with monkeypatch.context() as patched:
+        patched.setattr(manager_module, "committed_steps", _stale)
+        manager.save(20, _tensors(), {})
+    assert "cannot be listed: [Errno 116] Stale file handle" in said[0]
+    assert committed_steps(tmp_path) == [10, 20]
+    manager.save(30, _tensors(), {})
+    assert committed_steps(tmp_path) == [30]
+
+
+def _stale(folder):
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
 def test_saving_a_step_again_replaces_it(saved):
     saved.save(5, _tensors(2.0), {"tokens": 18})
     target = _empty()

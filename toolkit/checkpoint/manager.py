@@ -212,8 +212,13 @@ class CheckpointManager:
 
     def _retire(self, just_saved: int) -> None:
         """Delete the oldest that need not be kept, never the one just saved. A failure is only told."""
+        try:
+            steps = committed_steps(self.folder)
+        except (OSError, DataError) as error:
+            self.say(f"checkpoint: none was deleted: {self.folder} cannot be listed: {error}")
+            return
         for step in superseded(
-            committed_steps(self.folder),
+            steps,
             newest=just_saved,
             keep_latest_k=self.keep_latest_k,
             keep_every_n=self.keep_every_n,
