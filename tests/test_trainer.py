@@ -181,6 +181,15 @@ def _out_of_time(folder: str, **checkpoint: Any) -> dict[str, Any]:
     }
 
 
+def _slow_start(folder: str) -> int:
+    """A run of an hour that takes 40 minutes to begin."""
+    trainer = small_trainer(_config(Path(folder, "slow"), steps=3, job={"time_limit": 60}))
+    trainer._deadline._last -= 2400
+    trainer._deadline._end -= 2400
+    trainer.train()
+    return trainer.train_state.step
+
+
 def _stopped_while_compiling(folder: str) -> tuple[int, list[int], int]:
     """A signal to one rank at the first thing that is compiled."""
     from torch._dynamo.callback import callback_handler
@@ -213,6 +222,7 @@ def _everything(folder: str) -> dict[str, Any]:
         "seed": _from_seed(folder),
         "late": _out_of_time(folder),
         "late, rewound": _out_of_time(folder, load_step=1),
+        "slow start": _slow_start(folder),
         "compiling": _stopped_while_compiling(folder),
     }
 
@@ -317,6 +327,10 @@ def test_a_run_out_of_time_saves_and_stops(results: list[dict[str, Any]]) -> Non
     [said], [rewound] = results[0]["late"]["said"], results[0]["late, rewound"]["said"]
     assert said.endswith("; the same command goes on from there")
     assert "; to go on: --checkpoint.load_step 2; the same command goes back to step 1" in rewound
+
+
+def test_a_start_that_takes_long_is_no_slow_step(results: list[dict[str, Any]]) -> None:
+    assert [result["slow start"] for result in results] == [3, 3]
 
 
 def test_a_signal_while_the_model_is_compiled_saves_and_stops(results: list[dict[str, Any]]) -> None:

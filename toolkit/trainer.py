@@ -199,6 +199,7 @@ class Trainer:
         first = state.step + 1
         if state.step == 0 and self.validation and self.validation.due(0):
             self._validate(self.validation, speed, request)
+        self._deadline.begin()
         while state.step < self.total_steps:
             state.step += 1
             step, last = state.step, state.step == self.total_steps

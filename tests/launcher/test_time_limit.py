@@ -51,6 +51,13 @@ def test_the_slowest_lap_counts(clock: _Clock) -> None:
     assert _stops_at(deadline, clock, 1.0) + 400 == pytest.approx(3600 - 800 - RESERVE, abs=2)
 
 
+def test_the_start_of_a_run_is_no_lap(clock: _Clock) -> None:
+    deadline = Deadline(60, {}, clock)
+    clock.now += 1000
+    deadline.begin()
+    assert _stops_at(deadline, clock, 1.0) + 1000 == pytest.approx(3600 - 2 - RESERVE, abs=2)
+
+
 def test_the_earlier_of_two_ends_counts(clock: _Clock) -> None:
     slurm = {SLURM_END: "1600"}
     assert 530 < _stops_at(Deadline(60, slurm, clock, time_of_day=lambda: 1000.0), clock, 1.0) < 600

@@ -33,6 +33,10 @@ class Deadline:
         self._reserve = min(RESERVE, limit / 10)
         self._longest = 0.0
 
+    def begin(self) -> None:
+        """Begin the first lap: what a run does before, once, is none."""
+        self._last = self._clock()
+
     def lap(self) -> None:
         """Note the end of a step with all that followed it, saving and validation too."""
         now = self._clock()
