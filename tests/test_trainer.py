@@ -169,6 +169,17 @@ def _from_seed(folder: str) -> tuple[int, list[int], dict[str, Any]]:
     return code, there, _run(_config(Path(folder, "seeded")))
 
 
+def _from_converted_weights(folder: str) -> dict[str, Any]:
+    """A run that goes on from a checkpoint with what a conversion writes."""
+    saved = small_trainer(_config(Path(folder, "converted"))).checkpointer
+    step = saved.manager.save(0, saved.tensors(model_only=True), {"model_only": True})
+    left_out = ["optimizer", "dataloader"]
+    options = {
+        "initial_load_path": str(step), "initial_load_model_only": False, "exclude_from_loading": left_out
+    }  # fmt: skip
+    return _run(_config(Path(folder, "of converted"), checkpoint=options))
+
+
 def _out_of_time(folder: str, **checkpoint: Any) -> dict[str, Any]:
     trainer = small_trainer(_config(Path(folder, "late"), job={"time_limit": 1e-6}, checkpoint=checkpoint))
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -220,6 +231,7 @@ def _everything(folder: str) -> dict[str, Any]:
         "shared": _two_runs_in_one_folder(folder),
         "background": _in_background(folder),
         "seed": _from_seed(folder),
+        "converted": _from_converted_weights(folder),
         "late": _out_of_time(folder),
         "late, rewound": _out_of_time(folder, load_step=1),
         "slow start": _slow_start(folder),
@@ -318,6 +330,11 @@ def test_a_seed_checkpoint_is_where_a_run_begins(results: list[dict[str, Any]]) 
         code, steps, run = result["seed"]
         assert (code, steps) == (0, [0])
         assert run == result["resume"]["whole"]
+
+
+def test_a_run_goes_on_from_converted_weights(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["converted"] == result["resume"]["whole"]
 
 
 def test_a_run_out_of_time_saves_and_stops(results: list[dict[str, Any]]) -> None:

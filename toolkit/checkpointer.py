@@ -214,8 +214,8 @@ class Checkpointer:
             refuse_another(run.get("base"), self._base)
         if "train_state" not in excluded:
             state.step = manifest["step"]
-            state.tokens = run["tokens"]
-            state.best_validation, state.best_step = run["best_validation"], run.get("best_step")
+            state.tokens = run.get("tokens", 0)
+            state.best_validation, state.best_step = run.get("best_validation"), run.get("best_step")
             best_of = run.get("best_of") or state.best_of
             if state.best_of not in (None, best_of):  # other samples, whose loss is no measure of these
                 state.best_validation = state.best_step = None

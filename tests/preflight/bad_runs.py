@@ -64,7 +64,7 @@ def bad(
 
 
 def save(folder: Path, step: int, *, model: dict[str, Any] | None = None, **run: Any) -> Path:
-    """A committed checkpoint as the trainer writes it, with one file of one byte."""
+    """A committed checkpoint as the trainer writes it, of one byte. None leaves an entry out."""
     path = folder / "outputs" / "checkpoint" / f"step-{step}"
     path.mkdir(parents=True)
     (path / "__0_0.distcp").write_bytes(b"x")
@@ -73,7 +73,9 @@ def save(folder: Path, step: int, *, model: dict[str, Any] | None = None, **run:
         "model_only": False,
         "data_parallel_degree": 1,
         "global_batch_size": 8,
+        "loader": {},
     } | run
+    about = {name: value for name, value in about.items() if value is not None}
     files = {"__0_0.distcp": {"bytes": 1, "blake3": "0"}}
     manifest = build_manifest(step=step, files=files, tensor_count=1, tensor_bytes=1, run=about)
     (path / MANIFEST).write_text(json.dumps(manifest))

@@ -322,7 +322,7 @@ CHECKPOINT = [
         "holds only the model",
         "initial_load_path",
         key="checkpoint.load_step",
-        prepare=lambda folder: save(folder, 5, model_only=True),
+        prepare=lambda folder: save(folder, 5, model_only=True, loader=None),
     ),
     bad(
         "checkpoint_has_this_optimizer",
@@ -337,6 +337,13 @@ CHECKPOINT = [
         "counted with 3",
         "exclude_from_loading",
         prepare=lambda folder: save(folder, 5, loader={"seed": 3, "seq_len": 256, "packing": True}),
+    ),
+    bad(
+        "data_position_fits",
+        "checkpoint.exclude_from_loading=optimizer checkpoint.enable",
+        "step-0 has no position in the data",
+        'set it to ["optimizer", "dataloader"]',
+        prepare=lambda folder: save(folder, 0, model_only=True, loader=None),
     ),
     bad(
         "batch_resumable",

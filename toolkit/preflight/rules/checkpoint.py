@@ -164,7 +164,13 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
     config = run.config
     if start.manifest is None or not start.resumes or "dataloader" in config.checkpoint.exclude_from_loading:
         return []
-    saved = start.manifest["run"].get("loader", {})
+    saved = start.manifest["run"].get("loader")
+    if saved is None:
+        if checkpoint_has_optimizer(run):
+            return []
+        key = "checkpoint.exclude_from_loading"
+        fix = f"set it to {json.dumps([*config.checkpoint.exclude_from_loading, 'dataloader'])}"
+        return [run.problem(key, f"the checkpoint {start.loaded} has no position in the data", fix)]
     keys = ("training.seq_len", "data.packing", "data.shuffle", "debug.seed")
     here = {key: config.value(key) for key in keys} | {"debug.seed": config.debug.seed or 0}
     return [
