@@ -29,6 +29,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     _CachedTorchDispatchMode,
+    _is_compiling,
     create_selective_checkpoint_contexts,
 )
 
@@ -83,9 +84,10 @@ class _ComputeAgain(_CachedTorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() not in _MAY_KEEP:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        if func.name() in _MAY_KEEP or _is_compiling(func, args, kwargs):  # where all are kept, for a graph
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **kwargs)
 
 
 def apply_activation_checkpoint(
@@ -114,7 +116,7 @@ def apply_activation_checkpoint(
 def _by_operator() -> Callable[[], Any]:
     # torch.compile warns of operators that work in place, of which a block has none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    contexts: Any = partial(_contexts)
+    contexts: Any = partial(_contexts)  # a function would be given the attribute for all
     # torch.compile caches graphs with a policy only under a name that stands for its code.
     contexts.cache_hash = "keep attention and matmuls that do not widen"
     return contexts
