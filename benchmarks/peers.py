@@ -430,6 +430,8 @@ def main() -> None:
     ]
     if options.part == "packing":
         runs = [partial(pack, dtype, options.steps) for dtype in options.dtypes]
+    command = f"python -m benchmarks.peers {shlex.join(sys.argv[1:])}"
+    stem = options.results / f"peers_{options.part}"
     results: list[Result] = []
     for run in runs:
         try:
@@ -437,10 +439,9 @@ def main() -> None:
         except NotComparable as error:
             sys.exit(str(error))
         print("\n".join(table(options.part, results)), flush=True)
-    command = f"python -m benchmarks.peers {shlex.join(sys.argv[1:])}"
-    stem = options.results / f"peers_{options.part}"
-    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(report(options.part, results, command, machine))
+        # What is measured so far, should the rest not end.
+        stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+        stem.with_suffix(".md").write_text(report(options.part, results, command, machine))
     if options.part != "packing":
         rates = {name(Case(**result["case"])): relative(result) for result in results}
         peer_split.draw(rates, stem.with_suffix(".png"), PARTS[options.part])

@@ -80,9 +80,9 @@ def _pieces(x: Tensor) -> Iterator[slice]:
 
 
 def _scaled(x: Tensor, by_T: Tensor) -> Tensor:
-    """Each row of ``x`` times a number, multiplied in the number's precision."""
+    """Each row of ``x``, which may be overwritten, times a number, multiplied in the number's precision."""
     if by_T.numel() and by_T.stride(0) == 0 and x.device.type not in PIECE:
-        return x * by_T[0]  # the gradient of a sum; a CPU rounds this product once, in one pass
+        return x.mul_(by_T[0])  # the gradient of a sum; a CPU rounds this product once, in one pass
     out = torch.empty_like(x)
     for piece in _pieces(x):
         out[piece] = x[piece].to(by_T.dtype) * by_T[piece, None]

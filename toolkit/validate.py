@@ -14,6 +14,7 @@ from torch import Tensor
 from toolkit.config import Config
 from toolkit.data.run_data import BASE_CORPUS, RunData
 from toolkit.data.validation_loader import validation_loader
+from toolkit.metrics.summary import perplexity
 from toolkit.models.from_config import pretrained_folder
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch, Objective
@@ -64,7 +65,7 @@ class Validation:
         if found is None:
             return None
         loss, best = found["loss"], state.best_validation
-        if state.step and (best is None or loss < best):
+        if state.step and math.isfinite(loss) and (best is None or not best <= loss):
             state.best_validation, state.best_step = loss, state.step
         values = {f"validation_{name}": value for name, value in found.items()} | values
         if state.step == 0:
@@ -138,7 +139,7 @@ def base_corpus_loss(
     if found is None:
         return {}
     loss = found["loss"]
-    return {"base_corpus_loss": loss, "base_corpus_perplexity": math.exp(loss) if loss < 700 else math.inf}
+    return {"base_corpus_loss": loss, "base_corpus_perplexity": perplexity(loss)}
 
 
 def take_class_scores(model_parts: ModelParts, *, classes: int, device: torch.device) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import threading
@@ -203,6 +204,7 @@ def _failing_run(folder: str) -> dict[str, Any]:
     outcomes["best"] = _run_with_a_best(folder, steps=8, samples=4)
     outcomes["best, resumed"] = _run_with_a_best(folder, steps=10, samples=4)
     outcomes["best of others"] = _run_with_a_best(folder, steps=12, samples=2)
+    outcomes["best beside a NaN"] = _run_with_a_best(folder, steps=16, samples=1)
     return outcomes
 
 
@@ -212,7 +214,8 @@ def _run_with_a_best(folder: str, *, steps: int, samples: int) -> tuple[list[int
     saving = {"enable": True, "interval": 2, "keep_best": True, "keep_latest_k": 1}
     tables = {"training": {"steps": steps, "seq_len": 32}, "validation": validating, "checkpoint": saving}
     trainer = small_trainer(small_config(Path(folder, "best"), **tables))
-    save, state, losses = trainer.checkpointer.manager.save, trainer.train_state, {2: 3.0, 4: 2.0}
+    save, state = trainer.checkpointer.manager.save, trainer.train_state
+    losses = {2: 3.0, 4: 2.0, 14: math.nan}
 
     def fail(step: int, *rest: Any) -> Any:
         if step == 4:
@@ -254,6 +257,10 @@ def test_the_best_step_that_could_be_saved_is_kept(failing_runs: dict[str, Any])
 def test_a_best_step_is_one_of_the_samples_that_are_validated_on(failing_runs: dict[str, Any]) -> None:
     assert failing_runs["best, resumed"] == ([2, 10], 3.0, 2)
     assert failing_runs["best of others"] == ([12], 9.0, 12)
+
+
+def test_a_loss_that_is_no_number_is_not_the_best(failing_runs: dict[str, Any]) -> None:
+    assert failing_runs["best beside a NaN"] == ([16], 9.0, 16)
 
 
 def _stopped_in_a_save(folder: str) -> tuple[int, list[int], list[int]]:

@@ -24,6 +24,12 @@ def test_a_fine_tuning_run_tells_what_was_before_what_was_trained_and_its_memory
     assert "trained          8 of 80 parameters\n  peak memory      2.50 GiB" in text
 
 
+def test_a_loss_beyond_any_perplexity_does_not_end_the_summary():
+    history = [{"step": 0, "validation_loss": 800.0}, {"step": 9, "validation_loss": 2.0}]
+    text = summary(history, steps=9, tensorboard=None, checkpoint=None)
+    assert "800.000 → 2.000 (perplexity inf → 7.39)" in text
+
+
 def test_a_short_run_does_not_average_its_beginning():
     assert last(_history(8), "loss") == [9.0 - 0.6, 9.0 - 0.7]
     assert last(_history(1), "loss") == [9.0]

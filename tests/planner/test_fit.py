@@ -89,7 +89,7 @@ def test_on_cpus_it_says_what_tensors_take(
     flags = [*MODEL, "--training.device=cpu", f"--job.dump_folder={tmp_path}"]
     forecast = Forecast(flags, 2)
     forecast.wait()
-    assert " GiB of tensors on a rank, most in backward of" in capfd.readouterr().err
+    assert " GiB of tensors on a rank, most in forward of output" in capfd.readouterr().err
     config = load_config(flags)
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -31,6 +31,7 @@ from toolkit.data.find_files import open_text
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 from toolkit.loss import IGNORED_LABEL
+from toolkit.metrics.summary import perplexity
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.mesh import Mesh
 
@@ -67,7 +68,7 @@ class Loss:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.mean) if self.mean < 700 else math.inf
+        return perplexity(self.mean)
 
     @property
     def bits_per_byte(self) -> float | None:

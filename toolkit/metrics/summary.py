@@ -69,5 +69,10 @@ def _change(losses: Mapping[int, float], of_tokens: bool) -> str:
     best = min((step for step in losses if step), key=lambda step: losses[step], default=0)
     text = f"{losses[0]:.3f} → {final:.3f}"
     if of_tokens:
-        text += f" (perplexity {math.exp(losses[0]):.2f} → {math.exp(final):.2f})"
+        text += f" (perplexity {perplexity(losses[0]):.2f} → {perplexity(final):.2f})"
     return text if losses[best] == final else f"{text}, lowest {losses[best]:.3f} at step {best}"
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss in nats a token; of one above 700, which fp64 has no number for, infinity."""
+    return math.exp(loss) if loss < 700 else math.inf
