@@ -13,9 +13,9 @@ The matmul ceiling is what the processes of either side reach in products of 204
 before the steps or after them, whichever is most. Ours keeps freed memory, as its trainer does; the peer's
 malloc is as glibc has it. Memory is measured in other processes: after two
 steps, which make the optimizer's state, the peak of resident memory (VmHWM) is reset, and it is that of two
-more steps, less what the process held before it made the model: what was imported. It is that of the rank
-that has most. There malloc gives freed blocks of a MiB and more back at once, else holes in the heap hide
-what is held.
+more steps, less what the process held before it made the model: what was imported. Of a page that ranks share
+(`parallelism.fsdp_shared_memory`) each has a part. It is that of the rank that has most. There malloc gives
+freed blocks of a MiB and more back at once, else holes in the heap hide what is held.
 """
 
 from __future__ import annotations
@@ -193,7 +193,19 @@ def size_one(case: Case, side: str) -> int:
     Path("/proc/self/clear_refs").write_text("5")
     for batch in given[2:]:
         step(*batch)
-    return resident()[1] - before
+    return resident()[1] - before - counted_twice()
+
+
+def counted_twice() -> int:
+    """Bytes of resident shared memory beyond this rank's part of it; all ranks call."""
+    dist.barrier()
+    status, rollup = (Path(f"/proc/self/{it}").read_text() for it in ("status", "smaps_rollup"))
+    resident, own = (
+        int(text.split(f"{name}:")[1].split()[0])
+        for text, name in ((status, "RssShmem"), (rollup, "Pss_Shmem"))
+    )
+    dist.barrier()
+    return 1024 * (resident - own)
 
 
 def give_back() -> None:
@@ -380,10 +392,10 @@ def peers_text(part: str, results: Sequence[Result]) -> str:
         "`fully_shard`, each without activation checkpointing and eager unless it says compiled, "
         f"{steps} steps each in turns; medians, and in brackets the middle half. The losses of both are the "
         f"same at every step, within {apart:.0e} of them. Memory is the peak of the rank that has most, "
-        "imports left out. The ceiling is what torch's matmuls reach in the same processes; a model's share "
-        "of it counts the FLOPs of toolkit/metrics/flops_finetune.py, and can be above 100% in fp32 where "
-        "oneDNN multiplies here (`model.matmul`). There is no MFU, which is of a data sheet's peak: none is "
-        "known of this processor."
+        "imports left out, and a part of what ranks share. The ceiling is what torch's matmuls reach "
+        "in the same processes; a model's share of it counts the FLOPs of toolkit/metrics/flops_finetune.py, "
+        "and can be above 100% in fp32 where oneDNN multiplies here (`model.matmul`). There is no MFU, which "
+        "is of a data sheet's peak: none is known of this processor."
         f" The script says how each is measured. {shapes}."
     )
 
