@@ -146,20 +146,25 @@ def _in_background(folder: str) -> dict[str, Any]:
     return _run(_config(Path(folder, "background"), checkpoint=saving))
 
 
-def _parts_left_out(folder: str) -> dict[str, dict[int, float]]:
-    """Learning rates of runs that go on after the fourth step of the whole one."""
+def _parts_left_out(folder: str) -> dict[str, Any]:
+    """Learning rates of runs that go on after the fourth step of the whole one, and from what they save."""
     source = {
         "initial_load_path": str(Path(folder, "whole", "checkpoint", "step-4")),
         "initial_load_model_only": False,
     }
     anew, counted = Path(folder, "anew"), Path(folder, "counted")
     first = source | {"exclude_from_loading": ["lr_scheduler"]}
-    second = source | {"exclude_from_loading": ["train_state", "dataloader"]}
-    return {
+    second = source | {"exclude_from_loading": ["train_state", "dataloader", "optimizer"]}
+    rates = {
         "schedule": _run(_config(anew, steps=6, checkpoint=first))["rates"],
-        "schedule, resumed": _run(_config(anew, checkpoint=source))["rates"],
+        "schedule, resumed": _run(_config(anew, checkpoint=first))["rates"],
         "step": _run(_config(counted, steps=2, checkpoint=second))["rates"],
     }
+    resumed = small_trainer(_config(counted, steps=2, checkpoint=second))
+    tensors = resumed.checkpointer.tensors(model_only=False)
+    updates = {float(tensor) for name, tensor in tensors.items() if name.endswith(".step")}
+    found = (resumed.train_state.step, resumed.loader.samples // resumed.batch.total, updates)
+    return rates | {"step, resumed": found}
 
 
 def _from_seed(folder: str) -> tuple[int, list[int], dict[str, Any]]:
@@ -303,6 +308,7 @@ def test_a_schedule_that_is_left_out_starts_again_and_one_that_is_not_goes_on(
         assert left_out["schedule"] == {5: rates[1], 6: rates[2]}
         assert left_out["schedule, resumed"] == {7: rates[3], 8: rates[4]}  # from its own checkpoint
         assert left_out["step"] == {1: rates[5], 2: rates[6]}
+        assert left_out["step, resumed"] == (2, 2, {2.0})
 
 
 def test_a_folder_that_another_run_writes_to_is_refused_on_every_rank(results: list[dict[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from toolkit import __version__
 from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
+from toolkit.checkpoint.manifest import committed_steps, left_out, read_manifest, step_folder
 from toolkit.checkpoint.room import check_room
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from toolkit.storage.remote_path import RemotePath
     from toolkit.weights.source import WeightSource
 
+_PREFIXES = {"model": "model", "optimizer": "optim"}
+"""First words of the names of a part's tensors."""
 EXPORT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -134,7 +136,7 @@ class Checkpointer:
         elif options.initial_load_path and not options.initial_load_in_hf:
             source = expand_user(options.initial_load_path)
             if options.initial_load_model_only:
-                self._load(source, model_only=True)
+                self._load(source, without=options.exclude_from_loading, model_only=True)
             else:
                 self._resume(source)
         self._began = self._state.step
@@ -187,9 +189,9 @@ class Checkpointer:
         tensors = self.tensors(model_only=True)
         self._model_parts.refresh_tied_copies(tensors, self.tensors(model_only=True, copies=True))
 
-    def _load(self, where: int | Path, *, model_only: bool) -> dict[str, Any]:
+    def _load(self, where: int | Path, *, without: Sequence[str], model_only: bool) -> dict[str, Any]:
         tensors = self.tensors(model_only=model_only)
-        excluded = _excluded(self._config)
+        excluded = [_PREFIXES[part] for part in without if part in _PREFIXES]
         if model_only and not isinstance(where, int):
             excluded += self._new_head(where)
         manifest = self.manager.load(where, tensors, exclude=excluded)
@@ -205,8 +207,8 @@ class Checkpointer:
         return [] if saved.get("classifier") else ["model.output"]
 
     def _resume(self, where: int | Path) -> None:
-        excluded, state = self._options.exclude_from_loading, self._state
-        manifest = self._load(where, model_only=False)
+        excluded, state = self._left_out(where), self._state
+        manifest = self._load(where, without=excluded, model_only=False)
         run = manifest["run"]
         if self._base:
             from toolkit.finetune.base import refuse_another
@@ -229,6 +231,14 @@ class Checkpointer:
         state.schedule_start = state.step - done
         if "dataloader" not in excluded:
             self._position.load_state_dict(run["loader"])
+
+    def _left_out(self, where: int | Path) -> list[str]:
+        """The parts that are not loaded of the run's own checkpoint of a step, or of another one."""
+        asked: list[str] = [*self._options.exclude_from_loading]
+        if not asked or not isinstance(where, int):
+            return asked
+        folder = step_folder(self.manager.folder, where)
+        return self.manager.ranks.on_rank_0(lambda: left_out(asked, read_manifest(folder)["run"]))
 
     def roll_back(self) -> int | None:
         """Load the newest checkpoint of an earlier step of this run; its step, or None if there is none.
@@ -443,9 +453,3 @@ def about_run(config: Config, args: ModelArgs, mesh: Mesh, batch: BatchShape) ->
             "python": platform.python_version(),
         },
     }
-
-
-def _excluded(config: Config) -> list[str]:
-    """First words of the names of tensors that are not loaded."""
-    prefixes = {"model": "model", "optimizer": "optim"}
-    return [prefixes[part] for part in config.checkpoint.exclude_from_loading if part in prefixes]

@@ -353,6 +353,22 @@ CHECKPOINT = [
         world=2,
         prepare=lambda folder: save(folder, 5),
     ),
+    bad(
+        "steps_are_counted_on",
+        "checkpoint.exclude_from_loading=train_state checkpoint.enable",
+        "beside step-5",
+        'initial_load_path = "outputs/checkpoint/step-5"',
+        prepare=lambda folder: save(folder, 5),
+    ),
+    bad(
+        "data_position_fits",
+        "debug.seed=7 checkpoint.enable checkpoint.exclude_from_loading=dataloader",
+        "counted with 3",
+        'anew in another job.dump_folder, with checkpoint.initial_load_path = "outputs/checkpoint/step-5"',
+        prepare=lambda folder: save(
+            folder, 5, loader={"seed": 3}, config='[checkpoint]\nexclude_from_loading = ["dataloader"]\n'
+        ),
+    ),
 ]
 
 PARTS = (

@@ -13,7 +13,7 @@ import json
 import re
 import stat
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,6 @@ _RUN_FIELDS: dict[str, type | types.UnionType] = {
     "loader": dict,
     "model_only": bool,
     "tokens": int,
-    "schedule_start": int,
     "data_parallel_degree": int,
     "global_batch_size": int,
     "best_validation": float | int | None,
@@ -215,6 +214,9 @@ def _problem(folder: Path, manifest: Any) -> str | None:
     for field, expected in _RUN_FIELDS.items():
         if field in run and not _is_a(run[field], expected):
             return f"is damaged: {field} of its run is {shown(run[field])}; {ADVICE}"
+    start = run.get("schedule_start", 0)  # below 0 where the step was left out and the schedule was not
+    if type(start) is not int or not is_size(abs(start)):
+        return f"is damaged: schedule_start of its run is {shown(start)}; {ADVICE}"
     if "base" in run and not _names_base(run["base"]):
         return f"is damaged: base of its run is {shown(run['base'])}; {ADVICE}"
     try:
@@ -230,6 +232,14 @@ def _problem(folder: Path, manifest: Any) -> str | None:
 def saved_settings(run: Mapping[str, Any]) -> Mapping[str, Any]:
     """The values of the configuration that a manifest's ``run`` holds, by dotted key."""
     return _settings(run.get("config", ""))
+
+
+def left_out(asked: Sequence[str], run: Mapping[str, Any]) -> list[str]:
+    """The parts that are not loaded of a run's own checkpoint, of whose manifest ``run`` is a part, where
+    those ``asked`` for are named by checkpoint.exclude_from_loading: not what the run had left out before it
+    was saved. So the same command goes on from what it has saved."""
+    before = saved_settings(run).get("checkpoint.exclude_from_loading")
+    return [part for part in asked if not isinstance(before, list) or part not in before]
 
 
 @functools.lru_cache(maxsize=8)  # the checkpoints of a run have the same one

@@ -160,8 +160,9 @@ class Checkpoint(Table):
     exclude_from_loading: list[
         Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]
     ] = []
-    """Parts not to load, whose fresh values the run goes on with. train_state is the step and the tokens so
-    far; without lr_scheduler the schedule starts again, warm-up included, at the step that the run is at."""
+    """Parts not to load, whose fresh values the run goes on with; of what it has saved then it loads all.
+    train_state is the step and the tokens so far; without lr_scheduler the schedule starts again, warm-up
+    included, at the step that the run is at."""
     enable_first_step_checkpoint: bool = False
     """Also save after the first step, to learn early that saving works."""
     create_seed_checkpoint: Annotated[bool, _SAVES] = False

@@ -19,5 +19,6 @@ def refuse_another(counted: Mapping[str, Any], state: Mapping[str, Any]) -> None
         raise DataError(
             f"the data position of the checkpoint does not fit this run: {'; '.join(changed)}\n"
             "  fix:  restore these (corpus: the text and the tokenizer), or start the data anew with "
-            f'checkpoint.exclude_from_loading = ["dataloader"]'
+            f'checkpoint.exclude_from_loading = ["dataloader"], in another job.dump_folder where this run '
+            "has done so already"
         )

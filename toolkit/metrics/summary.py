@@ -74,5 +74,5 @@ def _change(losses: Mapping[int, float], of_tokens: bool) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """Of a mean loss in nats a token; of one above 700, which fp64 has no number for, infinity."""
+    """The perplexity of a mean loss in nats a token; infinity above 700, where fp64 soon ends."""
     return math.exp(loss) if loss < 700 else math.inf

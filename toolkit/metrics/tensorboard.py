@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_SPEED = ("tokens_per_second", "mfu")
+_SPEED = ("tokens_per_second", "mfu", "slowest_rank")
 
 
 class TensorBoard:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
+from toolkit.checkpoint.manifest import committed_steps, left_out, read_manifest, step_folder
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
 from toolkit.errors import CheckpointError
@@ -67,6 +67,22 @@ class Start:
     @property
     def manifest_error(self) -> str:
         return str(self._manifest) if self.loaded_by and not isinstance(self._manifest, dict) else ""
+
+    @cached_property
+    def left_out(self) -> list[str]:
+        """The parts of the checkpoint that are not loaded."""
+        asked: list[str] = [*self.config.checkpoint.exclude_from_loading]
+        own = self.manifest is not None and self.loaded_by == "checkpoint.load_step"
+        return left_out(asked, self.manifest["run"]) if own and self.manifest else asked
+
+    def anew(self, part: str) -> str:
+        """Tell how to go on without a part of the checkpoint."""
+        if part not in self.config.checkpoint.exclude_from_loading:
+            return f'with checkpoint.exclude_from_loading = ["{part}"]'
+        return (  # the run has left it out before
+            f'in another job.dump_folder, with checkpoint.initial_load_path = "{self.loaded}" and '
+            "checkpoint.initial_load_model_only = false"
+        )
 
     @property
     def resumes(self) -> bool:

@@ -95,10 +95,10 @@ def checkpoint_trains_the_same(run: PlannedRun) -> list[Problem]:
     from toolkit.finetune.saved_options import finetune_of, resume_differences
 
     saved = finetune_of(start.loaded, start.manifest["run"])
-    optimizer = "optimizer" not in run.config.checkpoint.exclude_from_loading
+    optimizer = "optimizer" not in start.left_out
     fix = _AS_BEFORE
     if not here.adds:
-        fix += ', or start its optimizer anew with checkpoint.exclude_from_loading = ["optimizer"]'
+        fix += f", or start its optimizer anew {start.anew('optimizer')}"
     return [
         run.problem(key, f"the checkpoint {start.loaded} is of a run with {key} = {shown(value)}", fix)
         for key, value in resume_differences(saved, here, run.model, optimizer=optimizer).items()
@@ -126,7 +126,7 @@ def checkpoint_has_optimizer(run: PlannedRun) -> list[Problem]:
     start = run.start
     if start.manifest is None or not start.resumes or not start.manifest["run"].get("model_only"):
         return []
-    if "optimizer" in run.config.checkpoint.exclude_from_loading:
+    if "optimizer" in start.left_out:
         return []
     return [
         run.problem(
@@ -150,10 +150,10 @@ def checkpoint_has_this_optimizer(run: PlannedRun) -> list[Problem]:
     own = {name, saved} & set(added(key))  # whose state only its author knows
     if saved == name or {saved, name} == {"Adam", "AdamW"} or own:
         return []
-    if "optimizer" in run.config.checkpoint.exclude_from_loading:
+    if "optimizer" in start.left_out:
         return []
     rule = f"the checkpoint {start.loaded} is of a run with {key} = {saved}, whose state {name} does not have"
-    fix = 'set it as in that run, or start anew with checkpoint.exclude_from_loading = ["optimizer"]'
+    fix = f"set it as in that run, or start anew {start.anew('optimizer')}"
     return [run.problem(key, rule, fix)]
 
 
@@ -162,7 +162,7 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
     """The position in the data counts samples, which these keys define (the corpus is compared later)."""
     start = run.start
     config = run.config
-    if start.manifest is None or not start.resumes or "dataloader" in config.checkpoint.exclude_from_loading:
+    if start.manifest is None or not start.resumes or "dataloader" in start.left_out:
         return []
     saved = start.manifest["run"].get("loader")
     if saved is None:
@@ -177,7 +177,7 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
         run.problem(
             key,
             f"the data position of the checkpoint {start.loaded} was counted with {shown(before)}",
-            'set it to that, or start the data anew with checkpoint.exclude_from_loading = ["dataloader"]',
+            f"set it to that, or start the data anew {start.anew('dataloader')}",
         )
         for key, now in here.items()
         if (before := saved.get(key.rpartition(".")[2], now)) != now
@@ -189,11 +189,11 @@ def mixture_resumable(run: PlannedRun) -> list[Problem]:
     """The position in the data counts samples of certain parts and shares (the text is compared later)."""
     start = run.start
     config = run.config
-    if start.manifest is None or not start.resumes or "dataloader" in config.checkpoint.exclude_from_loading:
+    if start.manifest is None or not start.resumes or "dataloader" in start.left_out:
         return []
     saved, now = start.manifest["run"].get("loader", {}), _position_counts(run)
     counted = f"the data position of the checkpoint {start.loaded} was counted with"
-    fix = 'go back to that, or start the data anew with checkpoint.exclude_from_loading = ["dataloader"]'
+    fix = f"go back to that, or start the data anew {start.anew('dataloader')}"
     before, here = str(saved.get("corpus", ""))[:500], now.get("corpus", "one corpus")
     if before != here and "mixture of " in before + here:
         key = next((f"data.mixture.{name}.weight" for name in config.data.mixture), "training.dataset")
@@ -228,8 +228,7 @@ def batch_resumable(run: PlannedRun) -> list[Problem]:
     """A batch that follows the mesh would change in the middle of a run that goes on elsewhere, and with it
     the place in the data, unless that is left out."""
     start = run.start
-    excluded = run.config.checkpoint.exclude_from_loading
-    if start.manifest is None or run.mesh is None or not start.resumes or "dataloader" in excluded:
+    if start.manifest is None or run.mesh is None or not start.resumes or "dataloader" in start.left_out:
         return []
     saved = start.manifest["run"]
     dp = saved.get("data_parallel_degree", run.mesh.dp)
@@ -241,9 +240,21 @@ def batch_resumable(run: PlannedRun) -> list[Problem]:
             f"the checkpoint {start.loaded} was trained at data-parallel degree {dp}, this run has "
             f"{run.mesh.dp}, and -1 would change the batch",
             f"set it to {saved.get('global_batch_size')}, which was the batch so far, or start the data anew "
-            'with checkpoint.exclude_from_loading = ["dataloader"]',
+            f"{start.anew('dataloader')}",
         )
     ]
+
+
+@rule(CheckpointError)
+def steps_are_counted_on(run: PlannedRun) -> list[Problem]:
+    """Steps are not counted anew beside checkpoints of higher ones, which the next start would go on from."""
+    start = run.start
+    options = run.config.checkpoint
+    if start.loaded_by != "checkpoint.load_step" or "train_state" not in start.left_out or options.load_only:
+        return []
+    rule = f"leaves train_state out beside step-{max(start.steps, default=0)}, and the next start takes the "
+    rule += "highest step"
+    return [run.problem("checkpoint.exclude_from_loading", rule, f"count {start.anew('train_state')}")]
 
 
 @note
@@ -266,13 +277,12 @@ def checkpoint_notes(run: PlannedRun) -> list[str]:
 def _left_out(run: PlannedRun) -> Iterator[str]:
     """Tell what becomes of the schedule of the learning rate where it, or the step, is not loaded."""
     start = run.start
-    excluded = run.config.checkpoint.exclude_from_loading
-    if "lr_scheduler" in excluded:
+    if "lr_scheduler" in start.left_out:
         yield (
-            f"the schedule of the learning rate starts again after {start.loaded}, and so at every start "
-            "with lr_scheduler in checkpoint.exclude_from_loading"
+            f"the schedule of the learning rate starts again after {start.loaded}: "
+            "checkpoint.exclude_from_loading names lr_scheduler"
         )
-    elif "train_state" in excluded:
+    elif "train_state" in start.left_out:
         yield (
             f"steps are counted anew after {start.loaded}, and the schedule of the learning rate goes on: "
             "checkpoint.exclude_from_loading names train_state without lr_scheduler"
