@@ -62,6 +62,21 @@ def test_what_has_a_loss_is_marked(words: list[str], capsys: pytest.CaptureFixtu
         assert ESCAPE.search(painted) and not ESCAPE.search(shown)
 
 
+@pytest.mark.parametrize("mask", ["true", "false"])
+def test_a_class_stands_behind_its_text(tmp_path: Path, words: list[str], mask: str) -> None:
+    rows = [{"text": f"a film of {minutes} minutes", "label": minutes % 2} for minutes in range(80, 86)]
+    write_rows(tmp_path / "a.jsonl", rows)
+    classes = ["--finetune.classification.num_labels=2", "--finetune.classification.label_names=even,odd"]
+    flags = [words[0], *words[2:], *classes, f"--data.document_mask={mask}"]
+    config = load_config(flags)
+    (sample,) = inspect_data.samples(config, run_tokenizer(config), 1, validation=False)
+    shown = "".join(token.text for token in sample.tokens)
+    found = re.findall(r"a film of (\d+) minutes → (\w+?)(?=a film|<|$)", shown)
+    assert sorted(found) == [(str(minutes), ("even", "odd")[minutes % 2]) for minutes in range(80, 86)]
+    assert [[token.id for token in sample.tokens if token.learnt]] == _learnt(flags, 1)
+    assert not any(token.learnt and token.is_input for token in sample.tokens)
+
+
 class _Page(HTMLParser):
     def __init__(self) -> None:
         super().__init__()

@@ -8,7 +8,8 @@ Samples come in the order of the run, and are built as the run builds them: toke
 data.cache_folder, or made there. Each line has the position of its first token in the row, the text of its
 tokens, and their ids. What has a loss is green, or, where there is no colour, between ⟦ and ⟧; each document
 (conversation) of a row begins with a line of its own, and its positions from 0. A token that is predicted and
-is no input, as the last of a conversation, is underlined, or followed by ⁎.
+is no input, as the last of a conversation, is underlined, or followed by ⁎. So is the class of a text
+(finetune.classification), by its name and number.
 
 --html writes one file, for any browser, that needs no network. Takes every flag of toolkit.train; of the
 config only what concerns data and tokenizer is checked. Exit codes are those of toolkit.train: 0 done, 2 the
@@ -95,9 +96,11 @@ def samples(config: Config, tokenizer: Tokenizer, n: int, *, validation: bool) -
         total = max(1, config.training.global_batch_size)
         seed, one = config.debug.seed or 0, BatchShape(total, 1, total)
         loader = training_loader(config, data, one, dp_rank=0, dp_size=1, seed=seed)
+    labels = config.finetune.classification
+    classes = labels.names if labels.num_labels else ()
     rows = (row for batch in loader for row in _rows(batch))
     for number, row in enumerate(islice(rows, n)):
-        yield _sample(number, row, tokenizer)
+        yield _sample(number, row, tokenizer, classes)
 
 
 def _rows(batch: Batch) -> Iterator[dict[str, torch.Tensor]]:
@@ -110,7 +113,9 @@ def _rows(batch: Batch) -> Iterator[dict[str, torch.Tensor]]:
             yield row
 
 
-def _sample(number: int, row: dict[str, torch.Tensor], tokenizer: Tokenizer) -> Sample:
+def _sample(
+    number: int, row: dict[str, torch.Tensor], tokenizer: Tokenizer, classes: Sequence[str]
+) -> Sample:
     tokens, labels = row["tokens"].tolist(), row["labels"].tolist()
     n = len(tokens)
     if "documents" in row:
@@ -126,11 +131,11 @@ def _sample(number: int, row: dict[str, torch.Tensor], tokenizer: Tokenizer) -> 
         goes_on = at > 0 and documents[at] == documents[at - 1]
         if not goes_on:
             stream = TextStream(lambda ids: tokenizer.decode(ids))
-        learnt = goes_on and labels[at - 1] != IGNORED_LABEL
+        learnt = goes_on and not classes and labels[at - 1] != IGNORED_LABEL
         found.append(Token(tokens[at], stream.add(tokens[at]), documents[at], positions[at], learnt))
-        ends = at + 1 == filled or documents[at + 1] != documents[at]
+        ends = bool(classes) or at + 1 == filled or documents[at + 1] != documents[at]
         if ends and labels[at] != IGNORED_LABEL:
-            text = stream.add(labels[at])
+            text = f" → {classes[labels[at]]}" if classes else stream.add(labels[at])
             found.append(Token(labels[at], text, documents[at], positions[at] + 1, True, is_input=False))
     return Sample(number, found, n - filled)
 
