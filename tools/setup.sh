@@ -29,6 +29,8 @@ has_dependencies() { "$1" "$root/tools/dependencies.py" "$extra" >/dev/null 2>&1
 fingerprint() { cat "$root/pyproject.toml" "$root/constraints.txt" | cksum; }
 stamp() { printf '%s/.installed-%s' "$venv" "${1:-base}"; }
 is_ours() { [[ -e $venv/.made-by-setup ]]; }
+# Its Python can go on being used: it runs, and no installation was cut short.
+is_whole() { supported "$venv/bin/python" && compgen -G "$venv/.installed-*" >/dev/null; }
 ready() {
   [[ -x $venv/bin/python ]] || return 1
   if is_ours; then
@@ -42,6 +44,7 @@ find_base() {
   local name candidate without_venv=""
   for name in python3 python3.1{3,2,1,0,4} python; do
     while read -r candidate; do
+      [[ ! $(dirname "$candidate") -ef $venv/bin ]] || continue
       supported "$candidate" || continue
       if can_make_venv "$candidate"; then
         printf '%s\n' "$candidate"
@@ -90,7 +93,7 @@ with_ticker() {
 
 install() {
   local base=$1
-  if is_ours && ! { supported "$venv/bin/python" && compgen -G "$venv/.installed-*" >/dev/null; }; then
+  if is_ours && ! is_whole; then
     say "an earlier installation was interrupted, or its Python is gone: starting again"
     find "$venv" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} +
   fi
@@ -113,15 +116,15 @@ install() {
 
 # Lock a file inside .venv, so that two set-ups at once become one; flock is part of Linux's base.
 set_up() {
-  local base
-  base=$(find_base)
-  mkdir -p "$venv"
+  local base=""
   if [[ -x $venv/bin/python ]] && ! is_ours; then
     say "$venv was not made by this script, and lacks:"
     say "  $("$venv/bin/python" "$root/tools/dependencies.py" "$extra" 2>&1)"
     say "  fix: .venv/bin/python -m pip install -c constraints.txt -e '.${extra:+[$extra]}', or remove .venv"
     return 1
   fi
+  is_whole || base=$(find_base)
+  mkdir -p "$venv"
   exec 9>"$venv/.lock"
   if command -v flock >/dev/null && ! flock -n 9; then
     say "another set-up is running: waiting for it"

@@ -137,6 +137,21 @@ def test_a_failed_installation_says_why_and_is_done_again_from_nothing(sandbox):
     assert not (sandbox.root / ".venv/half-installed").exists()
 
 
+def test_an_active_venv_is_no_base_of_its_own(sandbox):
+    """As its activation puts it before the other Pythons, or as the only one."""
+    (sandbox.notes / "fail").touch()
+    assert sandbox.set_up()[0] != 0
+    (sandbox.notes / "fail").unlink()
+    scripts = sandbox.root / ".venv/bin"
+    (scripts / "python3").symlink_to("python")
+    sandbox.environment["PATH"] = f"{scripts}:{sandbox.bin}"
+    code, _, err = sandbox.set_up()
+    assert code == 0 and "interrupted" in err and f"({sandbox.bin}/python3)" in err
+    (scripts / "python3").symlink_to("python")
+    (sandbox.bin / "python3").unlink()
+    assert sandbox.set_up("test")[0] == 0
+
+
 def test_two_set_ups_at_once_install_once(sandbox):
     os.mkfifo(sandbox.notes / "wait")
     script = sandbox.root / "tools" / "setup.sh"
