@@ -37,6 +37,7 @@ from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ToolkitError, report
 from toolkit.hardware import Hardware, detect
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import CHECKED_DEVICE, environment_error, shown_ranks, whole_number
+from toolkit.launcher.node_terms import node_range
 from toolkit.launcher.signals import Stopped, stop_at_once
 from toolkit.launcher.supervisor import Launch, say, supervise
 
@@ -56,8 +57,7 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
             f"each rank needs a GPU of its own, and {hardware.count} are visible here",
             f"set NGPU to at most {hardware.count}, or train on the CPU with --training.device cpu",
         )
-    most = environ.get("NNODES", "").rpartition(":")[2]  # of 2:4 nodes
-    nodes = whole_number({"NNODES": most}, "NNODES", 1, 1, MAX_RANKS)
+    _, nodes = node_range(environ)
     node_rank = whole_number(environ, "NODE_RANK", 0, 0)
     if node_rank >= nodes:
         raise environment_error("NODE_RANK", str(node_rank), f"with NNODES = {nodes} it is below {nodes}")

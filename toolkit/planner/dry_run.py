@@ -23,6 +23,7 @@ from toolkit.config.types import MAX_RANKS
 from toolkit.errors import EXIT_FINISHED, ConfigError, one_line
 from toolkit.hardware import Hardware, detect
 from toolkit.launcher.environment import shown_ranks, whole_number
+from toolkit.launcher.node_terms import node_range
 from toolkit.models.common.args import block_parameters, head_parameters
 from toolkit.models.from_config import needs_tokenizer
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
@@ -86,8 +87,7 @@ def world_size(environ: Mapping[str, str], device: str) -> int:
     """NGPU × NNODES as of a launch, else WORLD_SIZE as of torchrun, else what is here."""
     here, most = detect(device).count, MAX_RANKS
     if environ.get("NGPU") or environ.get("NNODES"):
-        nodes = {"NNODES": environ.get("NNODES", "").rpartition(":")[2]}  # of 2:4 nodes the most
-        return whole_number(environ, "NGPU", here, 1, most) * whole_number(nodes, "NNODES", 1, 1, most)
+        return whole_number(environ, "NGPU", here, 1, most) * node_range(environ)[1]
     return whole_number(environ, "WORLD_SIZE", here, 1, most)
 
 
