@@ -26,6 +26,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from toolkit import preflight
 from toolkit.config import Config, load_config
@@ -33,7 +34,7 @@ from toolkit.config.local_paths import expand_user
 from toolkit.config.types import MAX_RANKS
 from toolkit.data.build import open_data
 from toolkit.data.run_data import TOKENS
-from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ToolkitError, report
+from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ConfigError, ToolkitError, report
 from toolkit.hardware import Hardware, detect
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import CHECKED_DEVICE, environment_error, shown_ranks, whole_number
@@ -63,7 +64,7 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
         raise environment_error("NODE_RANK", str(node_rank), f"with NNODES = {nodes} it is below {nodes}")
     address, port = "127.0.0.1", 0  # whatever an outer job exports: runs on one node do not meet
     if nodes > 1:
-        address, port = environ.get("MASTER_ADDR", ""), whole_number(environ, "MASTER_PORT", 29500, 1, 65535)
+        address, port = _meeting(environ)
         if not address:
             raise environment_error(
                 "MASTER_ADDR", "", f"{nodes} nodes meet at the first one", "set MASTER_ADDR to its host name"
@@ -79,9 +80,23 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
     )
 
 
+def _meeting(environ: Mapping[str, str]) -> tuple[str, int]:
+    """The address and the port of node 0."""
+    return environ.get("MASTER_ADDR", ""), whole_number(environ, "MASTER_PORT", 29500, 1, 65535)
+
+
+def _stay_away(error: ToolkitError) -> None:
+    """Tell node 0, where the environment says which that is, that this node does not come."""
+    with suppress(ConfigError):
+        node, (address, port) = whole_number(os.environ, "NODE_RANK", 0, 0), _meeting(os.environ)
+        if node and address:
+            from toolkit.launcher.nodes import stay_away
+
+            stay_away(node, address, port, error)
+
+
 def main(argv: Sequence[str]) -> int:
     """Check the configuration that ``argv`` describes, tokenise its corpus, then run ``toolkit.train``."""
-    launch = None
     try:
         with stop_at_once():
             config = load_config(argv)
@@ -100,10 +115,7 @@ def main(argv: Sequence[str]) -> int:
                 _prepare(config, launch, hardware)
     except ToolkitError as error:
         code = report(error, show=True, debug="--debug" in argv)
-        if launch and launch.node_rank:
-            from toolkit.launcher.nodes import stay_away
-
-            stay_away(launch, error)
+        _stay_away(error)
         return code
     except Stopped as stopped:
         say(f"{stopped.name}: stopped before the ranks started; the same command starts again")

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from toolkit.errors import ConfigError
 from toolkit.hardware import Hardware
 from toolkit.launch import launch_from
 from toolkit.launcher.environment import RankEnvironment, rank_environment
+from toolkit.launcher.node_link import Link
 
 ROOT = Path(__file__).parents[2]
 CPU = Hardware("cpu", "CPU", 2, native_bf16=False)
@@ -103,6 +105,23 @@ def test_a_wrong_environment_ends_before_any_rank_starts():
     result, _ = _launch(NGPU="many")
     assert result.returncode == 2
     assert "NGPU = 'many'" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "told"),
+    [(["--training.stepz=5"], {}, "training.stepz"), (SMALL, {"NGPU": "many"}, "NGPU = 'many'")],
+)
+def test_node_0_is_told_of_a_node_that_does_not_come(flags, said, told, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as node_0:
+        port = str(node_0.getsockname()[1])
+        here = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in (here | said).items():
+            monkeypatch.setenv(name, value)
+        assert toolkit.launch.main(flags) == 2
+        node_0.settimeout(5)  # it has come by now, if it comes
+        message = Link(node_0.accept()[0], 5).receive()
+    assert (message["kind"], message["node"], message["code"]) == ("leave", 1, 2)
+    assert told in message["text"]
 
 
 def test_a_console_that_goes_ends_no_run(tmp_path):

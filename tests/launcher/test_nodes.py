@@ -144,6 +144,11 @@ def test_a_single_node_starts_again_as_well(three: Cluster, folder: Path) -> Non
 def test_what_no_launcher_says_does_no_harm(three: Cluster, folder: Path) -> None:
     first = _start(three.nodes[0], folder)
     assert eventually(lambda: "is here" in first.text, SECONDS)
+
+    def tell(words: str) -> None:
+        send = f"import socket; socket.create_connection(('10.0.0.1', {PORT})).sendall(b'''{words}''')"
+        assert three.nodes[2].start(sys.executable, "-S", "-c", send).wait(SECONDS) == 0
+
     rubbish = [
         r"GET / HTTP/1.0\r\n\r\n",
         "[]\\n",
@@ -151,10 +156,11 @@ def test_what_no_launcher_says_does_no_harm(three: Cluster, folder: Path) -> Non
         '{"kind": "ended"}\\n',
     ]
     for words in rubbish:
-        send = f"import socket; socket.create_connection(('10.0.0.1', {PORT})).sendall(b'''{words}''')"
-        assert three.nodes[2].start(sys.executable, "-S", "-c", send).wait(SECONDS) == 0
+        tell(words)
     second = _start(three.nodes[1], folder)
     _begun(folder, 2)
+    tell('{"kind": "leave", "node": 1, "host": "host2", "code": 2, "text": "a flag"}\\n')
+    assert eventually(lambda: "node 1 (host2): a flag" in first.text, SECONDS)
     (folder / "finish").touch()
     _ended(three.nodes, [first, second], 0)
 

@@ -272,18 +272,17 @@ class Member:
         return watch.gone
 
 
-def stay_away(launch: Launch, error: ToolkitError) -> None:
-    """Tell node 0, if it can be reached at once, that the checks of this node have found ``error``."""
+def stay_away(node_rank: int, address: str, port: int, error: ToolkitError) -> None:
+    """Tell node 0 at ``address``, if it can be reached at once, that this node has found ``error``."""
     end = time.monotonic() + LEAVING_SECONDS
     while time.monotonic() < end:
         try:
-            address = launch.master_addr, launch.master_port
-            connection = socket.create_connection(address, timeout=LEAVING_SECONDS)
-        except OSError:
+            connection = socket.create_connection((address, port), timeout=LEAVING_SECONDS)
+        except (OSError, ValueError):
             time.sleep(RETRY_SECONDS)
             continue
         link = Link(connection, LEAVING_SECONDS)
-        said = {"node": launch.node_rank, "host": socket.gethostname()}
+        said = {"node": node_rank, "host": socket.gethostname()}
         link.send("leave", **said, code=error.exit_code, text=str(error))
         link.finish(LEAVING_SECONDS)
         link.close()

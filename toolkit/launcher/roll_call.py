@@ -236,7 +236,8 @@ class RollCall:
         node.link.close()
         if message["kind"] == "leave":
             code, why = int(message["code"]), str(message["text"])
-            if node.number == 0 or (code in FINAL and not self.terms.elastic):
+            needed = node.number == 0 or (code in FINAL and not self.terms.elastic)
+            if needed and (node.playing or self._phase != "running"):  # a running one needs no other launcher
                 self._exit(code, f"{node}: {why}")
                 return
         else:
