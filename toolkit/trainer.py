@@ -282,6 +282,7 @@ class Trainer:
             total_steps=self.total_steps,
             resume_step=state.step,
             rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
             config_text=self.config.to_toml(),
             config=self.config.model_dump(),
         )

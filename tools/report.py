@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import html
 import json
-import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 
 from toolkit.errors import DataError
 from toolkit.io import standard_streams
+from toolkit.metrics.jsonl import rank_files
 from tools.arguments import local_path
 from tools.plot import (
     COLORS,
@@ -57,11 +57,9 @@ def read_ranks(folder: Path) -> dict[int, list[Record]]:
         DataError: it is no folder of a run, or holds nothing yet.
     """
     ranks = {0: read_run(folder)}
-    for path in folder.glob("metrics.rank-*.jsonl"):
-        if (found := re.fullmatch(r"metrics\.rank-(\d+)\.jsonl", path.name)) is None:
-            continue  # of an earlier run
+    for rank, path in rank_files(folder).items():
         try:
-            ranks[int(found[1])] = read_run(folder, path.name)
+            ranks[rank] = read_run(folder, path.name)
         except DataError:  # it has written no line yet
             continue
     return dict(sorted(ranks.items()))

@@ -18,6 +18,7 @@ from tests.training import small_config, small_trainer
 from toolkit.distributed import process_group
 from toolkit.health.heartbeat import Heartbeat
 from toolkit.health.stragglers import DeviceWaits, Stragglers
+from toolkit.metrics.jsonl import rank_files
 from toolkit.parallel import autograd_collectives
 
 DELAY = 0.8  # seconds of a slow rank beside next to none of the others, on a machine that has other work
@@ -100,6 +101,7 @@ def _trained(folder: str) -> dict[str, Any]:
 
 
 def test_a_run_compares_its_ranks_and_leaves_a_heartbeat(tmp_path: Path) -> None:
+    (tmp_path / "metrics.rank-2.jsonl").write_text("{}\n")  # of an earlier run on more ranks
     for rank, ranks in enumerate(run_world(_trained, 2, str(tmp_path))):
         for line in ranks["lines"]:
             parts = line["data_seconds"] + line["compute_seconds"] + line["communication_seconds"]
@@ -108,6 +110,7 @@ def test_a_run_compares_its_ranks_and_leaves_a_heartbeat(tmp_path: Path) -> None
         beat = ranks["beat"]
         assert (beat["rank"], beat["step"], beat["state"]) == (rank, 3, "finished")
         assert beat["host"] == socket.gethostname() and abs(time.time() - beat["time"]) < 600
+    assert list(rank_files(tmp_path)) == [1]
 
 
 def test_a_heartbeat_names_what_a_run_is_in(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from toolkit.config.job import Metrics
 from toolkit.io import standard_streams
+from toolkit.metrics.jsonl import rank_files
 from toolkit.metrics.logger import MetricLogger
 from toolkit.metrics.memory import memory
 
@@ -68,6 +69,19 @@ def test_a_new_run_in_the_same_folder_hides_the_old_one(tmp_path):
     _run(tmp_path, [1, 2, 3])
     _run(tmp_path, [1, 2], scale=10.0)
     assert _scalars(_events(tmp_path / "tb"), "train/loss") == [(1, 10.0), (2, 20.0)]
+
+
+def test_a_new_run_sets_files_of_ranks_that_it_has_not_aside(tmp_path):
+    one, all_ranks = (Metrics(enable_tensorboard=False, save_for_all_ranks=asked) for asked in (False, True))
+    for rank in range(3):
+        _run(tmp_path, [1], options=all_ranks, rank=rank, world_size=3)
+    _run(tmp_path, [2], options=one, resume_step=1)
+    assert sorted(rank_files(tmp_path)) == [1, 2]
+    _run(tmp_path, [1], options=all_ranks, world_size=2)
+    assert sorted(rank_files(tmp_path)) == [1]
+    _run(tmp_path, [1], options=one, world_size=2)
+    assert rank_files(tmp_path) == {}
+    assert all((tmp_path / f"metrics.rank-{rank}.previous.jsonl").exists() for rank in (1, 2))
 
 
 def test_tensorboard_can_be_off_or_elsewhere(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             if resume_step == 0:
-                path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))
+                set_aside(path)
             else:
                 from toolkit.metrics.jsonl_cut import cut
 
@@ -35,6 +36,20 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def set_aside(path: Path) -> None:
+    """Keep ``path``, of an earlier run, as ``<stem>.previous.jsonl``."""
+    path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))
+
+
+def rank_files(folder: Path) -> dict[int, Path]:
+    """The files of ranks other than 0 in ``folder``, without those that were set aside."""
+    found = {}
+    for path in folder.glob("metrics.rank-*.jsonl"):
+        if name := re.fullmatch(r"metrics\.rank-(\d+)\.jsonl", path.name):
+            found[int(name[1])] = path
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from toolkit.config.job import Metrics
 from toolkit.errors import printable
 from toolkit.io import standard_streams
 from toolkit.metrics.console import Console
-from toolkit.metrics.jsonl import JsonLines
+from toolkit.metrics.jsonl import JsonLines, rank_files, set_aside
 from toolkit.metrics.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from toolkit.metrics.wandb import WandB
 
 _EVENTS, _PROM = "TensorBoard's events", "metrics.prometheus_file"
+_OTHERS = "metrics.rank-N.jsonl of an earlier run"
 _CONSOLE_LOST = "console_lost"
 
 
@@ -27,8 +28,9 @@ class MetricLogger:
     Rank 0 prints and writes ``metrics.jsonl`` and ``<save_tb_folder>/``; other ranks do nothing, or with
     ``save_for_all_ranks`` write ``metrics.rank-N.jsonl`` and ``<save_tb_folder>/rank-N/`` of what they log.
     ``resume_step`` is the step of the checkpoint that the run goes on from, 0 for a new run: what the files
-    hold beyond it is dropped. ``config_text`` becomes TensorBoard text, and ``config`` that of the run at
-    Weights & Biases, to which they send their metrics with ``enable_wandb``.
+    hold beyond it is dropped. A new run sets aside the files of those ranks that write none among its
+    ``world_size``. ``config_text`` becomes TensorBoard text, and ``config`` that of the run at Weights &
+    Biases, to which they send their metrics with ``enable_wandb``.
 
     A file that cannot be written is told once and does not stop the training; that the console cannot is told
     in ``metrics.jsonl``, as "console_lost" of the next record.
@@ -42,6 +44,7 @@ class MetricLogger:
         total_steps: int,
         resume_step: int = 0,
         rank: int = 0,
+        world_size: int = 1,
         config_text: str = "",
         config: Mapping[str, Any] | None = None,
     ):
@@ -58,6 +61,9 @@ class MetricLogger:
             return
         self._name = name = "metrics.jsonl" if chief else f"metrics.rank-{rank}.jsonl"
         self._lines = self._attempt(name, lambda: JsonLines(folder / name, resume_step=resume_step))
+        if chief and resume_step == 0:
+            writers = world_size if options.save_for_all_ranks else 1
+            self._attempt(_OTHERS, lambda: _set_others_aside(folder, writers))
         if options.enable_tensorboard:
             events = folder / options.save_tb_folder
             self._tensorboard = TensorBoard(
@@ -126,3 +132,9 @@ class MetricLogger:
             return {}
         self._told.add(_CONSOLE_LOST)
         return {_CONSOLE_LOST: reason}
+
+
+def _set_others_aside(folder: Path, writers: int) -> None:
+    for rank, path in rank_files(folder).items():
+        if rank >= writers:
+            set_aside(path)
