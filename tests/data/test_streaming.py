@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.byte_tokenizer import ByteTokenizer
 from tests.helpers import run_world
 from tests.preflight.bad_runs import CPU
 from tests.s3_server import Server, running_here
@@ -24,8 +25,10 @@ from tests.training import small_config, small_trainer
 from toolkit.config import load_config
 from toolkit.data import streaming
 from toolkit.data.batch_size import batch_shape
+from toolkit.data.corpus import Corpus
 from toolkit.data.packing import PackedRows
-from toolkit.data.streaming import StreamedLoader, n_shards, streamed_loader
+from toolkit.data.streaming import Encoders, Shard, StreamedLoader, n_shards, streamed_loader
+from toolkit.data.tokenize import TextEncoder
 from toolkit.data.tokenize_helpers import Helper
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import DataError
@@ -106,6 +109,29 @@ def test_one_shard_is_the_packed_corpus(corpus: Path) -> None:
     expected = PackedRows(np.concatenate(ids), offsets, SEQ_LEN)
     streamed = rows(loader(corpus, batch=1, data__shuffle="false"), len(expected))
     same(streamed, [expected.sample(number) for number in range(len(expected))])
+
+
+class _Dashless(ByteTokenizer):
+    """Has nothing for a dash."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.replace("-", "").encode())
+
+
+def test_a_document_without_tokens_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer without BOS and EOS may have nothing for a text; here some end a piece, or begin one."""
+    monkeypatch.setattr(streaming, "PIECE_BYTES", 100)
+    texts = random.Random(2).choices(["-", "a", "bird", "flew over"], k=99)
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    encoders = Encoders(TextEncoder("text", _Dashless(bos_id=None, eos_id=None), "uint16"), 0)
+    options = {"seq_len": SEQ_LEN, "document_mask": True}
+    shard = Shard(Corpus("texts", (file,), "text"), lambda epoch: [0], encoders, **options)
+    documents = [text.encode() for text in texts if text != "-"]
+    tokens, offsets = np.frombuffer(b"".join(documents), np.uint8), np.cumsum([0, *map(len, documents)])
+    expected = PackedRows(tokens, offsets, SEQ_LEN)
+    numbers = range(len(expected))
+    same([shard.row() for _ in numbers], [expected.sample(number) for number in numbers])
 
 
 @pytest.mark.parametrize("ranks", (2, 4))

@@ -175,8 +175,8 @@ class Shard:
             self._pieces.append((-self._start.token, position))
         else:
             self._pieces.append((len(kept), position))
-        self._begins = np.concatenate([self._begins - done, begins + len(kept)])
-        self._begins = self._begins[self._begins >= 0]
+        begins = np.concatenate([self._begins - done, begins + len(kept)])
+        self._begins = np.unique(begins[begins >= 0])  # a document without tokens begins where the next does
         self._tokens = np.concatenate([kept, tokens]) if len(kept) else tokens
 
     def _read(self, start: Position) -> Iterator[tuple[Position, Piece]]:
