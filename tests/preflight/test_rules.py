@@ -260,6 +260,16 @@ CHECKPOINT = [
         prepare=lambda folder: save(folder, 5, model={}, base={"place": "m", "fingerprint": ""}),
     ),
     bad(
+        "checkpoint_is_whole",
+        "checkpoint.initial_load_path=outputs/checkpoint/step-5 checkpoint.initial_load_model_only=false "
+        "finetune.adapter=lora checkpoint.enable job.dump_folder=other",
+        "finetune.adapter_path = outputs/checkpoint/step-5",
+        "either way set checkpoint.initial_load_model_only = true: optimizer, step",
+        prepare=lambda folder: save(
+            folder, 5, base={"place": "m", "fingerprint": ""}, config=_saved_finetune(adapter="lora")
+        ),
+    ),
+    bad(
         "checkpoint_has_adapter",
         "finetune.adapter=lora checkpoint.enable",
         "a run with finetune.adapter = none",

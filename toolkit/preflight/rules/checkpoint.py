@@ -107,14 +107,20 @@ def checkpoint_trains_the_same(run: PlannedRun) -> list[Problem]:
 
 @rule(CheckpointError)
 def checkpoint_is_whole(run: PlannedRun) -> list[Problem]:
-    """A run that starts from the weights of a checkpoint needs all of them."""
+    """A run that starts from another's checkpoint finds a whole model there."""
     start = run.start
-    if start.manifest is None or start.resumes or "base" not in start.manifest["run"]:
+    own = start.loaded_by == "checkpoint.load_step"
+    if start.manifest is None or own or "base" not in start.manifest["run"]:
         return []
     fix = (
         f"merge it first: python -m tools.convert_weights merge BASE {start.loaded} OUT; or name its base "
         f"here and finetune.adapter_path = {start.loaded}"
     )
+    if start.resumes:
+        fix += (
+            "; either way set checkpoint.initial_load_model_only = true: optimizer, step and data position "
+            "do not come along"
+        )
     return [
         run.problem(start.loaded_by, f"the checkpoint {start.loaded} holds an adapter, and no model", fix)
     ]
