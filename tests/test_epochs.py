@@ -18,7 +18,7 @@ BATCH, SAMPLES, EPOCHS, STEPS = 4, 17, 3, 13
 """An epoch is 4.25 steps, and three are 12.75."""
 
 
-def _trainer(folder: Path, epochs: int, batch: int = BATCH) -> Trainer:
+def _trainer(folder: Path, epochs: int, batch: int = BATCH, **checkpoint: Any) -> Trainer:
     corpus = folder.parent / "corpus.txt"
     corpus.write_text("".join(f"{line} {line * line}\n" for line in range(200)))
     config = small_config(
@@ -32,7 +32,7 @@ def _trainer(folder: Path, epochs: int, batch: int = BATCH) -> Trainer:
             "epochs": epochs,
         },
         lr_scheduler={"warmup_steps": 2, "decay_type": "step", "gamma": 0.5},
-        checkpoint={"enable": True},
+        checkpoint={"enable": True, **checkpoint},
     )
     return small_trainer(config)
 
@@ -68,6 +68,13 @@ def _runs(folder: str) -> dict[str, Any]:
         "second": _run(Path(folder, "parts"), EPOCHS),
         "exact": _trainer(Path(folder, "exact"), 150, batch=50).total_steps,
         "resumed": {batch: _trainer(Path(folder, "parts"), 6, batch).total_steps for batch in (2, 4, 8)},
+        "anew": _trainer(
+            Path(folder, "anew"),
+            EPOCHS,
+            initial_load_path=str(Path(folder, "parts", "checkpoint", "step-5")),
+            initial_load_model_only=False,
+            exclude_from_loading=["dataloader"],
+        ).total_steps,
     }
 
 
@@ -92,6 +99,10 @@ def test_epochs_that_end_with_a_step_need_no_other(runs: dict[str, Any]) -> None
 def test_epochs_are_of_samples_where_a_run_goes_on_with_another_batch(runs: dict[str, Any]) -> None:
     left = 6 * SAMPLES - STEPS * BATCH
     assert runs["resumed"] == {batch: STEPS + -(-left // batch) for batch in (2, 4, 8)}
+
+
+def test_epochs_follow_the_steps_of_another_run_where_the_data_starts_anew(runs: dict[str, Any]) -> None:
+    assert runs["anew"] == runs["first"]["steps"] + STEPS
 
 
 def test_the_rate_falls_with_the_first_step_after_each_epoch(runs: dict[str, Any]) -> None:

@@ -81,9 +81,8 @@ class Trainer:
                 self.checkpointer.restore()
         self.total_steps = config.training.steps
         if config.training.epochs:  # of which steps before may have had another batch
-            done = self.loader.samples
-            left = config.training.epochs * self.loader.epoch_samples - done
-            self.total_steps = max(0, -(-left // self.batch.total)) + (self.train_state.step if done else 0)
+            left = config.training.epochs * self.loader.epoch_samples - self.loader.samples
+            self.total_steps = self.train_state.step + max(0, -(-left // self.batch.total))
         self.watch: Watch | None = None
         if config.health != Health():
             from toolkit.health.watch import Watch
