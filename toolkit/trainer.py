@@ -79,10 +79,7 @@ class Trainer:
             with phases("checkpoint"):
                 self.checkpointer = self._checkpointer()
                 self.checkpointer.restore()
-        self.total_steps = config.training.steps
-        if config.training.epochs:  # of which steps before may have had another batch
-            left = config.training.epochs * self.loader.epoch_samples - self.loader.samples
-            self.total_steps = self.train_state.step + max(0, -(-left // self.batch.total))
+        self.total_steps = self.count_steps()
         self.watch: Watch | None = None
         if config.health != Health():
             from toolkit.health.watch import Watch
@@ -157,6 +154,15 @@ class Trainer:
             position=self.loader, state=self.train_state, group=self.patient_group,
             about=about_run(self.config, self.args, self.mesh, self.batch),
         )  # fmt: skip
+
+    def count_steps(self) -> int:
+        """Steps of the run in all: with epochs, those so far and as many as the samples left take, since the
+        steps before may have had another batch, or have been rolled back from."""
+        training = self.config.training
+        if not training.epochs:
+            return training.steps
+        left = training.epochs * self.loader.epoch_samples - self.loader.samples
+        return self.train_state.step + max(0, -(-left // self.batch.total))
 
     # Training
 

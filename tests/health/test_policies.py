@@ -36,13 +36,14 @@ def _trainer(
     *,
     steps: int = STEPS,
     checkpoint: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
     **tables: Any,
 ) -> Trainer:
     return small_trainer(
         small_config(
             folder,
             health=health,
-            training={"steps": steps, "local_batch_size": 4, "max_norm": 0.5},
+            training={"steps": steps, "local_batch_size": 4, "max_norm": 0.5} | (training or {}),
             lr_scheduler={"warmup_steps": 2, "total_steps": STEPS},
             checkpoint={"enable": True, "interval": 3} | (checkpoint or {}),
             **tables,
@@ -88,6 +89,8 @@ def _run(trainer: Trainer, factors: dict[int, float]) -> dict[str, Any]:
         "lines": lines,
         "tokens": trainer.train_state.tokens,
         "samples": trainer.loader.samples,
+        "epoch_samples": trainer.loader.epoch_samples,
+        "saved": max(trainer.checkpointer.manager.saved, default=0) if trainer.checkpointer else 0,
         "seen": seen,
         "weights": weights_digest(trainer.model_parts.models[0]),
     }
@@ -111,6 +114,12 @@ def _world(folder: str) -> dict[str, Any]:
         rewound = _trainer(root / "fsdp", HEALTH, steps=8, checkpoint={"load_step": 3, "interval": 100})
         found["rewound"] = _run(rewound, {16 * 6: NAN})  # in step 7; the steps 6 and 9 are there
         found["sound"] = _run(_trainer(root / "sound", HEALTH, steps=STEPS + 2, **streamed), {})
+        corpus = root / "corpus.txt"
+        corpus.write_text("".join(f"{line} {line * line}\n" for line in range(200)))
+        epoch = {"dataset_path": str(corpus), "seq_len": 16, "epochs": 1}
+        found["epoch"] = _run(_trainer(root / "epoch", HEALTH, training=epoch), {16 * 4: NAN})
+        to_end = _trainer(root / "to_end", HEALTH, training=epoch)
+        found["to_end"] = _run(to_end, {(to_end.loader.epoch_samples - 1) // 16 * 16: NAN})
     if dist.get_world_size() == 2:
         # The second part begins at the step before the spike, the first ends there.
         _run(_trainer(root / "parts", HEALTH, steps=6), FACTORS)
@@ -172,6 +181,17 @@ def test_a_streamed_corpus_goes_on_behind_what_is_skipped(runs: dict[str, Any]) 
     assert run["seen"] == sound["seen"] and [*run["seen"]] == [*range(0, (STEPS + 2) * 16, 16)]
     assert runs["streamed2"]["events"][0]["samples"] == [48, 80]
     assert _close(runs["streamed2"]["losses"], run["losses"])
+
+
+def test_epochs_end_with_their_samples_whatever_was_skipped(runs: dict[str, Any]) -> None:
+    """Two batches of an epoch are left out, or all since the last checkpoint: one step more saves then."""
+    run, to_end = runs["epoch1"], runs["to_end1"]
+    batches = -(-run["epoch_samples"] // 16)
+    assert [*run["losses"]] == [*range(1, batches - 1)] and run["saved"] == batches - 2
+    assert run["samples"] == batches * 16
+    [back] = to_end["events"]
+    assert (back["refused_step"], back["samples"][1]) == (batches, batches * 16)
+    assert [*to_end["losses"]][-1] == to_end["saved"] == back["step"] + 1
 
 
 def test_what_happened_is_in_the_metrics(runs: dict[str, Any]) -> None:

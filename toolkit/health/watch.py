@@ -103,6 +103,8 @@ class Watch:
             )
         position = trainer.loader.state_dict()
         trainer.loader.load_state_dict({**position, "samples": end})
+        # One step is left at least: the last one validates, saves and exports.
+        trainer.total_steps = max(trainer.count_steps(), state.step + 1)
         trainer.log.close()
         trainer._start_log()
         trainer.history = [record for record in history if record["step"] <= state.step]
