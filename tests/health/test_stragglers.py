@@ -60,8 +60,42 @@ def _compared(kind: str) -> list[Any]:
     return found
 
 
+class _Recorded(DeviceWaits):
+    """Collectives of half a second each, as NCCL's recorder tells of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[dict[str, Any]] = []
+
+    def collective(self) -> None:
+        about = {"record_id": len(self.entries), "duration_ms": 500.0}
+        self.entries.append(about | {"time_created_ns": time.time_ns()})
+
+    @property
+    def seconds(self) -> float:
+        self.count(self.entries)
+        return self._total
+
+
+def _on_a_gpu() -> list[float]:
+    """Seconds of communication of six steps, compared after each second one, with others between them."""
+    stragglers = Stragglers(3.0, torch.device("cpu"))
+    stragglers._waits = waits = _Recorded()
+    step, found = stragglers.timed(waits.collective), []
+    for validates in (False, True, False):
+        step()
+        for _ in range(20 * validates):
+            waits.collective()
+        step()
+        compared, _ = stragglers.compare(0.1)
+        found.append(compared["communication_seconds"])
+        for _ in range(20 * validates):
+            waits.collective()
+    return found
+
+
 def _world() -> dict[str, Any]:
-    return {kind: _compared(kind) for kind in KINDS}
+    return {kind: _compared(kind) for kind in KINDS} | {"on a GPU": _on_a_gpu()}
 
 
 KINDS = ("a collective", "a collective of autograd", "transfers")
@@ -84,6 +118,10 @@ def test_a_slow_rank_is_named_with_what_it_is_slow_at(found: list[dict[str, Any]
         assert "0.80 s of data" in waits["reason"]
         assert (slow["compute_seconds"] > 0.9 * DELAY) == (rank == 1)
         assert (slow["communication_seconds"] > 0.9 * DELAY) == (rank == 0)
+
+
+def test_what_a_gpu_sends_between_steps_is_of_none(found: list[dict[str, Any]]) -> None:
+    assert [ranks["on a GPU"] for ranks in found] == [[0.5, 0.5, 0.5]] * 2
 
 
 def _trained(folder: str) -> dict[str, Any]:
@@ -130,9 +168,15 @@ def test_a_heartbeat_names_what_a_run_is_in(tmp_path: Path) -> None:
 
 def test_collectives_of_a_gpu_are_counted_once() -> None:
     waits = DeviceWaits()
-    entries = [{"record_id": it, "duration_ms": 500.0 if it < 3 else None} for it in range(4)]
+    waits.step(0, 100)
+    entries = [
+        {"record_id": it, "duration_ms": 500.0 if it < 3 else None, "time_created_ns": it} for it in range(4)
+    ]
     waits.count(entries)
     assert waits._total == pytest.approx(1.5)
     entries[3]["duration_ms"] = 250.0  # was under way
     waits.count(entries)
     assert waits._total == pytest.approx(1.75)
+    entries = [{"record_id": 4, "duration_ms": 500.0, "time_created_ns": 200}]
+    waits.count(entries)
+    assert waits._total == pytest.approx(1.75) and waits._edges == []

@@ -3,7 +3,8 @@
 Ranks step together, so that a slow one shows in the time that it does not wait in collectives, while the
 others wait for it. On a CPU the host blocks there, and its clock tells. On a GPU it does not: there NCCL's
 flight recorder has the time of each collective on the device (TORCH_NCCL_ENABLE_TIMING), the wait for peers
-included, also of those beside which the GPU computes. Comparing costs one small all-reduce a logged step.
+included, also of those beside which the GPU computes; those between steps, of validations and saves, are left
+out. Comparing costs one small all-reduce a logged step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from bisect import bisect
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -54,10 +56,16 @@ class _Waiting:
 
 
 class DeviceWaits:
-    """Seconds that collectives have been under way on the GPU, as far as NCCL's recorder remembers them."""
+    """Seconds that collectives of steps have been under way on the GPU, as far as NCCL's recorder remembers
+    them."""
 
     def __init__(self) -> None:
         self._total, self._seen = 0.0, -1
+        self._edges: list[int] = []  # begin and end of each step, in the recorder's Unix nanoseconds
+
+    def step(self, begin: int, end: int) -> None:
+        """Count the collectives that were asked for in a step between these Unix nanoseconds."""
+        self._edges += [begin, end]
 
     @property
     def seconds(self) -> float:
@@ -67,10 +75,13 @@ class DeviceWaits:
         return self._total
 
     def count(self, entries: list[dict[str, Any]]) -> None:
-        """Add up the collectives of a trace that are done and have not been counted."""
+        """Add up the collectives of a trace, oldest first, that are of steps, done and not counted yet."""
         new = [it for it in entries if it["record_id"] > self._seen and it.get("duration_ms") is not None]
-        self._total += sum(it["duration_ms"] for it in new) / 1e3
+        of_steps = [it for it in new if bisect(self._edges, it["time_created_ns"]) % 2]
+        self._total += sum(it["duration_ms"] for it in of_steps) / 1e3
         self._seen = max([self._seen, *(it["record_id"] for it in new)])
+        if entries:  # steps before the oldest are forgotten
+            del self._edges[: bisect(self._edges, entries[0]["time_created_ns"]) // 2 * 2]
 
 
 class Stragglers:
@@ -91,11 +102,15 @@ class Stragglers:
         """The step with its time counted."""
 
         def step(*arguments: Any, **options: Any) -> Any:
-            host = isinstance(self._waits, HostWaits)
-            started, waited = time.perf_counter(), self._waits.seconds if host else 0.0
+            waits = self._waits
+            begin, started = time.time_ns(), time.perf_counter()
+            waited = waits.seconds if isinstance(waits, HostWaits) else 0.0
             result = train_step(*arguments, **options)
             self._seconds += time.perf_counter() - started
-            self._waited += self._waits.seconds - waited if host else 0.0
+            if isinstance(waits, HostWaits):
+                self._waited += waits.seconds - waited
+            else:
+                waits.step(begin, time.time_ns())
             self._steps += 1
             return result
 
