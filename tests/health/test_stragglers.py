@@ -132,10 +132,18 @@ def _trained(folder: str) -> dict[str, Any]:
         training={"steps": 3, "local_batch_size": 4},
     )
     trainer = small_trainer(config)
-    trainer.train()
     name = "heartbeat.json" if dist.get_rank() == 0 else f"heartbeat.rank-{dist.get_rank()}.json"
+    train_step, beats = trainer.train_step, []
+
+    def step(*arguments: Any, **options: Any) -> Any:
+        beats.append(json.loads(Path(folder, name).read_text()))
+        return train_step(*arguments, **options)
+
+    trainer.train_step = step  # type: ignore[assignment]
+    trainer.train()
+    beats.append(json.loads(Path(folder, name).read_text()))
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return {"lines": [json.loads(line) for line in lines], "beat": json.loads(Path(folder, name).read_text())}
+    return {"lines": [json.loads(line) for line in lines], "beats": beats}
 
 
 def test_a_run_compares_its_ranks_and_leaves_a_heartbeat(tmp_path: Path) -> None:
@@ -145,7 +153,8 @@ def test_a_run_compares_its_ranks_and_leaves_a_heartbeat(tmp_path: Path) -> None
             parts = line["data_seconds"] + line["compute_seconds"] + line["communication_seconds"]
             assert 0 < parts <= line["step_seconds"] and line["communication_seconds"] > 0
             assert line["slowest_rank_seconds"] >= line["median_rank_seconds"] > 0
-        beat = ranks["beat"]
+        assert [beat["step"] for beat in ranks["beats"]] == [0, 1, 2, 3]  # those before a step are done in it
+        beat = ranks["beats"][-1]
         assert (beat["rank"], beat["step"], beat["state"]) == (rank, 3, "finished")
         assert beat["host"] == socket.gethostname() and abs(time.time() - beat["time"]) < 600
     assert list(rank_files(tmp_path)) == [1]

@@ -72,4 +72,4 @@ def test_slow_unsound_and_hung_ranks_are_named(tmp_path: Path) -> None:
         told
     )
     beat = json.loads((tmp_path / "run" / "heartbeat.json").read_text())
-    assert (beat["step"], beat["state"], beat["rank"], beat["host"]) == (9, "failed", 0, "host0")
+    assert (beat["step"], beat["state"], beat["rank"], beat["host"]) == (8, "failed", 0, "host0")

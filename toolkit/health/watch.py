@@ -25,6 +25,7 @@ class Watch:
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
         self._back_to, self._times = -1, 0  # the checkpoint of the last roll-back, and how often
+        self._done = trainer.train_state.step  # the state counts the one in progress too
         self.guard = Guard(trainer.config.health, lambda: trainer.train_state.health)
         self.train_step = trainer.train_step
         self.train_step.guard = self.guard
@@ -42,12 +43,13 @@ class Watch:
             from toolkit.health.heartbeat import Heartbeat
 
             path = trainer.folder / ("heartbeat.json" if rank == 0 else f"heartbeat.rank-{rank}.json")
-            done = lambda: trainer.train_state.step  # noqa: E731
+            done = lambda: self._done  # noqa: E731
             self.heartbeat = Heartbeat(path, seconds=options.heartbeat_seconds, rank=rank, step=done)
             self.heartbeat.beat("starting")
 
     def after_step(self, result: StepResult, speed: SpeedMeter) -> bool:
         """Look at what a step gave; True says that the run has gone back to an earlier one."""
+        self._done = self.trainer.train_state.step
         if self.heartbeat:
             self.heartbeat.beat("training")
             speed.mark = self.heartbeat.marks(speed.mark)
@@ -88,6 +90,7 @@ class Watch:
         trainer, state = self.trainer, self.trainer.train_state
         assert trainer.checkpointer, "the preflight refuses to roll back without checkpoints"
         history, back_to = trainer.history, trainer.checkpointer.roll_back()
+        self._done = state.step
         refused = f"step {seen['refused_step']}: {seen['reason']}"
         if back_to is None:
             raise TrainingError(
