@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -138,3 +139,18 @@ def test_the_end_compares_it_with_what_was_measured(
     said = capfd.readouterr().err
     assert said.startswith("launch: memory: at most 60.5 GiB of tensors on rank 0, forecast 61.2\n")
     assert said.endswith("launch: step: 1.25 s in the median, forecast 1.5\n")
+
+
+@pytest.mark.parametrize("name", ["forecast.json", "metrics.jsonl"])
+def test_a_file_of_an_earlier_run_is_not_compared(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config([*MODEL, f"--job.dump_folder={tmp_path}"])
+    monkeypatch.setattr(sys, "executable", "true")  # which writes nothing
+    forecast = Forecast([], 2)
+    forecast.wait()
+    (tmp_path / "forecast.json").write_text('{"peak_gib": 61.25, "step_seconds": 1.5}')
+    (tmp_path / "metrics.jsonl").write_text('{"memory_gib": 60.0, "step_seconds": 9}')
+    os.utime(tmp_path / name, (1, 1))
+    forecast.end(config)
+    assert capfd.readouterr().err == ""

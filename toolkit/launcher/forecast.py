@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class Forecast:
     def __init__(self, argv: Sequence[str], world_size: int, *, processes: int = 1, delay: float = 0.0):
         self._command = [sys.executable, "-m", "toolkit.planner.fit", str(world_size), *argv]
         self._processes = processes
+        self._since = time.time()
         self._program: subprocess.Popen[bytes] | None = None
         self._begun = threading.Lock()  # held while the program is started, and once it must not be
         self._timer = threading.Timer(delay, self._begin)
@@ -60,13 +62,17 @@ class Forecast:
         if self._program:
             self._program.kill()
             self._program.wait()
-            _compare(config)
+            _compare(config, self._since)
 
 
-def _compare(config: Config) -> None:
+def _compare(config: Config, since: float) -> None:
+    """Compare what was written ``since`` that time: what is older is of an earlier run in the folder."""
+    file, measured = forecast_file(config), expand_user(config.job.dump_folder) / "metrics.jsonl"
     try:
-        forecast = json.loads(forecast_file(config).read_text())
-        lines = (expand_user(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
+        if min(file.stat().st_mtime, measured.stat().st_mtime) < since:
+            return
+        forecast = json.loads(file.read_text())
+        lines = measured.read_text().splitlines()
         rows = [row for row in map(json.loads, lines) if "memory_gib" in row]
     except (OSError, ValueError):
         return
