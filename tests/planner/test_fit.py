@@ -67,6 +67,24 @@ def test_what_is_said(
     assert found["peak_gib"] == pytest.approx(sum(found["parts"].values()) / GIB)
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_what_would_fit_keeps_a_batch_that_the_mesh_gives(
+    early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "_MOST_RANKS", 8)
+    flags = [*MODEL, *FULL, "--training.global_batch_size=-1"]
+    flags += ["--optimizer.early_step_in_backward"] if early else []
+    others = dict(fit._alternatives(PlannedRun(load_config(flags), 2, GPU)))
+    batch, one = "--training.global_batch_size 16", "--training.local_batch_size 1"
+    said = [f"4 GPUs and {batch}", f"8 GPUs and {batch}"]
+    if not early:  # which accumulates nothing
+        said = [f"{batch} {one}", *(f"{it} {one}" for it in said)]
+    assert list(others) == said
+    for other in others.values():
+        assert other.batch and other.batch.total == 16
+        assert other.batch.accumulation == 1 or not early
+
+
 def test_a_known_kind_of_gpu_gives_seconds_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ from toolkit.launcher.supervisor import say
 from toolkit.planner.allocations import StepMemory
 from toolkit.planner.dry_run import distinct
 from toolkit.planner.fake_step import step_memory
+from toolkit.planner.layouts import fixed_batch
 from toolkit.planner.machines import machine_of
 from toolkit.planner.time import step_time
 from toolkit.preflight.planned_run import PlannedRun
@@ -57,7 +58,11 @@ def _alternatives(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
             flags += " --activation_checkpoint.selective_ac_option op" if option else ""
             yield flags, replace(run, config=_changed(config, "activation_checkpoint", mode=mode, **option))
     config = _changed(config, "activation_checkpoint", mode="full")
-    if config.training.global_batch_size > 0 and config.training.local_batch_size > 1 and run.pp == 1:
+    if config.training.global_batch_size == -1:  # it would grow with the ranks
+        config = fixed_batch(config, run.world_size)
+        flags += f" --training.global_batch_size {config.training.global_batch_size}"
+    accumulates = run.pp == 1 and not config.optimizer.early_step_in_backward
+    if accumulates and config.training.local_batch_size > 1:
         flags += " --training.local_batch_size 1"
         config = _changed(config, "training", local_batch_size=1)
         yield flags.strip(), replace(run, config=config)
