@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models.small_llama import small
 from toolkit.config.finetune import Finetune
 from toolkit.finetune.converters import apply_finetune
-from toolkit.metrics.flops import flops_per_token, peak_flops
+from toolkit.metrics.flops import flops_per_token, model_flops, peak_flops
 from toolkit.metrics.flops_finetune import fine_tuning_flops
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.registry import resolve
@@ -79,6 +79,7 @@ def test_what_is_frozen_has_fewer(name):
     options = Finetune.model_validate(KINDS[name])
     found = fine_tuning_flops(SMALL, options, seq_len=SEQ_LEN) * SEQ_LEN
     assert found == pytest.approx(counted(options), rel=0.03)
+    assert found == model_flops(SMALL, options, seq_len=SEQ_LEN) * SEQ_LEN
     # As others that adapt, whose reference has no gradients.
     forward = flops_per_token(SMALL, seq_len=SEQ_LEN) * SEQ_LEN / 3
     compared = fine_tuning_flops(SMALL, options.model_copy(update={"objective": "dpo"}), seq_len=SEQ_LEN)
@@ -90,7 +91,9 @@ def test_all_is_as_much_as_of_a_run_that_freezes_nothing():
     for args in (resolve("llama3.2", "1B"), resolve("qwen2.5", "7B")):
         assert fine_tuning_flops(args, Finetune(), seq_len=64) == flops_per_token(args, seq_len=64)
     within = resolve("mistral0.1", "7B")
-    assert fine_tuning_flops(within, Finetune(), seq_len=16384) == flops_per_token(within, seq_len=16384)
+    for causal in (False, True):
+        plain = flops_per_token(within, seq_len=16384, causal=causal)
+        assert fine_tuning_flops(within, Finetune(), seq_len=16384, causal=causal) == plain
 
 
 @pytest.mark.parametrize(

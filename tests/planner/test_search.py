@@ -10,14 +10,17 @@ import torch
 import torch.distributed as dist
 
 from toolkit.config import Config, load_config
+from toolkit.metrics.flops import model_flops
 from toolkit.models.common.args import ModelArgs, parameter_count
 from toolkit.models.from_config import model_args
-from toolkit.parallel.dims import degrees
-from toolkit.planner.estimate import estimate, in_flight, samples, stored_bytes
+from toolkit.parallel.dims import ParallelDims, degrees
+from toolkit.planner.estimate import Estimate, estimate, in_flight, samples, stored_bytes
 from toolkit.planner.fake_step import step_memory
 from toolkit.planner.layouts import with_settings
 from toolkit.planner.machines import machine_named
-from toolkit.planner.search import room, search
+from toolkit.planner.ranking_text import explained
+from toolkit.planner.search import Candidate, Found, _bound, room, search
+from toolkit.planner.time import step_time
 from toolkit.preflight import raise_problems
 from tools.plan import main
 
@@ -122,6 +125,32 @@ def test_what_steps_in_backward_accumulates_in_no_layout(asked: Path) -> None:
     found = search(config, args, 1, H100, param_dtype=torch.bfloat16)
     assert [samples(each.config, each.layout) for each in found.ranked] == [(4, 1)] * 3
     assert found.losers["training.global_batch_size"].count == 2
+
+
+PRODUCTS = replace(H100, bandwidth=1e20, launch=0.0)
+"""A GPU on which nothing but products takes time."""
+LORA = "--finetune.adapter lora --finetune.lora.target_modules all-linear"
+TRAINED = {
+    "all": "",
+    "all, computed again": "--activation_checkpoint.mode full",
+    "all, in 8 bits": "--model.converters float8",
+    "lora": LORA,
+    "lora, computed again": f"{LORA} --activation_checkpoint.mode full",
+    "lora beside a reference": f"{LORA} --finetune.objective dpo",
+}
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+def test_a_bound_is_one_and_mfu_counts_what_is_computed(trained: str) -> None:
+    config, args = configured(f"{_ONE_B} {TRAINED[trained]}")
+    mesh, dtype = ParallelDims(1, 1, 1, 1, 1), torch.bfloat16
+    took = step_time(config, args, mesh, PRODUCTS, param_dtype=dtype)
+    candidate = Candidate(config, {}, mesh, Estimate(0, {}), took)
+    bound = _bound(candidate, args, PRODUCTS, dtype, model_flops(args, config.finetune, seq_len=0))
+    assert 0.6 * took.seconds < bound <= took.seconds
+    assert 0.5 < took.mfu < 1
+    flops = took.mfu * took.seconds * PRODUCTS.peak["bfloat16"] / (8 * 2048)
+    assert f" × {flops / 1e9:,.1f} GFLOP" in "\n".join(explained(Found(0.0, ranked=[candidate]), args, H100))
 
 
 def test_the_written_layout_passes_the_preflight(

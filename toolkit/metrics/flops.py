@@ -10,7 +10,17 @@ from __future__ import annotations
 
 import re
 
+from toolkit.config.finetune import Finetune
 from toolkit.models.common.args import ModelArgs, block_parameters, head_parameters
+
+
+def model_flops(args: ModelArgs, finetune: Finetune, *, seq_len: int, causal: bool = False) -> float:
+    """FLOPs of a run's step for one token: fewer than :func:`flops_per_token` where a part is trained."""
+    if not finetune.chooses:
+        return flops_per_token(args, seq_len=seq_len, causal=causal)
+    from toolkit.metrics.flops_finetune import fine_tuning_flops
+
+    return fine_tuning_flops(args, finetune, seq_len=seq_len, causal=causal)
 
 
 def flops_per_token(args: ModelArgs, *, seq_len: int, causal: bool = False) -> float:

@@ -13,7 +13,7 @@ from toolkit.models.common.parameters import parameter_shapes
 _EMBEDDING = "tok_embeddings.weight"
 
 
-def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int) -> float:
+def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causal: bool = False) -> float:
     """FLOPs of a step for one token: :func:`~toolkit.metrics.flops.flops_per_token` where all is trained.
 
     Of each parameter 2 forward, 2 for the gradient of what it multiplies, where that has one, and 2 for its
@@ -25,7 +25,9 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int) -> fl
         name.removeprefix(first): math.prod(shape) for name, shape in shapes.items() if name.startswith(first)
     }
     head = head_parameters(args)
-    square = 4 * args.n_heads * args.head_dim * min(seq_len, args.sliding_window or seq_len)
+    seen = min(seq_len, args.sliding_window or seq_len)
+    square = 4 * args.n_heads * args.head_dim * seen
+    square -= square * seen // (2 * seq_len) if causal else 0
     forward = args.n_layers * (2 * sum(block.values()) + square) + 2 * (args.dim + head)
 
     backward, has = 0, _EMBEDDING in trained

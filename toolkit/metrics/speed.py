@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from toolkit.config.finetune import Finetune
 from toolkit.config.job import Metrics
-from toolkit.metrics.flops import flops_per_token, peak_flops
+from toolkit.metrics.flops import model_flops, peak_flops
 from toolkit.models.common.args import ModelArgs
 
 
@@ -105,12 +105,7 @@ def build_speed_meter(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     peak = options.peak_tflops
     per_device = peak * 1e12 if peak else peak_flops(name, str(dtype).removeprefix("torch."))
-    if finetune.chooses:
-        from toolkit.metrics.flops_finetune import fine_tuning_flops
-
-        flops = fine_tuning_flops(args, finetune, seq_len=seq_len)
-    else:
-        flops = flops_per_token(args, seq_len=seq_len)
+    flops = model_flops(args, finetune, seq_len=seq_len)
     return SpeedMeter(
         flops_per_step=flops * seq_len * samples,
         peak_flops=per_device * dist.get_world_size() if per_device else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.metrics.flops import flops_per_token
+from toolkit.metrics.flops import model_flops
 from toolkit.models.common.args import ModelArgs, parameter_count
 from toolkit.planner.estimate import samples
 from toolkit.planner.machines import Machine
@@ -111,7 +111,7 @@ def explained(found: Found, args: ModelArgs, machine: Machine) -> Iterator[str]:
         yield f"    {'peak':<20} {gib(best.peak):>10}  by a fake step, of {gib(room)}"
     training = config.training
     tokens = training.global_batch_size * training.seq_len
-    flops = flops_per_token(args, seq_len=training.seq_len)
+    flops = model_flops(args, config.finetune, seq_len=training.seq_len)
     yield (
         f"  a step: {training.global_batch_size} samples × {training.seq_len} tokens × "
         f"{flops / 1e9:,.1f} GFLOP = {flops * tokens / 1e15:,.1f} PFLOP over {layout.world_size} GPUs: "

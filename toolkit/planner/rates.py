@@ -45,6 +45,7 @@ class Rates:
         self.peak = machine.peak.get(dtype, machine.peak["float32"])
         in_8_bits = machine.peak.get("float8", 0.0) * machine.matmul_float8
         self.peak_float8 = in_8_bits or machine.matmul * self.peak
+        self.float8 = any("float8" in it for it in config.model.converters)  # in blocks
 
     def run(self, work: Work, *, fused: bool = False, float8: bool = False) -> Pass:
         """The time of ``work``, of which a compiler has ``fused`` what it can, and whose products are in

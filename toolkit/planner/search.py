@@ -16,13 +16,14 @@ from toolkit import preflight
 from toolkit.config import Config
 from toolkit.errors import ConfigError, Problem, divisors
 from toolkit.hardware import Hardware
-from toolkit.metrics.flops import flops_per_token
+from toolkit.metrics.flops import model_flops
 from toolkit.models.common.args import ModelArgs, block_parameters, parameter_count
 from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import bubble, pipeline_stages
 from toolkit.planner.estimate import Estimate, Stored, estimate, fake_peak, samples, stored_bytes
 from toolkit.planner.layouts import SIZES, checkpointing_of, fixed_batch, settings_of, with_settings
 from toolkit.planner.machines import Machine
+from toolkit.planner.rates import Rates
 from toolkit.preflight.planned_run import PlannedRun
 
 if TYPE_CHECKING:
@@ -133,7 +134,8 @@ def search(
             found.lose("fit").add(candidate)
         else:
             fitting.append(candidate)
-    bounds = sorted((_bound(it, args, machine, param_dtype), n) for n, it in enumerate(fitting))
+    flops = model_flops(args, config.finetune, seq_len=0)
+    bounds = sorted((_bound(it, args, machine, param_dtype, flops), n) for n, it in enumerate(fitting))
     ranked: list[Candidate] = []
     for bound, number in bounds:
         if len(ranked) >= top and bound > ranked[top - 1].seconds:
@@ -261,17 +263,22 @@ def _distinct(problems: Sequence[Problem]) -> list[Problem]:
     return list({problem.key: problem for problem in problems}.values())
 
 
-def _bound(candidate: Candidate, args: ModelArgs, machine: Machine, param_dtype: torch.dtype) -> float:
-    """Seconds that a step takes at least: all products at the peak, and the pipeline's bubble."""
+def _bound(
+    candidate: Candidate, args: ModelArgs, machine: Machine, param_dtype: torch.dtype, flops: float
+) -> float:
+    """Seconds that a step takes at least: all products, of ``flops`` a token, at the best rate, and the
+    pipeline's bubble."""
     config, layout = candidate.config, candidate.layout
-    training, dtype = config.training, str(param_dtype).removeprefix("torch.")
-    tokens = training.global_batch_size * training.seq_len
-    again = 4 / 3 if config.activation_checkpoint.mode == "full" else 1.0
-    flops = flops_per_token(args, seq_len=0) * again * tokens
-    reached = machine.peak[dtype] * max(machine.matmul, machine.attention) * layout.world_size
+    if config.activation_checkpoint.mode == "full" and not config.finetune.chooses:
+        flops += 2 * args.n_layers * sum(block_parameters(args))
+    rates = Rates(config, layout, machine, str(param_dtype).removeprefix("torch."))
+    reached = max(machine.matmul, machine.attention) * rates.peak
+    if rates.float8:
+        reached = max(reached, rates.peak_float8)
     waits = 0.0
     if layout.pp > 1:
         stages = len(pipeline_stages(config.parallelism, args.n_layers).modules)
         name = config.parallelism.pipeline_parallel_schedule
         waits = bubble(name, samples(config, layout)[1], stages=stages, pp=layout.pp)
-    return flops / reached / (1 - waits)
+    tokens = config.training.global_batch_size * config.training.seq_len
+    return flops * tokens / (reached * layout.world_size) / (1 - waits)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.config import Config
 from toolkit.data.batch_size import batch_shape
-from toolkit.metrics.flops import flops_per_token
+from toolkit.metrics.flops import model_flops
 from toolkit.models.common.args import ModelArgs
 from toolkit.optim.optimizer import OPTIMIZERS
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
@@ -107,7 +107,9 @@ def step_time(
     seconds = passed + optimizer
     tokens = batch.total * training.seq_len
     at_peak = layout.world_size * rates.peak * seconds
-    full, causal = (flops_per_token(args, seq_len=training.seq_len, causal=it) for it in (False, True))
+    full, causal = (
+        model_flops(args, config.finetune, seq_len=training.seq_len, causal=it) for it in (False, True)
+    )
     return StepTime(
         seconds=seconds,
         compute=passes.compute,
@@ -129,7 +131,6 @@ def _stages(
 ) -> list[list[Unit]]:
     """The units of each stage, in the order of their forwards."""
     made: dict[int, Unit] = {}
-    float8 = any("float8" in it for it in config.model.converters)
 
     def unit(piece: Piece) -> Unit:
         if id(piece) not in made:
@@ -137,7 +138,7 @@ def _stages(
             if piece is kept.head:
                 fused = config.compile.enable and "loss" in config.compile.components
             made[id(piece)] = unit_of(
-                piece, rates, fused=fused, float8=float8 and piece not in (kept.head, kept.embedding),
+                piece, rates, fused=fused, float8=rates.float8 and piece not in (kept.head, kept.embedding),
                 in_backward=piece is not kept.embedding,
             )  # fmt: skip
         return made[id(piece)]
