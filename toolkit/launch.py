@@ -37,8 +37,13 @@ from toolkit.data.run_data import TOKENS
 from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ConfigError, ToolkitError, report
 from toolkit.hardware import Hardware, detect
 from toolkit.io import standard_streams
-from toolkit.launcher.environment import CHECKED_DEVICE, environment_error, shown_ranks, whole_number
-from toolkit.launcher.node_terms import node_range
+from toolkit.launcher.environment import (
+    CHECKED_DEVICE,
+    environment_error,
+    node_range,
+    shown_ranks,
+    whole_number,
+)
 from toolkit.launcher.signals import Stopped, stop_at_once
 from toolkit.launcher.supervisor import Launch, say, supervise
 

@@ -50,6 +50,24 @@ def whole_number(
     return int(text)
 
 
+def node_range(environ: Mapping[str, str]) -> tuple[int, int]:
+    """The least and the most nodes of NNODES, which is such as 4 or 2:4; 1 where it is unset or empty.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    text = environ.get("NNODES", "").strip()
+    first, colon, last = text.partition(":")
+    if not colon:
+        nodes = whole_number(environ, "NNODES", 1, 1, MAX_RANKS)
+        return nodes, nodes
+    least, most = (int(each) if is_number(each.strip()) else 0 for each in (first, last))
+    if not 1 <= least <= most <= MAX_RANKS:
+        rule = "NNODES is a number of nodes, or the least and the most with a colon between"
+        raise environment_error("NNODES", text, rule, "set it to such as 4 or 2:4")
+    return least, most
+
+
 def threads() -> int:
     """This process's share of the cores, to fill its parts with; torch's own thread count is 1 under
     torchrun."""

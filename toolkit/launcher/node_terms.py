@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from toolkit.config.types import MAX_RANKS
-from toolkit.launcher.environment import environment_error, is_number, whole_number
+from toolkit.launcher.environment import node_range, whole_number
 from toolkit.launcher.supervisor import Launch
 
 
@@ -31,24 +30,6 @@ class Terms:
     @property
     def elastic(self) -> bool:
         return self.least < self.most
-
-
-def node_range(environ: Mapping[str, str]) -> tuple[int, int]:
-    """The least and the most nodes of NNODES, which is such as 4 or 2:4; 1 where it is unset or empty.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    text = environ.get("NNODES", "").strip()
-    first, colon, last = text.partition(":")
-    if not colon:
-        nodes = whole_number(environ, "NNODES", 1, 1, MAX_RANKS)
-        return nodes, nodes
-    least, most = (int(each) if is_number(each.strip()) else 0 for each in (first, last))
-    if not 1 <= least <= most <= MAX_RANKS:
-        rule = "NNODES is a number of nodes, or the least and the most with a colon between"
-        raise environment_error("NNODES", text, rule, "set it to such as 4 or 2:4")
-    return least, most
 
 
 def terms_from(environ: Mapping[str, str], launch: Launch) -> Terms:

@@ -22,8 +22,7 @@ from toolkit.config import Config
 from toolkit.config.types import MAX_RANKS
 from toolkit.errors import EXIT_FINISHED, ConfigError, one_line
 from toolkit.hardware import Hardware, detect
-from toolkit.launcher.environment import shown_ranks, whole_number
-from toolkit.launcher.node_terms import node_range
+from toolkit.launcher.environment import node_range, shown_ranks, whole_number
 from toolkit.models.common.args import block_parameters, head_parameters
 from toolkit.models.from_config import needs_tokenizer
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
