@@ -200,12 +200,12 @@ def counted_twice() -> int:
     """Bytes of resident shared memory beyond this rank's part of it; all ranks call."""
     dist.barrier()
     status, rollup = (Path(f"/proc/self/{it}").read_text() for it in ("status", "smaps_rollup"))
-    resident, own = (
+    whole, own = (
         int(text.split(f"{name}:")[1].split()[0])
         for text, name in ((status, "RssShmem"), (rollup, "Pss_Shmem"))
     )
     dist.barrier()
-    return 1024 * (resident - own)
+    return 1024 * (whole - own)
 
 
 def give_back() -> None:

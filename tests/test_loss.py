@@ -162,3 +162,13 @@ def test_of_a_frozen_head_no_logits_are_kept_nor_computed_again():
     assert max(shape.numel() for shape in kept) == 16 * 8
     grad = torch.autograd.grad(loss.sum(), hidden)
     torch.testing.assert_close(grad, torch.autograd.grad(head(hidden, weight, labels).sum(), hidden))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_second_backward_is_refused_since_the_first_writes_over_what_was_kept(trained):
+    hidden = torch.randn(8, 16, requires_grad=True)
+    weight = torch.randn(30, 16, requires_grad=trained)
+    loss = linear_losses(hidden, weight, torch.arange(8)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -16,14 +16,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cpu_multiplies_bf16() -> bool:
-    """Say if this CPU has instructions for it; without them bfloat16 is slower than float32."""
+def processor() -> dict[str, list[str]]:
+    """The words that Linux has for a processor, by their names in /proc/cpuinfo; none elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux: say nothing rather than guess
-        return False
-    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
-    return bool(flags & {"amx_bf16", "avx512_bf16"})
+    except OSError:
+        return {}
+    return {name.strip(): value.split() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Say if this CPU has instructions for it; without them bfloat16 is slower than float32."""
+    return not {"amx_bf16", "avx512_bf16"}.isdisjoint(processor().get("flags", []))
 
 
 def lacks_cpp_compiler() -> str | None:

@@ -78,6 +78,19 @@ def test_products_that_cannot_be_are_refused_as_ever() -> None:
     library._destroy()
 
 
+@pytest.mark.parametrize(("family", "kept"), [("25", True), ("26", False)])
+def test_zen_4_keeps_products_whose_first_factor_is_transposed(
+    family: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {"vendor_id": ["AuthenticAMD"], "cpu family": [family]}
+    monkeypatch.setattr(onednn_matmul, "processor", lambda: said)
+    onednn_matmul._has_half_units.cache_clear()
+    a = torch.randn(300, 200)
+    assert onednn_matmul._takes(a, a.t()) and onednn_matmul._takes(a, a.t().contiguous())
+    assert onednn_matmul._takes(a.t(), a) is not kept
+    onednn_matmul._has_half_units.cache_clear()
+
+
 def test_it_ends_with_what_is_kept() -> None:
     a = torch.randn(300, 300)
     before = a @ a

@@ -38,6 +38,11 @@ class Start:
             return ""
         return "checkpoint.initial_load_path"
 
+    @property
+    def own(self) -> bool:
+        """The checkpoint is the run's own."""
+        return self.loaded_by == "checkpoint.load_step"
+
     @cached_property
     def weights(self) -> Path | None:
         """The Hugging Face folder that the run starts from."""
@@ -72,8 +77,7 @@ class Start:
     def left_out(self) -> list[str]:
         """The parts of the checkpoint that are not loaded."""
         asked: list[str] = [*self.config.checkpoint.exclude_from_loading]
-        own = self.manifest is not None and self.loaded_by == "checkpoint.load_step"
-        return left_out(asked, self.manifest["run"]) if own and self.manifest else asked
+        return left_out(asked, self.manifest["run"]) if self.own and self.manifest else asked
 
     def anew(self, part: str) -> str:
         """Tell how to go on without a part of the checkpoint."""
@@ -87,5 +91,4 @@ class Start:
     @property
     def resumes(self) -> bool:
         """The run goes on from step, optimizer and data position, not from the weights alone."""
-        own = self.loaded_by == "checkpoint.load_step"
-        return own or (bool(self.loaded_by) and not self.config.checkpoint.initial_load_model_only)
+        return self.own or (bool(self.loaded_by) and not self.config.checkpoint.initial_load_model_only)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import warnings
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from toolkit.cpu import processor
 from toolkit.errors import DeviceError, Problem
 
 _FEWEST = 1 << 20
@@ -26,7 +26,7 @@ _torchs_kernel = cache(torch.library.get_kernel)  # later ours may be there, whi
 def mkl_is_slow() -> bool:
     """Say if torch would multiply by MKL, this processor has AVX-512 that MKL does not take, and oneDNN is
     there to take it."""
-    said = _processor()
+    said = processor()
     foreign = said.get("vendor_id", ["GenuineIntel"]) != ["GenuineIntel"]
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     return foreign and "avx512f" in said.get("flags", []) and both
@@ -36,17 +36,8 @@ def mkl_is_slow() -> bool:
 def _has_half_units() -> bool:
     """Say if this is AMD's Zen 4, which takes AVX-512 in two halves: MKL's rate is nearly oneDNN's there, and
     above it where that transposes the first factor."""
-    said = _processor()
+    said = processor()
     return said.get("vendor_id") == ["AuthenticAMD"] and said.get("cpu family") == ["25"]
-
-
-def _processor() -> dict[str, list[str]]:
-    """The words that Linux has for a processor; none where it is not Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return {}
-    return {name.strip(): value.split() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def multiply_by_onednn() -> torch.library.Library:

@@ -32,7 +32,7 @@ def checkpoint_complete(run: PlannedRun) -> list[Problem]:
     if start.manifest_error:
         others = ", ".join(map(str, start.steps)) or "none"
         own = f"the steps in {run.checkpoints} are: {others}; -1 takes the newest"
-        if start.loaded_by == "checkpoint.load_step":
+        if start.own:
             return [run.problem(start.loaded_by, start.manifest_error, own)]
         from toolkit.preflight.weight_folders import instead_of_checkpoint
 
@@ -109,8 +109,7 @@ def checkpoint_trains_the_same(run: PlannedRun) -> list[Problem]:
 def checkpoint_is_whole(run: PlannedRun) -> list[Problem]:
     """A run that starts from another's checkpoint finds a whole model there."""
     start = run.start
-    own = start.loaded_by == "checkpoint.load_step"
-    if start.manifest is None or own or "base" not in start.manifest["run"]:
+    if start.manifest is None or start.own or "base" not in start.manifest["run"]:
         return []
     fix = (
         f"merge it first: python -m tools.convert_weights merge BASE {start.loaded} OUT; or name its base "
@@ -255,8 +254,7 @@ def batch_resumable(run: PlannedRun) -> list[Problem]:
 def steps_are_counted_on(run: PlannedRun) -> list[Problem]:
     """Steps are not counted anew beside checkpoints of higher ones, which the next start would go on from."""
     start = run.start
-    options = run.config.checkpoint
-    if start.loaded_by != "checkpoint.load_step" or "train_state" not in start.left_out or options.load_only:
+    if run.config.checkpoint.load_only or not start.own or "train_state" not in start.left_out:
         return []
     rule = f"leaves train_state out beside step-{max(start.steps, default=0)}, and the next start takes the "
     rule += "highest step"

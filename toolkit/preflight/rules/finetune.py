@@ -250,7 +250,7 @@ def adapter_path_fits(run: PlannedRun) -> list[Problem]:
     if not run.config.checkpoint.enable:
         rule = "is loaded as checkpoints are, and checkpoint.enable is false"
         return [run.problem(key, rule, "set checkpoint.enable = true")]
-    if run.start.loaded_by == "checkpoint.load_step":
+    if run.start.own:
         return []  # the run's own goes before it
     folder = expand_user(options.adapter_path)
     try:
