@@ -1,4 +1,4 @@
-"""Checkpoints that a run begins with and leaves behind, and the folders that it hands on."""
+"""Checkpoints that a run begins with and leaves behind."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from toolkit.checkpoint.room import check_room
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
 from toolkit.data.batch_size import BatchShape
-from toolkit.data.build import tokenizer_place
-from toolkit.errors import CheckpointError, DataError, printable
+from toolkit.errors import CheckpointError, printable
+from toolkit.exporter import Exporter
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import pretrained_folder
 from toolkit.models.on_disk import EXPORTS
@@ -33,12 +33,10 @@ from toolkit.parallel.model_parts import ModelParts
 from toolkit.train_step import TrainState
 
 if TYPE_CHECKING:
-    from toolkit.storage.remote_path import RemotePath
     from toolkit.weights.source import WeightSource
 
 _PREFIXES = {"model": "model", "optimizer": "optim"}
 """First words of the names of a part's tensors."""
-EXPORT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Position(Protocol):
@@ -50,7 +48,7 @@ class Position(Protocol):
 
 
 class Checkpointer:
-    """Saves, restores and hands on a model, its optimizer, ``state`` and the ``position`` in the data.
+    """Saves and restores a model, its optimizer, ``state`` and the ``position`` in the data.
 
     All ranks call every method, save those that tell what is due. ``about`` (JSON types) goes into every
     manifest. ``say`` takes a line for the user, and prints it until it is replaced.
@@ -76,7 +74,6 @@ class Checkpointer:
         self._state = state
         self._about = about
         self._group = group
-        self._exports = run_folder / EXPORTS
         self._base: dict[str, str] | None = None  # of an adapter
         self._began = 0  # the step that this process began at
         self._bests: dict[int, float] = {}  # validation losses of the steps that were the best
@@ -92,6 +89,7 @@ class Checkpointer:
             group=group,
             say=lambda text: self.say(text),
         )
+        self.exporter = Exporter(config, run_folder / EXPORTS, self.manager, say=lambda text: self.say(text))
 
     @property
     def step_folder(self) -> Path:
@@ -113,7 +111,7 @@ class Checkpointer:
         """Go on from the run's own checkpoint, else start from the weights or checkpoint that are named."""
         options = self._options
         if not options.load_only:
-            self.manager.remove_leftovers(exports=self._exports)
+            self.manager.remove_leftovers(exports=self.exporter.folder)
             check_room(
                 self.manager.folder,
                 self.tensors(model_only=True).values(),
@@ -261,8 +259,8 @@ class Checkpointer:
             self.save(final=True)
             self.say(f"saved the initial weights as {folder}")
             return True
-        if step:
-            self.export_missed(last=step >= total_steps)
+        if step and not self._options.load_only:
+            self.exporter.export_missed(step, last=step >= total_steps)
         if step < total_steps:
             return False
         self.say(
@@ -290,7 +288,7 @@ class Checkpointer:
         self.end_save(wait=True)
         tensors = self.tensors(model_only=model_only)
         if model_only:
-            tensors = {name: tensor.detach().to(self._export_dtype) for name, tensor in tensors.items()}
+            tensors = {name: tensor.detach().to(self.exporter.dtype) for name, tensor in tensors.items()}
         state = self._state
         if self._options.keep_best:
             self._choose_best(about_to_be_saved=state.step)
@@ -350,93 +348,9 @@ class Checkpointer:
         if self.due(last=last, stop=stop):
             with apart("checkpoint"):
                 self.save(model_only=last and self._options.last_save_model_only, final=last or stop)
-                if self.export_due(last=last) and (last or not stop):
-                    self.export(final=last)
-
-    # Handing on
-
-    def export_due(self, *, last: bool) -> bool:
-        every = self._options.hf_export_interval
-        return (last and self._options.last_save_in_hf) or (
-            every is not None and self._state.step % every == 0
-        )
-
-    def export(self, *, final: bool) -> None:
-        """Hand the checkpoint of this step on as a Hugging Face folder, or tell why not; the ``final`` one
-        also to the Hub.
-
-        Raises:
-            CheckpointError, DataError: the ``final`` one failed.
-        """
-        self.end_save(wait=True)
-        try:
-            what = self._write_export()
-        except (CheckpointError, DataError) as error:
-            if final:
-                raise
-            self.say(f"NOT EXPORTED: {error}\n  Training goes on.")
-        else:
-            self.say(f"wrote {what}: {self._exported}")
-            if not isinstance(self.manager.folder, Path):
-                self._upload(self.manager.folder / EXPORTS / self._exported.name)
-            if final and self._options.push_to_hub:
-                self._push(self._options.push_to_hub)
-
-    def _write_export(self) -> str:
-        """Write the folder; what is in it, for the user."""
-        options = self._config.finetune
-        tokenizer_path = tokenizer_place(self._config)
-        arguments: dict[str, Any] = {
-            "dtype": self._export_dtype, "tokenizer_path": tokenizer_path, "ranks": self.manager.ranks
-        }  # fmt: skip
-        max_bytes, step = self._options.export_max_bytes, self._state.step
-        if not options.adds:
-            from toolkit.weights.export import export_hf
-
-            export_hf(self.step_folder, self._exported, max_bytes=max_bytes, **arguments)
-            return f"the model of step {step} as a Hugging Face folder"
-        from toolkit.finetune.export import export_merged, export_peft
-
-        if options.merge_on_export:
-            export_merged(self.step_folder, self._exported, max_bytes=max_bytes, **arguments)
-            return f"the model of step {step}, with its adapter merged, as a Hugging Face folder"
-        export_peft(self.step_folder, self._exported, **arguments)
-        return f"the adapter of step {step} as a folder of PEFT's"
-
-    def _upload(self, out: RemotePath) -> None:
-        """Bring the folder to where the checkpoints are, or tell why not."""
-        from toolkit.weights.remote_folder import upload_folder
-
-        try:
-            self.manager.ranks.on_rank_0(lambda: upload_folder(self._exported, out, replace=True))
-        except DataError as error:
-            self.say(f"NOT UPLOADED: {error}\n  The folder stays on this machine.")
-        else:
-            self.say(f"uploaded it to {out}")
-
-    def _push(self, repository: str) -> None:
-        from toolkit.weights.hub import push_folder
-
-        address = self.manager.ranks.on_rank_0(lambda: push_folder(self._exported, repository))
-        self.say(f"uploaded it to {address}")
-
-    def export_missed(self, *, last: bool) -> None:
-        """Make up for an export that a kill has cost after the save."""
-        if self._options.load_only or not self.export_due(last=last):
-            return
-        if self.manager.ranks.on_rank_0(
-            lambda: self._state.step in committed_steps(self.manager.folder) and not self._exported.is_dir()
-        ):
-            self.export(final=last)
-
-    @property
-    def _exported(self) -> Path:
-        """The Hugging Face folder of this step."""
-        return self._exports / f"step-{self._state.step}"
-
-    @property
-    def _export_dtype(self) -> torch.dtype:
-        return EXPORT_DTYPES[self._options.export_dtype]
+                if self.exporter.due(self._state.step, last=last) and (last or not stop):
+                    self.end_save(wait=True)
+                    self.exporter.export(self._state.step, final=last)
 
 
 def about_run(config: Config, args: ModelArgs, mesh: Mesh, batch: BatchShape) -> dict[str, Any]:

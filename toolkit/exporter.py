@@ -1,0 +1,112 @@
+"""Folders in which a run hands its checkpoints on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.checkpoint.manifest import committed_steps, step_folder
+from toolkit.config import Config
+from toolkit.data.build import tokenizer_place
+from toolkit.errors import CheckpointError, DataError
+from toolkit.models.on_disk import EXPORTS
+
+if TYPE_CHECKING:
+    from toolkit.storage.remote_path import RemotePath
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Exporter:
+    """Hands the checkpoints of ``manager`` on as folders of Hugging Face or PEFT in ``folder``.
+
+    All ranks call every method, save :meth:`due`. ``say`` takes a line for the user.
+    """
+
+    def __init__(
+        self, config: Config, folder: Path, manager: CheckpointManager, *, say: Callable[[str], None]
+    ):
+        self.folder = folder
+        self._config = config
+        self._options = config.checkpoint
+        self._manager = manager
+        self._say = say
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self._options.export_dtype]
+
+    def due(self, step: int, *, last: bool) -> bool:
+        every = self._options.hf_export_interval
+        return (last and self._options.last_save_in_hf) or (every is not None and step % every == 0)
+
+    def export(self, step: int, *, final: bool) -> None:
+        """Hand the committed checkpoint of ``step`` on, or tell why not; the ``final`` one also to the Hub.
+
+        Raises:
+            CheckpointError, DataError: the ``final`` one failed.
+        """
+        out = self._place(step)
+        try:
+            what = self._write(step, out)
+        except (CheckpointError, DataError) as error:
+            if final:
+                raise
+            self._say(f"NOT EXPORTED: {error}\n  Training goes on.")
+        else:
+            self._say(f"wrote {what}: {out}")
+            if not isinstance(self._manager.folder, Path):
+                self._upload(out, self._manager.folder / EXPORTS / out.name)
+            if final and self._options.push_to_hub:
+                self._push(out, self._options.push_to_hub)
+
+    def export_missed(self, step: int, *, last: bool) -> None:
+        """Make up for an export that a kill has cost after the save."""
+        if self.due(step, last=last) and self._manager.ranks.on_rank_0(
+            lambda: step in committed_steps(self._manager.folder) and not self._place(step).is_dir()
+        ):
+            self.export(step, final=last)
+
+    def _place(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
+
+    def _write(self, step: int, out: Path) -> str:
+        """Write the folder; what is in it, for the user."""
+        options, saved = self._config.finetune, step_folder(self._manager.folder, step)
+        arguments: dict[str, Any] = {
+            "dtype": self.dtype, "tokenizer_path": tokenizer_place(self._config), "ranks": self._manager.ranks
+        }  # fmt: skip
+        max_bytes = self._options.export_max_bytes
+        if not options.adds:
+            from toolkit.weights.export import export_hf
+
+            export_hf(saved, out, max_bytes=max_bytes, **arguments)
+            return f"the model of step {step} as a Hugging Face folder"
+        from toolkit.finetune.export import export_merged, export_peft
+
+        if options.merge_on_export:
+            export_merged(saved, out, max_bytes=max_bytes, **arguments)
+            return f"the model of step {step}, with its adapter merged, as a Hugging Face folder"
+        export_peft(saved, out, **arguments)
+        return f"the adapter of step {step} as a folder of PEFT's"
+
+    def _upload(self, folder: Path, out: RemotePath) -> None:
+        """Bring the folder to where the checkpoints are, or tell why not."""
+        from toolkit.weights.remote_folder import upload_folder
+
+        try:
+            self._manager.ranks.on_rank_0(lambda: upload_folder(folder, out, replace=True))
+        except DataError as error:
+            self._say(f"NOT UPLOADED: {error}\n  The folder stays on this machine.")
+        else:
+            self._say(f"uploaded it to {out}")
+
+    def _push(self, folder: Path, repository: str) -> None:
+        from toolkit.weights.hub import push_folder
+
+        address = self._manager.ranks.on_rank_0(lambda: push_folder(folder, repository))
+        self._say(f"uploaded it to {address}")
