@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import run_world
+from tests.meshes import SINCE_2_13
 from tests.parallel.sharded import (
     EXACT,
     KEEP_ALL,
@@ -63,10 +64,10 @@ def _beside_gloo() -> list[str]:
     for number, dtype in enumerate([torch.float64, torch.float32, torch.bfloat16, torch.uint8] * 3):
         own = torch.randint(0, 7, (SHARD * (1 + number % 3),)).to(dtype)
         found, expected = _gather(gather, own), torch.empty(len(own) * memory.size, dtype=dtype)
-        dist.all_gather_single(expected, own)
+        dist.all_gather(list(expected.chunk(memory.size)), own)
         whole = torch.randint(0, 7, (SHARD * memory.size,)).to(dtype)
         summed, by_gloo = _reduce(reduce, whole), torch.empty(SHARD, dtype=dtype)
-        dist.reduce_scatter_single(by_gloo, whole)
+        dist.reduce_scatter(by_gloo, list(whole.chunk(memory.size)))
         if not (torch.equal(found, expected) and torch.equal(summed, by_gloo)):
             wrong.append(f"{number} {dtype}")
         if before and not torch.equal(*before):
@@ -156,7 +157,8 @@ def _ways() -> dict[str, str]:
         "over 2": changed(EXACT, fsdp_reshard_after_forward=2),
     }.items():
         model: Any = sharded(UNTIED, how)
-        [group] = model.layers["0"]._get_fsdp_state()._fsdp_param_groups
+        state = model.layers["0"]._get_fsdp_state()
+        [group] = state._fsdp_param_groups if SINCE_2_13 else [state._fsdp_param_group]
         found[name] = type(group._all_gather_comm).__name__, type(group._reduce_scatter_comm).__name__
     return found
 
