@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -260,6 +262,22 @@ def test_a_template_is_sandboxed(tokenizers: dict[str, Tokenizer]) -> None:
             ChatTemplate(tokenizers["llama3"], source, name="mine").encode(DIALOGS["turns"])
     with pytest.raises(DataError, match="chat template mine, line 1: Expected"):
         ChatTemplate(tokenizers["llama3"], "{% if %}", name="mine")
+
+
+def test_the_limits_of_a_user_hold_for_templates() -> None:
+    """Who has less time or memory than a template may take can render, and gets no more by it."""
+    program = (
+        "import resource\n"
+        "from toolkit.data.chat.render import LimitedTemplate\n"
+        "for kind, limit in ((resource.RLIMIT_CPU, 3600), (resource.RLIMIT_AS, 900 << 20)):\n"
+        "    resource.setrlimit(kind, (limit, limit))\n"
+        "template = LimitedTemplate('{{ a }}')\n"
+        "limits = [resource.prlimit(template._process.pid, kind)\n"
+        "          for kind in (resource.RLIMIT_CPU, resource.RLIMIT_AS)]\n"
+        "print(template.render(a='b'), limits[0][1], *limits[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["b", "3600", *[str(900 << 20)] * 2], done.stderr
 
 
 def test_messages_that_have_no_place(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:

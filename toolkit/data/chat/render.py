@@ -148,14 +148,18 @@ def _refuse(message: str) -> None:
 def _limit_seconds(seconds: int) -> None:
     """End this process when it has computed for so much longer."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    resource.setrlimit(
-        resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + seconds, resource.RLIM_INFINITY)
-    )
+    _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + seconds)
+
+
+def _limit(kind: int, wanted: int) -> None:
+    """Limit this process to ``wanted``, or to what its user may have where that is less."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
 def _serve() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
     template = None
     for line in sys.stdin:
         seconds, question = json.loads(line)
