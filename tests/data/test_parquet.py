@@ -210,6 +210,17 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     assert peak(14) - peak(2) < 50_000_000
 
 
+def test_conversations_are_decoded_as_few_at_a_time_as_texts_of_their_length(tmp_path: Path) -> None:
+    """A list of messages is stored as columns of other names."""
+    messages = [[{"role": "user", "content": f"{number} " * 500}] for number in range(400)]
+    pq.write_table(pa.table({"messages": messages, "other": ["z" * 5000] * 400}), tmp_path / "a.parquet")
+    with mock.patch.object(text_files, "PIECE_BYTES", 100_000):
+        decoded = [
+            batch.num_rows for batch, _ in parquet._parquet_batches(tmp_path / "a.parquet", ("messages",))
+        ]
+    assert sum(decoded) == 400 and max(decoded) < 100
+
+
 def test_the_text_of_files_is_estimated_by_their_metadata(tmp_path: Path) -> None:
     rows = [{"text": f"{number} " * 500, "other": "z" * 5000} for number in range(400)]
     size = sum(len(row["text"]) for row in rows)

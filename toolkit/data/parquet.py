@@ -136,7 +136,12 @@ def _file_text_bytes(path: Path, text_column: str) -> int:
 
 def _column_bytes(group: Any, columns: tuple[str, ...]) -> int:
     chunks = map(group.column, range(group.num_columns))
-    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema in columns)
+    return sum(
+        chunk.total_uncompressed_size
+        for chunk in chunks
+        # A list of messages is stored as messages.list.element.content and so on.
+        if chunk.path_in_schema in columns or chunk.path_in_schema.partition(".")[0] in columns
+    )
 
 
 @contextlib.contextmanager
