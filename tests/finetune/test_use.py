@@ -15,9 +15,11 @@ import torch
 from tests.finetune.adapters import KINDS, OfModel, adapted, adapter_of, check_close, logits
 from tests.helpers import run_world
 from tests.models.small_llama import build, small
+from tests.training import small_config
 from toolkit.config.finetune import Finetune
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
+from toolkit.finetune.base import base_of
 from toolkit.finetune.peft_folder import write_peft
 from toolkit.generation.adapters import attach
 from toolkit.generation.generator import Generator
@@ -185,6 +187,14 @@ def test_what_cannot_be_merged_is_told(
     assert convert_weights.main(["dcp-to-hf", str(folders["lora"]), out]) == 3
     assert f"use merge BASE {folders['lora']} OUT" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_base_is_remembered_wherever_a_program_runs(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folders["base"].parent)
+    options = {"enable": True, "initial_load_in_hf": True, "initial_load_path": "base"}
+    assert base_of(small_config(tmp_path, checkpoint=options), {})["place"] == str(folders["base"].resolve())
 
 
 def test_an_adapter_without_its_base_is_told(folders: dict[str, Path], tmp_path: Path) -> None:

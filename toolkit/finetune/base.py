@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config import Config
+from toolkit.config.local_paths import expand_user
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.from_config import weights_folder
 from toolkit.weights.open import open_weights
@@ -29,10 +30,10 @@ def base_of(config: Config, shape: Mapping[str, Any]) -> dict[str, str]:
     if place is None:
         seed = config.debug.seed or 0
         text = json.dumps([seed, dict(shape)], sort_keys=True)
-        place, digest = f"seed {seed}", hashlib.sha256(text.encode()).hexdigest()
+        named, digest = f"seed {seed}", hashlib.sha256(text.encode()).hexdigest()
     else:
-        digest = fingerprint(open_weights(place, verify=False))
-    return {"place": str(place), "fingerprint": digest, "quantized": quantized}
+        named, digest = str(expand_user(place).resolve()), fingerprint(open_weights(place, verify=False))
+    return {"place": named, "fingerprint": digest, "quantized": quantized}
 
 
 def fingerprint(source: WeightSource) -> str:
