@@ -38,6 +38,8 @@ def test_codes_scales_and_numbers_are_those_of_bitsandbytes(dtype: torch.dtype) 
     original = weight(96, 320, dtype)
     original[3] = 0
     original[4, 64:128] = 7.5  # the scale is no power of two
+    # Between two levels: a product with 1 / 0.7 and a quotient by 0.7 fall on two sides.
+    original[5, :3] = torch.tensor([0.7, -0.23777557909488678, -0.09653820842504501])
     theirs, state = functional.quantize_4bit(original, blocksize=nf4.BLOCK, quant_type="nf4")
     blocks = nf4.quantize(original).unflatten(-1, (-1, nf4.BLOCK_BYTES))
     assert torch.equal(blocks[..., :32].reshape(-1, 1), theirs)

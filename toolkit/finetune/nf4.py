@@ -39,7 +39,7 @@ def quantize(weight: Tensor) -> Tensor:
     """The bytes (R, C / 64 · 36) of rows (R, C)."""
     blocks = weight.float().unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(dim=-1, keepdim=True)
-    units = blocks / torch.where(scales == 0, 1, scales)
+    units = blocks * (1 / scales.clamp(min=1e-38))  # bitsandbytes' rounding, where a quotient's differs
     levels = torch.tensor(LEVELS, device=weight.device)
     codes = torch.bucketize(units, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
     pairs = codes[..., ::2] << 4 | codes[..., 1::2]
