@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import os
 import random
 import shutil
@@ -152,6 +153,22 @@ def test_marked_templates_have_transformers_ids_and_masks(other: Path) -> None:
         )
 
 
+def test_an_answer_may_begin_within_a_token_that_ends_within_its_first_character(other: Path) -> None:
+    described = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    described["model"]["vocab"]["Ġâ"] = load_tokenizer(other).n_words  # a space and a byte, as Llama 3 has
+    described["model"]["merges"].append(["Ġ", "â"])
+    folder = other_tokenizer(other / "joined")
+    (folder / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
+    template = CHATML.replace("{% generation %}", "ASSISTANT: {% generation %}")
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "✅ done"}]
+    expected = _judge(folder).apply_chat_template(
+        messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, mask = _mask(load_tokenizer(folder), template, messages)
+    assert described["model"]["vocab"]["Ġâ"] == ids[mask.index(1)]
+    assert (ids, mask) == (expected["input_ids"], list(expected["assistant_masks"]))
+
+
 def test_unmarked_templates_learn_what_marks_would_say(other: Path) -> None:
     """Where an answer begins in the middle of a token, too."""
     tokenizer = load_tokenizer(other)
@@ -257,6 +274,11 @@ def test_what_is_learnt_is_chosen(llama3: Tokenizer) -> None:
     assert [ids[at] for at in left_out] == [*llama3.encode("no"), end]
     _, weighted = _encoded(llama3, "messages", row, train_on="all")
     assert np.flatnonzero(np.array(weighted) == 0).tolist() == [0, *left_out]
+    messages[0] |= {"weight": 0}
+    with pytest.raises(
+        DataError, match=rf"here: message 1 has .* the {messages[0]['role']}'s: .*\n  fix:  remove"
+    ):
+        _encoded(llama3, "messages", row, train_on="all")
 
 
 def test_names_that_are_others(llama3: Tokenizer) -> None:
@@ -273,18 +295,20 @@ def test_names_that_are_others(llama3: Tokenizer) -> None:
     ).messages == [{"role": "user", "content": "ab"}]
 
 
-def test_starts_of_tokens_are_those_of_the_tokenizers_library(llama3: Tokenizer, llama2: Tokenizer) -> None:
+def test_offsets_of_tokens_are_those_of_the_tokenizers_library(llama3: Tokenizer, llama2: Tokenizer) -> None:
     """tiktoken and SentencePiece do not tell them; the same vocabulary as a tokenizer.json does."""
     judge = load_tokenizer(ASSETS / "tokenizer_json")
     rng = random.Random(0)
     texts = ["", " ", "a", "日本", *(" ".join(m["content"] for m in conversation(rng)) for _ in range(200))]
     for text in texts:
-        assert llama3.encode_with_starts(text) == judge.encode_with_starts(text)
-        ids, starts = llama2.encode_with_starts(text)
-        assert ids == llama2.encode(text) and starts == sorted(starts)
+        assert llama3.encode_with_offsets(text) == judge.encode_with_offsets(text)
+        ids, offsets = llama2.encode_with_offsets(text)
+        starts, ends = [begin for begin, _ in offsets], [end for _, end in offsets]
+        assert ids == llama2.encode(text) and starts == sorted(starts) and ends == sorted(ends)
         for at in range(1, len(starts)):
             if starts[at] > starts[at - 1]:  # decoded up to there, the text is that before it
                 assert llama2.decode(ids[:at]) == text[: starts[at]]
+                assert ends[at - 1] == starts[at]
 
 
 BAD = {

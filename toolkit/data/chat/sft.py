@@ -24,7 +24,7 @@ from toolkit.data.tokenize import Encoded
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
-VERSION = 1  # raise it when conversations become other ids or masks
+VERSION = 2  # raise it when conversations become other ids or masks
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,19 @@ def loss_mask(
     turn.
 
     Raises:
-        DataError: the template marks more or fewer parts than there are turns, where single turns are meant.
+        DataError: the template marks more or fewer parts than there are turns, where single turns are meant;
+            or a message that is learnt and not the assistant's has weight 0.
     """
     indices = [at for at, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     left_out = [index in conversation.unweighted for index in indices]
     in_prompt = [index < conversation.first for index in indices]
+    if train_on == "all" and (others := conversation.unweighted.difference(indices)):
+        number = min(others)
+        raise DataError(
+            f"message {number + 1} has weight 0 and is the {conversation.messages[number]['role']}'s: with "
+            'data.train_on = "all" only turns of the assistant can be left out\n'
+            '  fix:  remove that weight, or set data.train_on = "assistant"'
+        )
     single = any(left_out) or any(in_prompt) or train_on == "last_assistant"
     if single and len(indices) != len(answers):
         raise DataError(

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,8 +122,8 @@ class ChatTemplate(ChatFormat):
                 for index, role in enumerate(roles)
                 if role == "assistant"
             ]
-        ids, starts = self._ids_with_starts(rendered)
-        answers = [_tokens_at(starts, place) for place in places]
+        ids, offsets = self._ids_with_offsets(rendered)
+        answers = [_tokens_at(offsets, place) for place in places]
         special = set(self._tokenizer.special_tokens.values())
         for begin, end in answers:
             ended = any(token in special for token in ids[begin:end])
@@ -217,20 +218,20 @@ class ChatTemplate(ChatFormat):
         special = self._tokenizer.special_tokens[after]
         return [special, *(self._tokenizer.encode_after(special, text) if text else [])]
 
-    def _ids_with_starts(self, rendered: _Rendered) -> tuple[list[int], list[int]]:
-        ids, starts, place = [], [], 0
+    def _ids_with_offsets(self, rendered: _Rendered) -> tuple[list[int], list[tuple[int, int]]]:
+        ids, offsets, place = [], [], 0
         for text, after in _runs(rendered):
             special = self._tokenizer.special_tokens[after] if after else None
             if special is not None:
                 ids.append(special)
-                starts.append(place)
+                offsets.append((place, place + len(after)))
                 place += len(after)
             if text:
-                of_text, begin = self._tokenizer.encode_with_starts(text, special)
+                of_text, inside = self._tokenizer.encode_with_offsets(text, special)
                 ids += of_text
-                starts += [place + start for start in begin]
+                offsets += [(place + begin, place + end) for begin, end in inside]
                 place += len(text)
-        return ids, starts
+        return ids, offsets
 
 
 def _runs(rendered: _Rendered) -> list[tuple[str, str]]:
@@ -242,10 +243,11 @@ def _runs(rendered: _Rendered) -> list[tuple[str, str]]:
     return [*found, (text[place:], after)]
 
 
-def _tokens_at(starts: Sequence[int], place: tuple[int, int]) -> tuple[int, int]:
+def _tokens_at(offsets: Sequence[tuple[int, int]], place: tuple[int, int]) -> tuple[int, int]:
     """The tokens that hold the characters of ``place``; one that holds others too is one of them."""
-    begin, end = bisect_left(starts, place[0]), bisect_left(starts, place[1])
-    if place[0] < place[1] and (begin == len(starts) or starts[begin] > place[0]):
+    begin, end = (bisect_left(offsets, at, key=itemgetter(0)) for at in place)
+    # A token may end within a character: a space and the first bytes of an emoji are one in Llama 3.
+    while place[0] < place[1] and begin and offsets[begin - 1][1] > place[0]:
         begin -= 1
     return begin, max(begin, end)
 

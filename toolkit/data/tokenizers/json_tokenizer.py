@@ -50,7 +50,9 @@ class JsonTokenizer(Tokenizer):
         self._backend.encode_special_tokens = True
         return ids[1:]
 
-    def encode_with_starts(self, text: str, after: int | None = None) -> tuple[list[int], list[int]]:
+    def encode_with_offsets(
+        self, text: str, after: int | None = None
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         text = without_surrogates(text)
         name = "" if after is None else self._special_names[after]
         if any(special in text for special in self.special_tokens):  # as encode_after
@@ -58,11 +60,11 @@ class JsonTokenizer(Tokenizer):
         self._backend.encode_special_tokens = not name
         found = self._backend.encode(name + text, add_special_tokens=False)
         self._backend.encode_special_tokens = True
-        skipped = 1 if name else 0
-        return found.ids[skipped:], [begin - len(name) for begin, _ in found.offsets[skipped:]]
+        skipped, n = 1 if name else 0, len(name)
+        return found.ids[skipped:], [(begin - n, end - n) for begin, end in found.offsets[skipped:]]
 
-    def _starts(self, ids: list[int], text: str) -> list[int]:
-        return [begin for begin, _ in self._backend.encode(text, add_special_tokens=False).offsets]
+    def _offsets(self, ids: list[int], text: str) -> list[tuple[int, int]]:
+        return self._backend.encode(text, add_special_tokens=False).offsets
 
     def _encode_batch(self, texts: list[str]) -> list[list[int]]:
         with tokenizers_errors(self.path):

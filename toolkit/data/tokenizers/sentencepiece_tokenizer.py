@@ -46,23 +46,24 @@ class SentencePieceTokenizer(Tokenizer):
             texts += [" " if spaced else "", self._model.decode(run)]
         return "".join(texts)
 
-    def _starts(self, ids: list[int], text: str) -> list[int]:
-        starts, place = [], -1  # the space that is put before a text is none of its characters
+    def _offsets(self, ids: list[int], text: str) -> list[tuple[int, int]]:
+        offsets, place = [], -1  # the space that is put before a text is none of its characters
         for token in ids:
             piece = self._model.id_to_piece(token)
-            starts.append(max(0, place))
+            begin = max(0, place)
             if self._model.is_byte(token):
                 first = int(piece[3:5], 16) & 0xC0 != 0x80
-                starts[-1] -= 0 if first else 1
+                begin -= 0 if first else 1
                 place += first
             else:
                 place += len(piece)
+            offsets.append((begin, place))
         if ids and place != len(text):
             raise DataError(
                 f"the tokenizer {self.path} rewrites text, so that its tokens cannot be found in it: "
                 f"{text[:60]!r}"
             )
-        return starts
+        return offsets
 
 
 def sentencepiece_processor(files: TokenizerFiles) -> SentencePieceProcessor:

@@ -56,11 +56,12 @@ class TiktokenTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
 
-    def _starts(self, ids: list[int], text: str) -> list[int]:
+    def _offsets(self, ids: list[int], text: str) -> list[tuple[int, int]]:
         lengths = [len(token) for token in self._encoding.decode_tokens_bytes(ids)]
         characters = accumulate(byte & 0xC0 != 0x80 for byte in text.encode())  # one begins at such a byte
         of_byte = [number - 1 for number in characters]
-        return [of_byte[end - length] for end, length in zip(accumulate(lengths), lengths, strict=True)]
+        ends = zip(accumulate(lengths), lengths, strict=True)
+        return [(of_byte[end - length], of_byte[end - 1] + 1) for end, length in ends]
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -108,16 +108,18 @@ class Tokenizer(ABC):
         before the first word of a prompt alone, or drop those after a token."""
         return self._encode(without_surrogates(text))
 
-    def encode_with_starts(self, text: str, after: int | None = None) -> tuple[list[int], list[int]]:
-        """Ids of ``text``, at the start of a prompt or where it follows the special token ``after``, and at
-        which character each begins. Of a character that is several tokens, all begin there.
+    def encode_with_offsets(
+        self, text: str, after: int | None = None
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of ``text``, at the start of a prompt or where it follows the special token ``after``, and
+        which characters each is of, from begin to end. A character that is several tokens is of all of them.
 
         Raises:
             DataError: the tokenizer rewrites this text, so that its tokens cannot be found in it.
         """
         text = without_surrogates(text)
         ids = self.encode(text) if after is None else self.encode_after(after, text)
-        return ids, self._starts(ids, text)
+        return ids, self._offsets(ids, text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text without BOS and EOS, on the calling thread: the fast path for a corpus."""
@@ -157,8 +159,8 @@ class Tokenizer(ABC):
         """Text of ``ids``, special tokens by name."""
 
     @abstractmethod
-    def _starts(self, ids: list[int], text: str) -> list[int]:
-        """At which character of ``text``, which has no surrogates, each of its ``ids`` begins."""
+    def _offsets(self, ids: list[int], text: str) -> list[tuple[int, int]]:
+        """Begin and end, in characters of ``text``, which has no surrogates, of each of its ``ids``."""
 
 
 def without_surrogates(text: str) -> str:
