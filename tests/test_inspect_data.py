@@ -77,6 +77,43 @@ def test_a_class_stands_behind_its_text(tmp_path: Path, words: list[str], mask: 
     assert not any(token.learnt and token.is_input for token in sample.tokens)
 
 
+def _shown(words: list[str], n: int) -> list[inspect_data.Sample]:
+    config = load_config(words)
+    return list(inspect_data.samples(config, run_tokenizer(config), n, validation=False))
+
+
+def test_documents_that_see_one_another_are_told_apart(tmp_path: Path, words: list[str]) -> None:
+    rng = random.Random(3)
+    last = {"role": "user", "content": "and then?"}  # of which nothing is learnt
+    write_rows(tmp_path / "a.jsonl", [{"messages": [*conversation(rng), last]} for _ in range(40)])
+    unmasked = [*words, "--data.document_mask=false"]
+    for sample, masked in zip(_shown(unmasked, 3), _shown(words, 3), strict=True):
+        assert sample.title() == masked.title() and sample.padding == masked.padding
+        assert [token[:3] + token[4:] for token in sample.tokens] == [
+            token[:3] + token[4:] for token in masked.tokens
+        ]
+        inputs = [token.position for token in sample.tokens if token.is_input]
+        assert inputs == list(range(len(inputs)))
+    write_rows(tmp_path / "a.jsonl", [{"text": f"{number} and so on"} for number in range(200)])
+    text = [unmasked[0], *unmasked[2:]]
+    (sample,) = _shown(text, 1)
+    assert len({token.document for token in sample.tokens}) > 1
+    assert [[token.id for token in sample.tokens if token.learnt]] == _learnt(text, 1)
+
+
+def test_text_that_streams_has_the_order_of_the_run(tmp_path: Path, words: list[str]) -> None:
+    for number in range(5):
+        write_rows(tmp_path / f"{number}.txt.jsonl", [{"text": f"file {number} " * 200}] * 3)
+    flags = ["--data.streaming", f"--training.dataset_path={tmp_path}/*.txt.jsonl", *words[2:]]
+    flags += ["--training.global_batch_size=-1", "--training.local_batch_size=4"]
+    config = load_config(flags)
+    data, batch = open_data(config, progress=False), BatchShape(4, 4, 1)
+    rows = next(iter(training_loader(config, data, batch, dp_rank=0, dp_size=1, seed=0)))["tokens"]
+    assert rows is not None
+    shown = [[token.id for token in sample.tokens if token.is_input] for sample in _shown(flags, 4)]
+    assert shown == rows.tolist()
+
+
 class _Page(HTMLParser):
     def __init__(self) -> None:
         super().__init__()

@@ -111,6 +111,7 @@ def test_verify_reads_all_and_builds_again_what_is_damaged(
     [
         (["--trainig.dataset=c4_test"], EXIT_CONFIG, "did you mean"),
         (["--process=3"], EXIT_CONFIG, "--process"),
+        (["--data.streaming"], EXIT_CONFIG, "drawn by their lengths"),
         (["--data.mixture.code.dataset_split=test"], EXIT_CONFIG, "no split to choose"),
         (["--data.mixture.code.dataset_path=none.txt"], EXIT_DATA, "no such file"),
         (["--model.hf_assets_path=none"], EXIT_DATA, "none"),

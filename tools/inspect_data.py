@@ -5,11 +5,13 @@
     python -m tools.inspect_data --job.config_file FILE --validation
 
 Samples come in the order of the run, and are built as the run builds them: tokenised corpora are taken from
-data.cache_folder, or made there. Each line has the position of its first token in the row, the text of its
-tokens, and their ids. What has a loss is green, or, where there is no colour, between ⟦ and ⟧; each document
-(conversation) of a row begins with a line of its own, and its positions from 0. A token that is predicted and
-is no input, as the last of a conversation, is underlined, or followed by ⁎. So is the class of a text
-(finetune.classification), by its name and number.
+data.cache_folder, or made there. Where text streams with training.global_batch_size = -1 they are those of a
+run on one rank: more ranks have a larger batch, and another order. Each line has the position of its first
+token in the row, the text of its tokens, and their ids. What has a loss is green, or, where there is no
+colour, between ⟦ and ⟧; each document (conversation) of a row begins with a line of its own, and with
+data.document_mask its positions from 0. A token that is predicted and is no input, as the last of a
+conversation, is underlined, or followed by ⁎. So is the class of a text (finetune.classification), by its
+name and number.
 
 --html writes one file, for any browser, that needs no network. Takes every flag of toolkit.train; of the
 config only what concerns data and tokenizer is checked. Exit codes are those of toolkit.train: 0 done, 2 the
@@ -33,8 +35,9 @@ from toolkit import preflight
 from toolkit.config import Config, load_config
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import open_data, run_tokenizer
-from toolkit.data.dataloader import Batch, Loader, training_loader
+from toolkit.data.dataloader import Loader, training_loader
 from toolkit.data.packing import PADDING
+from toolkit.data.run_data import RunData
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.data.validation_loader import validation_loader
 from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, one_line, report
@@ -85,55 +88,60 @@ def samples(config: Config, tokenizer: Tokenizer, n: int, *, validation: bool) -
         ConfigError: there is no validation.
     """
     data = open_data(config, progress=True)
-    loader: Loader | None = None
+    rows = _rows(_loader(config, data, validation))
+    if not config.data.document_mask:  # rows do not tell then where documents are, as masked ones do
+        masked = config.model_copy(update={"data": config.data.model_copy(update={"document_mask": True})})
+        pairs = zip(rows, _rows(_loader(masked, data, validation)), strict=True)
+        rows = ({**row, "documents": own["documents"], "own_labels": own["labels"]} for row, own in pairs)
+    labels = config.finetune.classification
+    classes = labels.names if labels.num_labels else ()
+    shown = (row for row in rows if (row["labels"] != IGNORED_LABEL).any())  # others fill a batch up
+    for number, row in enumerate(islice(shown, n)):
+        yield _sample(number, row, tokenizer, classes)
+
+
+def _loader(config: Config, data: RunData, validation: bool) -> Loader:
     if validation:
         loader = validation_loader(config, data, dp_rank=0, dp_size=1)
         if loader is None:
             fix = "set it, with validation.dataset or dataset_path, or leave --validation out"
             raise ConfigError(Problem("the run has no validation to show", fix, "validation.enable", False))
-    else:
-        # Text that streams is dealt out by the global batch.
-        total = max(1, config.training.global_batch_size)
-        seed, one = config.debug.seed or 0, BatchShape(total, 1, total)
-        loader = training_loader(config, data, one, dp_rank=0, dp_size=1, seed=seed)
-    labels = config.finetune.classification
-    classes = labels.names if labels.num_labels else ()
-    rows = (row for batch in loader for row in _rows(batch))
-    for number, row in enumerate(islice(rows, n)):
-        yield _sample(number, row, tokenizer, classes)
+        return loader
+    # Text that streams is dealt out by the global batch.
+    total = config.training.global_batch_size
+    total = config.training.local_batch_size if total == -1 else total
+    one = BatchShape(total, 1, total)
+    return training_loader(config, data, one, dp_rank=0, dp_size=1, seed=config.debug.seed or 0)
 
 
-def _rows(batch: Batch) -> Iterator[dict[str, torch.Tensor]]:
-    """The rows of a micro-batch, but for those that fill it up."""
-    tokens = batch["tokens"]
-    assert tokens is not None
-    for index in range(len(tokens)):
-        row = {name: values[index] for name, values in batch.items() if values is not None}
-        if (row["labels"] != IGNORED_LABEL).any():
-            yield row
+def _rows(loader: Loader) -> Iterator[dict[str, torch.Tensor]]:
+    for batch in loader:
+        tokens = batch["tokens"]
+        assert tokens is not None
+        for index in range(len(tokens)):
+            yield {name: values[index] for name, values in batch.items() if values is not None}
 
 
 def _sample(
     number: int, row: dict[str, torch.Tensor], tokenizer: Tokenizer, classes: Sequence[str]
 ) -> Sample:
-    tokens, labels = row["tokens"].tolist(), row["labels"].tolist()
+    tokens, labels, documents = (row[name].tolist() for name in ("tokens", "labels", "documents"))
     n = len(tokens)
-    if "documents" in row:
-        documents, positions = row["documents"].tolist(), row["positions"].tolist()
-    else:
-        documents, positions = [0] * n, list(range(n))
+    positions = row["positions"].tolist() if "positions" in row else list(range(n))
+    # Where a document sees those before it, its first token may be the label of the last of them.
+    of_next = (row["labels"] != row.get("own_labels", row["labels"])).tolist()
     filled = max((at for at in range(n) if documents[at] != PADDING), default=-1) + 1
-    if "documents" not in row:  # then a row is filled up to its last label
-        filled = max(at for at in range(n) if labels[at] != IGNORED_LABEL) + 1
     found: list[Token] = []
     stream = TextStream(lambda ids: tokenizer.decode(ids))
     for at in range(filled):
         goes_on = at > 0 and documents[at] == documents[at - 1]
         if not goes_on:
             stream = TextStream(lambda ids: tokenizer.decode(ids))
-        learnt = goes_on and not classes and labels[at - 1] != IGNORED_LABEL
+        predicted = goes_on or (at > 0 and of_next[at - 1])
+        learnt = predicted and not classes and labels[at - 1] != IGNORED_LABEL
         found.append(Token(tokens[at], stream.add(tokens[at]), documents[at], positions[at], learnt))
-        ends = bool(classes) or at + 1 == filled or documents[at + 1] != documents[at]
+        last = at + 1 == filled
+        ends = bool(classes) or last or (documents[at + 1] != documents[at] and not of_next[at])
         if ends and labels[at] != IGNORED_LABEL:
             text = f" → {classes[labels[at]]}" if classes else stream.add(labels[at])
             found.append(Token(labels[at], text, documents[at], positions[at] + 1, True, is_input=False))

@@ -40,6 +40,7 @@ RULES = (
     "mixture_or_dataset",
     "mixture_weights_fit",
     "mixture_parts_differ",
+    "streams_one_text",
     "corpus_readable",
     "dataset_choices_act",
     "text_column_acts",
