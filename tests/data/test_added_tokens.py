@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -48,8 +49,18 @@ def test_a_copy_has_them_after_all_others(tmp_path: Path, kind: str) -> None:
     assert ids[begin - 1] == added["<|assistant|>"] and ids[end - 1] == added["<|endoftext|>"]
     assert TOKENS[2] in tokenizer.decode(ids)
     assert added["<|endoftext|>"] in form.stop_ids
-    with pytest.raises(DataError, match=r"has the special token <\|prompter\|> already\n  fix:  remove it"):
+    with pytest.raises(DataError, match=r"has the token <\|prompter\|> already\n  fix:  remove it"):
         extended(copy, tmp_path, tokens=TOKENS[1:2])
+
+
+def test_a_token_that_is_there_and_not_special_is_refused(tmp_path: Path) -> None:
+    """Hugging Face's libraries keep its id, and number those after it one lower."""
+    described = json.loads((ASSETS / "tokenizer_json" / "tokenizer.json").read_text(encoding="utf-8"))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    described["added_tokens"].append({"id": VOCABULARY, "content": "<tool_call>", **flags})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
+    with pytest.raises(DataError, match="has the token <tool_call> already"):
+        extended(tmp_path, tmp_path, tokens=["<x>", "<tool_call>"])
 
 
 def test_other_tokens_make_another_cache_of_conversations(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from toolkit.data.cache_folder import local_cache
 from toolkit.data.tokenizers.files import find
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import DataError
 
 CONFIG, TOKENIZER_JSON = "tokenizer_config.json", "tokenizer.json"
@@ -44,9 +44,9 @@ def extended(
         DataError: there is no tokenizer, it has one of the tokens, or the copy cannot be written.
     """
     found, tokenizer = find(path), load_tokenizer(path)
-    if there := [name for name in tokens if name in tokenizer.special_tokens]:
+    if there := [name for name in tokens if _has(tokenizer, name)]:
         raise DataError(
-            f"the tokenizer {tokenizer.path} has the special token {there[0]} already\n"
+            f"the tokenizer {tokenizer.path} has the token {there[0]} already\n"
             "  fix:  remove it from model.additional_special_tokens"
         )
     files = {name: (found.folder / name).read_bytes() for name in _COPIED if (found.folder / name).is_file()}
@@ -65,6 +65,13 @@ def extended(
             files[TOKENIZER_JSON] = _described(files[TOKENIZER_JSON], ids)
         _write(folder, files)
     return folder
+
+
+def _has(tokenizer: Tokenizer, name: str) -> bool:
+    if name in tokenizer.special_tokens:
+        return True
+    ids = tokenizer.encode(name)
+    return len(ids) == 1 and tokenizer.decode(ids) == name  # whose id tokenizers would keep
 
 
 def _configured(content: bytes, ids: dict[str, int]) -> bytes:
