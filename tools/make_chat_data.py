@@ -53,12 +53,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--held-out", type=count, default=50, metavar="N", help="default: 50")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(argv)
+    if asked.output.suffix != ".jsonl":
+        parser.error(f"--output {asked.output}: its name must end with .jsonl")
     rng = random.Random(asked.seed)
     sums = [(a, b) for a in range(HIGHEST + 1) for b in range(HIGHEST + 1)]
     rng.shuffle(sums)
     cut = len(sums) // 10
-    _write(asked.output, conversations(asked.conversations, sums[cut:], rng))
-    _write(asked.output.with_suffix(".held_out.jsonl"), conversations(asked.held_out, sums[:cut], rng))
+    try:
+        _write(asked.output, conversations(asked.conversations, sums[cut:], rng))
+        _write(asked.output.with_suffix(".held_out.jsonl"), conversations(asked.held_out, sums[:cut], rng))
+    except OSError as error:
+        parser.error(f"--output {asked.output}: it cannot be written: {error.strerror}")
     return EXIT_FINISHED
 
 

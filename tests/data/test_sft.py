@@ -34,8 +34,9 @@ from toolkit.data.chat.sft import ChatOptions, ConversationEncoder, loss_mask
 from toolkit.data.chat.shapes import FORMATS, PREFERENCE, Conversation, Shape
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from toolkit.errors import DataError
+from toolkit.errors import EXIT_CONFIG, EXIT_FINISHED, DataError
 from toolkit.models.llama.chat import Llama2Format, Llama3Format
+from tools import make_chat_data
 
 REAL = Path(os.environ.get("TOOLKIT_ASSETS", ""))
 needs_assets = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
@@ -388,3 +389,18 @@ def test_an_answer_of_no_conversation_is_no_loss() -> None:
     alone = Conversation([{"role": "user", "content": "a"}])
     assert not loss_mask(alone, [], 5, "assistant").any()
     assert not loss_mask(alone, [], 5, "last_assistant").any()
+
+
+def test_the_shipped_conversations_are_made_by_their_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert make_chat_data.main([f"--output={tmp_path / 'made' / 'sums.jsonl'}"]) == EXIT_FINISHED
+    for name in ("sums.jsonl", "sums.held_out.jsonl"):
+        assert (tmp_path / "made" / name).read_bytes() == (ASSETS / "chat" / name).read_bytes()
+    for place, said in (
+        ("chats.v1", "must end with .jsonl"),
+        ("made/sums.jsonl/a.jsonl", "cannot be written: File exists"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            make_chat_data.main([f"--output={tmp_path / place}"])
+        assert caught.value.code == EXIT_CONFIG and said in capsys.readouterr().err
