@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
+from tests.preflight.bad_weights import write_model
+from toolkit.build import build_model
 from toolkit.config import Config
 from toolkit.config.job import Checkpoint
 from toolkit.config.schema import added
 from toolkit.config.training import Loss, Model, Optimizer
 from toolkit.data.sources import open_corpus
 from toolkit.errors import ConfigError, DataError
+from toolkit.generation.load import load_model
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.loss_terms import training_losses
+from toolkit.models.common.rms_norm import RMSNorm
+from toolkit.models.registry import resolve, spec
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.converters import Converters
 
@@ -145,3 +154,39 @@ def test_a_dataset_that_gives_no_documents(
     monkeypatch.setitem(added("training.dataset"), "mine", (rows, "1", __file__))
     with pytest.raises(DataError, match=f"the dataset mine fails {said}"):
         list(open_corpus("mine", None).pieces())
+
+
+class Buffer(Decoder):
+    """A decoder that keeps a number as a buffer."""
+
+    def __init__(self, args: ModelArgs, **options: Any):
+        super().__init__(args, **options)
+        self.layers["1"].register_buffer("scale", torch.tensor(3.0), persistent=False)
+
+
+class Parameter(Decoder):
+    """A decoder that has one norm more, and a smaller one."""
+
+    def __init__(self, args: ModelArgs, **options: Any):
+        super().__init__(args, **options)
+        self.first_norm = nn.RMSNorm(args.dim)
+        self.norm = RMSNorm(args.dim // 2, eps=args.norm_eps)
+
+
+WRONG_DECODERS = {
+    "test_registered.Buffer, has buffers, which nothing fills .*: layers.1.scale\n": Buffer,
+    "Parameter, adds, removes or reshapes first_norm.weight, norm.weight:": Parameter,
+}
+
+
+@pytest.mark.parametrize(("said", "kind"), WRONG_DECODERS.items())
+def test_a_decoder_that_is_made_of_something_else(
+    said: str, kind: type[Decoder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(spec("llama")), "decoder", lambda self: kind)
+    args, cpu = resolve("llama3", "debugmodel"), torch.device("cpu")
+    mesh: Any = SimpleNamespace(pp=None, cp=None)
+    with pytest.raises(ConfigError, match=f"family llama, .*{said}"):
+        build_model(Config(), args, mesh, cpu, param_dtype=torch.float32, seed=0, storage=False)
+    with pytest.raises(ConfigError, match=said):
+        load_model(write_model(tmp_path), device=cpu, dtype=torch.float32)

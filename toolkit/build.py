@@ -19,6 +19,7 @@ from toolkit.models.common.args import ModelArgs, is_classifier_head
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.rms_norm import RMSNorm
 from toolkit.models.from_config import attention_named
+from toolkit.models.meta_decoder import meta_decoder
 from toolkit.models.registry import spec
 from toolkit.parallel.dims import takes_ring
 from toolkit.parallel.fsdp import mixed_precision
@@ -69,6 +70,9 @@ def build_model(
     Its weights are a function of ``seed`` alone; ``pretrained`` ones, which will be loaded, are whatever was
     in memory, save for what fine-tuning adds to them. Without ``storage`` it stays on the meta device, to be
     looked at.
+
+    Raises:
+        ConfigError: a user's decoder or converter changes what a model is made of.
     """
     if compiles(config, device):
         from toolkit.parallel.compile import keep_for_two_backwards, use_cache
@@ -85,12 +89,11 @@ def build_model(
         converters = Converters(config)
     models = []
     for modules in _modules_here(stages, mesh):
-        with torch.device("meta"):
-            model = (spec(args.family).decoder() or Decoder)(
-                args,
-                attention=attention_named(config, device.type),
-                loss_chunk_tokens=config.training.loss_chunk_tokens,
-            )
+        model = meta_decoder(
+            args,
+            attention=attention_named(config, device.type),
+            loss_chunk_tokens=config.training.loss_chunk_tokens,
+        )
         for module in model.modules():
             if isinstance(module, RMSNorm):
                 module.in_pieces = config.model.norm == "auto"

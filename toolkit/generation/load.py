@@ -31,7 +31,7 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention_choice import attention_choice
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.sharding import fsdp_units, tensor_plan
-from toolkit.models.registry import spec
+from toolkit.models.meta_decoder import meta_decoder
 from toolkit.parallel.mesh import Mesh, build_mesh
 from toolkit.weights.hf_assets import asked_bos, run_of, tokenizer_of
 from toolkit.weights.load import open_alike
@@ -118,7 +118,8 @@ def load_model(
     texts begin with BOS, else the checkpoint's run, else the tokenizer's files.
 
     Raises:
-        ConfigError: ``tp`` does not divide the ranks, or a dimension of the model.
+        ConfigError: ``tp`` does not divide the ranks, or a dimension of the model; or a user's decoder has
+            buffers or other parameters than the toolkit's.
         DataError: weights or tokenizer cannot be used; on every rank alike.
     """
     source, of_base = _open(path, adapters or {}, verify)
@@ -130,9 +131,7 @@ def load_model(
     mesh = _mesh(device, source.args, tp)
     prefix = any(it.options.adapter == "prefix_tuning" for it in of_base.adapters.values())
     attention = attention_choice("auto", "", device=device.type, documents=False, prefix=prefix)
-    with torch.device("meta"):
-        model = (spec(source.args.family).decoder() or Decoder)(source.args, attention=attention)
-    model.to(dtype)
+    model = meta_decoder(source.args, attention=attention).to(dtype)
     note = _shard(model, mesh, device, dtype) if mesh is not None else ""
     model.to_empty(device=device).requires_grad_(False)
     of_base.load(model, next(iter(of_base.adapters), None), mesh.tp if mesh else None)

@@ -59,7 +59,7 @@ class ModelSpec:
 
     def decoder(self) -> type | None:
         """A subclass of :class:`~toolkit.models.common.decoder.Decoder` that computes otherwise, with
-        parameters of the same names and shapes; None for that itself."""
+        parameters of the same names and shapes and no buffers; None for that itself."""
         return None
 
     def init_rule(self, name: str, args: ModelArgs) -> Init:
