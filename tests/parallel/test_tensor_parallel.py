@@ -7,14 +7,17 @@ twice, is at least 1e-2.
 from __future__ import annotations
 
 import gc
+import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -38,12 +41,12 @@ from tests.parallel.sharded import (
 )
 from toolkit.config.parallelism import Compile
 from toolkit.loss import token_losses
-from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.decoder import Decoder, FeedForward
 from toolkit.models.common.sharding import tensor_plan
 from toolkit.optim.grad_clip import global_norm
 from toolkit.optim.optimizer_in_backward import StepInBackward
 from toolkit.parallel.autograd_collectives import gather, reduce_scatter
-from toolkit.parallel.tensor_parallel import apply_tensor_parallel
+from toolkit.parallel.tensor_parallel import _of_whole, apply_tensor_parallel
 from toolkit.parallel.vocabulary_parallel import vocabulary_parallel_losses
 from toolkit.planner.allocations import Allocations
 
@@ -395,6 +398,30 @@ def test_of_what_blocks_gather_a_piece_is_kept(ranks: list[Any]) -> None:
         assert eager == 2 * LAYERS * whole * (1 - 1 / TP)
         # A compiler may find the piece in what it keeps besides; torch 2.11's keeps the whole.
         assert compiled >= (eager if SINCE_2_13 else 0)
+
+
+class Rebinding(FeedForward):
+    """A feed-forward that lets go of its argument."""
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        caller = sys._getframe(1).f_locals.values()
+        self.held = any(value is x_BSD for value in caller)
+        gate, x_BSD = self.w1(x_BSD), self.w3(x_BSD)
+        x_BSD = F.silu(gate) * x_BSD
+        return self.w2(x_BSD)
+
+
+def test_a_forward_may_let_go_of_what_was_gathered() -> None:
+    """It stays, or a tensor that takes its place would be taken for it. Before Python 3.12 any call holds its
+    arguments."""
+    module: Any = Rebinding(16, 16).double()
+    own = torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True)
+    inputs = own, *module.parameters()
+    between = SimpleNamespace(split=True, whole=lambda x: torch.cat([x, x * 0.5], 1))
+    expected = torch.autograd.grad(module(between.whole(own)).square().sum(), inputs)
+    module.__class__, module.between, module.gathers_again = _of_whole(Rebinding), between, True
+    found = torch.autograd.grad(module(own).square().sum(), inputs)
+    assert module.held and max(map(_far, found, expected)) < CLOSE
 
 
 def test_a_single_sequence_is_never_copied(ranks: list[Any]) -> None:

@@ -186,7 +186,9 @@ def _of_whole(kind: Any) -> type:
             return kind.forward(self, checkpoint(between.whole, x, use_reentrant=False), *args, **kwargs)
         gathered = _Gathered(x, between)
         with saved_tensors_hooks(gathered.pack, gathered.unpack):
-            return kind.forward(self, gathered.of_forward(), *args, **kwargs)
+            # Held until forward ends, which may let go of its argument: another tensor would lie there then.
+            whole = gathered.of_forward()
+            return kind.forward(self, whole, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward})
 
