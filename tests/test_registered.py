@@ -65,17 +65,19 @@ def test_a_build_without_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Counting(SGD):
-    """Momentum, and what else a test adds."""
+    """Momentum, and what else a test adds, of a parameter or ``in_groups``."""
 
-    def __init__(self, parameters: Any, fresh: Any, kept: dict[str, Any] | None = None):
+    def __init__(self, parameters: Any, fresh: Any, kept: Any = None, in_groups: Any = lambda group: {}):
         super().__init__(parameters, lr=0.1, momentum=0.9)
-        self.kept = kept or {}
+        self.kept, self.in_groups = kept or {}, in_groups
         self.fresh_state = lambda parameter, group: fresh
 
     def step(self, closure: Any = None) -> None:
         super().step()
         for state in self.state.values():
             state.update(self.kept)
+        for group in self.param_groups:
+            group.update(self.in_groups(group))
 
 
 BUFFER = {"momentum_buffer": torch.zeros(3)}
@@ -90,15 +92,25 @@ WRONG_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
         named, {"momentum_buffer": torch.zeros(())}
     ),
 }
+IN_GROUPS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "steps": lambda group: {"steps": group.get("steps", 0) + 1},
+    "momentum": lambda group: {"momentum": group["momentum"] / 2},
+    "seen": lambda group: {"seen": group.get("seen", torch.zeros(2)) + 1},
+}
 
 
-def step_of(monkeypatch: pytest.MonkeyPatch, build: Callable[[Any], Any], enable: bool = True) -> None:
+def step_of(
+    monkeypatch: pytest.MonkeyPatch, build: Callable[[Any], Any], enable: bool = True, early: bool = False
+) -> None:
     monkeypatch.setitem(added("optimizer.name"), "Mine", lambda named, config: build(list(named)))
-    changed = {"optimizer": Optimizer.model_construct(name="Mine"), "checkpoint": Checkpoint(enable=enable)}
+    options = Optimizer.model_construct(name="Mine", early_step_in_backward=early)
+    changed = {"optimizer": options, "checkpoint": Checkpoint(enable=enable)}
     named = [(name, nn.Parameter(torch.ones(3))) for name in ("first", "second")]
     optimizer = build_optimizer(named, Config().model_copy(update=changed))
     for _, parameter in named:
-        parameter.grad = torch.ones(3)
+        parameter.grad = None if early else torch.ones(3)
+        if early:
+            parameter.sum().backward()
     optimizer.step()
     optimizer.step()
 
@@ -111,8 +123,22 @@ def test_an_optimizer_that_checkpoints_could_not_hold(
         step_of(monkeypatch, build)
 
 
+@pytest.mark.parametrize(("enable", "early"), [(True, False), (False, True)])
+@pytest.mark.parametrize("name", IN_GROUPS)
+def test_an_optimizer_that_keeps_something_in_its_groups(
+    name: str, enable: bool, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in no checkpoint, and would count parameters for steps where each is updated by itself."""
+    keep = IN_GROUPS[name]
+    with pytest.raises(ConfigError, match=f"its step changes {name} of a group"):
+        step_of(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=keep), enable, early)
+    step_of(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=keep), enable=False)
+
+
 def test_optimizers_that_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     step_of(monkeypatch, lambda named: Counting(named, BUFFER))
+    step_of(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=lambda group: {"lr": 0.5}))
+    step_of(monkeypatch, lambda named: Counting(named, BUFFER), enable=False, early=True)
     step_of(monkeypatch, lambda named: Adam(named))
     step_of(monkeypatch, lambda named: SGD(named, lr=1), enable=False)
 

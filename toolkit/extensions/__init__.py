@@ -61,8 +61,9 @@ def register_optimizer(
 
     ``build(named_parameters, config)`` returns a torch.optim.Optimizer over those that require gradients;
     they are DTensors. The optimizer has a method ``fresh_state(parameter, group)``: the tensors, by name,
-    that it keeps of a parameter before its first step, so that checkpoints are loaded into them. ``options``
-    are keys of the table [optimizer.NAME], name in lower case, refused with another optimizer.
+    that it keeps of a parameter before its first step, so that checkpoints are loaded into them; nothing else
+    is left by a step for the next. ``options`` are keys of the table [optimizer.NAME], name in lower case,
+    refused with another optimizer.
     """
     _register("optimizer.name", name, build, options)
 
