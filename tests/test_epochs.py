@@ -12,13 +12,17 @@ import pytest
 
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer, weights_digest
+from toolkit.errors import ConfigError
 from toolkit.trainer import Trainer
 
 BATCH, SAMPLES, EPOCHS, STEPS = 4, 17, 3, 13
 """An epoch is 4.25 steps, and three are 12.75."""
+HALVING = {"warmup_steps": 2, "decay_type": "step", "gamma": 0.5}
 
 
-def _trainer(folder: Path, epochs: int, batch: int = BATCH, **checkpoint: Any) -> Trainer:
+def _trainer(
+    folder: Path, epochs: int, batch: int = BATCH, schedule: dict[str, Any] = HALVING, **checkpoint: Any
+) -> Trainer:
     corpus = folder.parent / "corpus.txt"
     corpus.write_text("".join(f"{line} {line * line}\n" for line in range(200)))
     config = small_config(
@@ -31,7 +35,7 @@ def _trainer(folder: Path, epochs: int, batch: int = BATCH, **checkpoint: Any) -
             "local_batch_size": 2,
             "epochs": epochs,
         },
-        lr_scheduler={"warmup_steps": 2, "decay_type": "step", "gamma": 0.5},
+        lr_scheduler=schedule,
         checkpoint={"enable": True, **checkpoint},
     )
     return small_trainer(config)
@@ -75,7 +79,16 @@ def _runs(folder: str) -> dict[str, Any]:
             initial_load_model_only=False,
             exclude_from_loading=["dataloader"],
         ).total_steps,
+        "refused": [_refused(Path(folder, name), name) for name in ("13-step", "12-step")],
     }
+
+
+def _refused(folder: Path, expression: str) -> str:
+    try:
+        _trainer(folder, EPOCHS, schedule={"decay_type": "expression", "expression": expression})
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +122,11 @@ def test_the_rate_falls_with_the_first_step_after_each_epoch(runs: dict[str, Any
     # 4.25 and 8.5 steps are over after the fifth and the ninth.
     factors = [0.5, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]
     assert [rate / 3e-3 for rate in runs["whole"]["rates"].values()] == pytest.approx(factors)
+
+
+def test_rates_of_the_steps_that_epochs_take_are_looked_at(runs: dict[str, Any]) -> None:
+    right, wrong = runs["refused"]
+    assert right == "" and f"at step {STEPS} of {STEPS} the rate would be -1.0 of the peak" in wrong
 
 
 def test_a_finished_run_goes_on_for_more_epochs(runs: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from toolkit.data.run_data import RunData
 from toolkit.distributed import process_group
 from toolkit.distributed.garbage_collection import GarbageCollection
 from toolkit.distributed.seeds import seed_step, set_deterministic
-from toolkit.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, OutOfMemory, TrainingError
+from toolkit.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, ConfigError, OutOfMemory, TrainingError
 from toolkit.io.run_folder import claim_folders
 from toolkit.launcher.signals import StopRequest
 from toolkit.launcher.time_limit import Deadline
@@ -33,7 +33,7 @@ from toolkit.metrics.speed import SpeedMeter, build_speed_meter
 from toolkit.metrics.startup_timer import Phases
 from toolkit.metrics.summary import summary
 from toolkit.models.from_config import model_args, pretrained_folder
-from toolkit.optim.lr_scheduler import cut_to_fit, learning_rate
+from toolkit.optim.lr_scheduler import cut_to_fit, is_users, learning_rate
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
@@ -80,6 +80,8 @@ class Trainer:
                 self.checkpointer = self._checkpointer()
                 self.checkpointer.restore()
         self.total_steps = self.count_steps()
+        if config.training.epochs and is_users(config.lr_scheduler):
+            self._check_rates()
         self.watch: Watch | None = None
         if config.health != Health():
             from toolkit.health.watch import Watch
@@ -163,6 +165,19 @@ class Trainer:
             return training.steps
         left = training.epochs * self.loader.epoch_samples - self.loader.samples
         return self.train_state.step + max(0, -(-left // self.batch.total))
+
+    def _check_rates(self) -> None:
+        """Do what the preflight does where it knows the steps.
+
+        Raises:
+            ConfigError: a user's schedule has no rate of at least 0 for one of them.
+        """
+        from toolkit.optim.lr_expression import wrong_rate
+
+        done = self.train_state.step - self.train_state.schedule_start
+        left = range(done + 1, self.total_steps - self.train_state.schedule_start + 1)
+        if problem := wrong_rate(self.config, left, total_steps=self.total_steps):
+            raise ConfigError(problem)
 
     # Training
 

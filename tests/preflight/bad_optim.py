@@ -55,6 +55,12 @@ CASES: list[Bad] = [
         }.items()
     ],
     bad(
+        "schedule_has_values",
+        "lr_scheduler.decay_type=expression lr_scheduler.expression=step/4-1 training.epochs=2",
+        "at step 1 the rate would be -0.75 of the peak",
+        key="lr_scheduler.expression",
+    ),
+    bad(
         "loss_of_tokens",
         "loss.z_loss=0.1 finetune.classification.num_labels=2",
         "the loss of classes is another",

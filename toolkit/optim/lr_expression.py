@@ -15,8 +15,11 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from toolkit.config import Config
 from toolkit.config.schema import added
 from toolkit.config.training import LRScheduler
+from toolkit.errors import Problem
+from toolkit.optim.lr_scheduler import warmup_length
 
 EXPRESSION = "expression"
 NAMES = ("step", "total_steps", "warmup_steps")
@@ -33,6 +36,8 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.GtE: operator.ge, ast.Eq: operator.eq, ast.NotEq: operator.ne,
 }  # fmt: skip
 MAX_LENGTH = 1000
+FIX = 'write a part of optimizer.lr by step, such as "1 / sqrt(step)"'
+_LOOKED_AT = 1000  # steps
 
 
 def factor(options: LRScheduler, **values: int) -> float:
@@ -45,6 +50,31 @@ def factor(options: LRScheduler, **values: int) -> float:
         own = added("lr_scheduler.decay_type")[options.decay_type]
         return float(own(values["step"], values["total_steps"]))
     return evaluate(options.expression or "", values)
+
+
+def wrong_rate(config: Config, steps: range, *, total_steps: int) -> Problem | None:
+    """Say which of ``steps`` of a schedule over ``total_steps`` has no rate, or none of at least 0.
+
+    Of more than a thousand as many are looked at, spread evenly.
+    """
+    options = config.lr_scheduler
+    ours = options.decay_type == EXPRESSION
+    key = "lr_scheduler.expression" if ours else "lr_scheduler.decay_type"
+    fix = FIX if ours else "correct the function"
+    total = options.total_steps or total_steps
+    warmup = warmup_length(options, total)
+    ends = {it for it in (total, *steps[-1:]) if it in steps}
+    for step in sorted({*steps[:: max(1, len(steps) // _LOOKED_AT)], *ends}):
+        where = f"at step {step} of {steps[-1]}" if len(steps) > 1 else f"at step {step}"
+        try:
+            value = factor(options, step=step, total_steps=total, warmup_steps=warmup)
+        except Exception as error:  # whatever a user's function does wrong
+            said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            return Problem(f"{where}: {said}", fix, key, config.value(key), config.origin(key))
+        if not (math.isfinite(value) and value >= 0):
+            said = f"{where} the rate would be {value} of the peak"
+            return Problem(said, fix, key, config.value(key), config.origin(key))
+    return None
 
 
 @cache

@@ -30,6 +30,11 @@ DECAYS = {
 }
 
 
+def is_users(options: LRScheduler) -> bool:
+    """Say if a user has written the schedule."""
+    return options.decay_type not in (*DECAYS, "constant", "step")
+
+
 def warmup_length(options: LRScheduler, total_steps: int) -> int:
     """Steps of warm-up; a ratio takes the place of ``warmup_steps`` and is rounded up, as in Hugging Face.
 
@@ -65,7 +70,7 @@ def learning_rate(
         size = options.step_size or steps_an_epoch
         # 9 steps of 9/7 steps an epoch are 7 epochs, and 6.999999999999999 in binary.
         return lr * ramp * options.gamma ** math.floor(step / size + 1e-9)
-    if options.decay_type not in DECAYS:
+    if is_users(options):
         from toolkit.optim.lr_expression import factor
 
         return lr * ramp * factor(options, step=step + 1, total_steps=total_steps, warmup_steps=warmup)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toolkit.config.precedence import is_set, replaced
 from toolkit.errors import Problem
-from toolkit.optim.lr_scheduler import cut_to_fit
+from toolkit.optim.lr_scheduler import cut_to_fit, is_users
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _ENDLESS = ("constant", "step")
@@ -34,12 +34,18 @@ def one_warmup(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def schedule_has_values(run: PlannedRun) -> list[Problem]:
-    """The rate of every step is a number of at least 0, also where a user has written the schedule."""
-    if run.config.lr_scheduler.decay_type in (*_TO_ZERO, *_ENDLESS):
+    """The rate of every step is a number of at least 0, also where a user has written the schedule. Of epochs
+    that is looked at here for the first step alone: the run counts the others."""
+    options, training = run.config.lr_scheduler, run.config.training
+    if not is_users(options):
         return []
-    from toolkit.preflight.rules.lr_expression import wrong_rates
+    from toolkit.optim.lr_expression import EXPRESSION, FIX, wrong_rate
 
-    return wrong_rates(run)
+    if options.decay_type == EXPRESSION and options.expression is None:
+        return [run.problem("lr_scheduler.decay_type", "lr_scheduler.expression says nothing", FIX)]
+    steps = range(1, 2 if training.epochs else training.steps + 1)
+    problem = wrong_rate(run.config, steps, total_steps=training.steps)
+    return [problem] if problem else []
 
 
 @rule()
