@@ -143,18 +143,35 @@ def test_optimizers_that_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     step_of(monkeypatch, lambda named: SGD(named, lr=1), enable=False)
 
 
-class Adds:
-    """A converter that adds a parameter."""
+CONVERTS: dict[str, Callable[[nn.Module], Any]] = {
+    "adds, removes, reshapes or casts extra": lambda model: model.register_parameter(
+        "extra", nn.Parameter(torch.ones(2))
+    ),
+    "adds, removes, reshapes or casts bias, weight": lambda model: model.to(torch.bfloat16),
+    "trains bias, which is frozen": lambda model: setattr(model, "bias", nn.Parameter(torch.ones(2))),
+}
 
-    def convert(self, model: nn.Module) -> None:
-        model.register_parameter("extra", nn.Parameter(torch.ones(2)))
 
+@pytest.mark.parametrize(("said", "change"), CONVERTS.items())
+def test_a_converter_keeps_what_the_model_has(
+    said: str, change: Callable[[nn.Module], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine:
+        def convert(self, model: nn.Module) -> None:
+            change(model)
 
-def test_a_converter_keeps_names_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config().model_copy(update={"model": Model.model_construct(converters=["mine"])})
-    monkeypatch.setitem(added("model.converters"), "mine", lambda config: Adds())
-    with pytest.raises(ConfigError, match=r"test_registered.py:\d+: adds, removes or reshapes extra"):
-        Converters(config).convert(nn.Linear(2, 2))
+    monkeypatch.setitem(added("model.converters"), "mine", lambda config: Mine())
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    with pytest.raises(ConfigError, match=rf"test_registered.py:\d+: {said}"):
+        Converters(config).convert(model)
+    monkeypatch.setattr(Mine, "convert", lambda self, model: model.requires_grad_(False))
+    Converters(config).convert(model)
+
+
+def test_a_build_without_a_converter(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config().model_copy(update={"model": Model.model_construct(converters=["mine"])})
     monkeypatch.setitem(added("model.converters"), "mine", lambda config: None)
     with pytest.raises(ConfigError, match=r"None has no method convert"):
         Converters(config)

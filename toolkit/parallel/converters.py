@@ -37,12 +37,20 @@ class Converters:
                     raise misused(config, _KEY, name, None, f"{converter!r} has no method convert(model)")
 
     def convert(self, model: nn.Module) -> None:
-        """Change ``model``, or a stage of it, on the meta device, in place."""
+        """Change ``model``, or a stage of it, on the meta device, in place.
+
+        Raises:
+            ConfigError: a user's converter adds, removes, reshapes, casts or unfreezes a parameter or buffer.
+        """
         for name, converter in zip(self._config.model.converters, self._all, strict=True):
-            before = _shapes(model)
+            before, trained = _kinds(model), _trained(model)
             converter.convert(model)
-            if changed := sorted(name for name, _ in before.items() ^ _shapes(model).items()):
-                rule = f"adds, removes or reshapes {first_few(changed, 3)}: checkpoints hold the model's own"
+            rule = ""
+            if changed := sorted({name for name, _ in before.items() ^ _kinds(model).items()}):
+                rule = f"adds, removes, reshapes or casts {first_few(changed, 3)}, which checkpoints hold"
+            elif more := sorted(_trained(model) - trained):
+                rule = f"trains {first_few(more, 3)}, which is frozen: freeze what takes the place"
+            if rule:
                 raise misused(self._config, _KEY, name, type(converter).convert, rule)
 
     def connect(self, models: Sequence[nn.Module], mesh: Mesh) -> list[Callable[[], None]]:
@@ -54,5 +62,9 @@ class Converters:
         return [partial(hook, models) for hook in hooks if hook]
 
 
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    return {name: it.shape for name, it in (*model.named_parameters(), *model.named_buffers())}
+def _kinds(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (it.shape, it.dtype) for name, it in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _trained(model: nn.Module) -> set[str]:
+    return {name for name, it in model.named_parameters() if it.requires_grad}
