@@ -233,6 +233,9 @@ WRONG = {
     f"{ALL}\nregister_dataset('c4', list, version='')": "ValueError: the toolkit has a dataset c4",
     f"{ALL}\nregister_dataset('x', list, version=1)": "wrong.py:2: ValueError: the version of x is a text",
     f"{ALL}\nregister_family('x', 5)": "wrong.py:2: ValueError: a family is a ModelSpec, not a int",
+    f"{ALL}\nfrom toolkit.models.common.spec import ModelSpec\nregister_family('x', ModelSpec({{}}))": (
+        "wrong.py:3: TypeError: Can't instantiate abstract class ModelSpec"
+    ),
     f"{ALL}\nfrom toolkit.models.llama import SPEC\nregister_family('x', SPEC)": (
         "wrong.py:3: ValueError: model.name has a value llama2 already"
     ),

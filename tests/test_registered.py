@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, AdamW
 
 from tests.preflight.bad_weights import write_model
 from toolkit.build import build_model
@@ -28,6 +28,7 @@ from toolkit.models.common.loss_terms import training_losses
 from toolkit.models.common.rms_norm import RMSNorm
 from toolkit.models.registry import resolve, spec
 from toolkit.optim.optimizer import build_optimizer
+from toolkit.optim.update_ahead import can_update_ahead
 from toolkit.parallel.converters import Converters
 
 
@@ -141,6 +142,16 @@ def test_optimizers_that_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     step_of(monkeypatch, lambda named: Counting(named, BUFFER), enable=False, early=True)
     step_of(monkeypatch, lambda named: Adam(named))
     step_of(monkeypatch, lambda named: SGD(named, lr=1), enable=False)
+
+
+class Bounded(AdamW):
+    """AdamW that bounds gradients itself."""
+
+
+def test_only_torchs_own_classes_are_given_gradients_before_they_are_clipped() -> None:
+    parameters = [nn.Parameter(torch.ones(3))]
+    made = [kind(parameters, lr=0.1, fused=True) for kind in (AdamW, SGD, Bounded)]
+    assert [can_update_ahead(it, torch.device("cpu")) for it in made] == [True, True, False]
 
 
 CONVERTS: dict[str, Callable[[nn.Module], Any]] = {

@@ -29,6 +29,8 @@ from toolkit.models.common.hf_config import HFConfig
 from toolkit.models.common.init import Init, init_rule
 from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.common.spec import ModelSpec
+from toolkit.models.common.state_dict_adapter import StateDictAdapter
+from toolkit.models.llama.state_dict_adapter import ADAPTER
 from toolkit.models.on_disk import read_hf_config
 from toolkit.models.registry import presets, resolve, spec
 from toolkit.weights.convert import convert, prepare
@@ -249,6 +251,9 @@ def test_a_registered_family_may_have_another_name_than_its_files(
     class Own(ModelSpec):
         def hf_config(self) -> HFConfig:
             return HFConfig("own_type", "OwnForCausalLM", "an Own", 256)
+
+        def adapter(self) -> StateDictAdapter:
+            return ADAPTER
 
     monkeypatch.setitem(added("model.name"), "own", Own({}))
     args = replace(resolve("llama2", "debugmodel"), family="own")

@@ -5,6 +5,7 @@ What every run of a family needs is a value; what some need is a method that imp
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ class MetaParams(Protocol):
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(ABC):
     """A family: the sizes of its models, its forms on disk and at Hugging Face, its tokenizers and prompts.
 
     Attributes:
@@ -53,9 +54,9 @@ class ModelSpec:
     sizes: Mapping[str, Mapping[str, ModelArgs]]
     ffn_rule: Callable[[str, str], Callable[[int], int] | None] = lambda name, flavor: None
 
+    @abstractmethod
     def hf_config(self) -> HFConfig:
         """Hugging Face's config.json."""
-        raise NotImplementedError
 
     def decoder(self) -> type | None:
         """A subclass of :class:`~toolkit.models.common.decoder.Decoder` that computes otherwise, with
@@ -68,9 +69,9 @@ class ModelSpec:
 
         return init_rule(name, args)
 
+    @abstractmethod
     def adapter(self) -> StateDictAdapter:
         """Hugging Face's names of tensors, and the order of their rows."""
-        raise NotImplementedError
 
     def meta_params(self) -> MetaParams | None:
         """params.json, where Meta publishes the family as that and consolidated.*.pth."""
