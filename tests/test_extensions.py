@@ -135,6 +135,29 @@ def convert(package: Path) -> None:
         python(package, "tools.convert_weights", *words)
 
 
+NORM = """
+import torch
+from my_package.gemma_decoder import GemmaDecoder, Norm
+from my_package.gemma import SIZES
+from my_package.prefetch import Prefetch
+
+norm = Norm(256).bfloat16()
+x = torch.randn(8, 256).bfloat16()
+with torch.no_grad():
+    norm.weight.fill_(0.003)
+    exact = torch.nn.functional.rms_norm(x.double(), (256,)) * (1 + norm.weight.double())
+    assert norm(x).dtype == torch.bfloat16
+    # The result rounds by 2^-9 at most; a weight of 1.003 that rounds to 1 before would add 0.003.
+    print(((norm(x).double() - exact) / exact).abs().max() <= 2**-8)
+with torch.device("meta"):
+    Prefetch(None).connect([GemmaDecoder(SIZES["debugmodel"])], None)
+"""
+
+
+def test_norms_keep_weights_in_16_bits_and_blocks_that_are_no_units_are_left(package: Path) -> None:
+    assert python(package, "-c", NORM) == "tensor(True)\n"
+
+
 LOGITS = """
 import torch
 import my_package
@@ -170,6 +193,7 @@ MESSAGES = {
     "--optimizer.name=Lion --optimizer.lion.beta3=1": "did you mean optimizer.lion.beta2?",
     "--optimizer.name=Lion --optimizer.lion.beta2=x": "rule: must be a number",
     "--optimizer.lion.beta2=0.9": 'set optimizer.name = "Lion", or remove it',
+    "--model.clipped.limit=0.5": 'add "clipped" to model.converters, or remove it',
     "--model.converters=cliped": "did you mean --model.converters clipped?",
     "--training.dataset=sums --training.dataset_split=test": "training.dataset_split",
     "--model.name=gemna": "did you mean gemma?",

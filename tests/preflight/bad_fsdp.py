@@ -44,7 +44,12 @@ CASES: list[Bad] = [
     bad("offload_has_a_device", "training.enable_cpu_offload", "in CPU memory already", "remove it"),
     bad("options_act", f"{CLASSES}=Attention", 'policy = "block"', 'policy = "class"'),
     bad("options_act", f"{MIN_PARAMS}=10 {POLICY}=class", 'policy = "class"', '"size"'),
-    _class("BertLayer", "no BertLayer", "are TransformerBlock, ", "did you mean TransformerBlock?"),
+    _class(
+        "BertLayer",
+        "BertLayer is none of",
+        "named, which are TransformerBlock, ",
+        "did you mean TransformerBlock?",
+    ),
     _class("LlamaDecoderLayer", "did you mean TransformerBlock?"),
     _class("GPT2Block", "did you mean TransformerBlock?"),
     _class("LlamaSdpaAttention,LlamaMLP", "mean Attention?", "mean FeedForward?"),

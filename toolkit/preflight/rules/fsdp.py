@@ -130,7 +130,7 @@ def wrap_classes_exist(run: PlannedRun) -> list[Problem]:
     problems = []
     for name in options.fsdp_wrap_classes:
         if name not in WRAP_CLASSES:
-            rule = f"the model has no {name}; its classes are {', '.join(WRAP_CLASSES)}"
+            rule = f"{name} is none of the classes that may be named, which are {', '.join(WRAP_CLASSES)}"
             problems.append(run.problem(_CLASSES, rule, right_class(name)))
         elif name in ("Embedding", "OutputHead") and run.model and run.model.tie_embeddings:
             rule = f"{name} cannot be a unit: the embedding is tied to the head and stays in the root"

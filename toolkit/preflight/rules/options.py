@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from toolkit.config.schema import Field
 from toolkit.config.types import ActsWith, RefusedValues
 from toolkit.config.values import format_toml
-from toolkit.errors import Problem
+from toolkit.errors import Problem, either
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 
@@ -33,6 +33,12 @@ def _idle(run: PlannedRun) -> Iterator[tuple[Field, list[ActsWith]]]:
             yield field, switches
 
 
+def _turned_on(run: PlannedRun, mark: ActsWith) -> str:
+    if isinstance(run.config.value(mark.switch), list):
+        return f"add {either(map(format_toml, mark.values))} to {mark.switch}"
+    return f"set {mark}"
+
+
 @rule()
 def options_act(run: PlannedRun) -> list[Problem]:
     """A key that is set beside a switch with which nothing reads it would be ignored in silence."""
@@ -40,7 +46,7 @@ def options_act(run: PlannedRun) -> list[Problem]:
         run.problem(
             field.key,
             f"does nothing with {mark.switch} = {format_toml(run.config.value(mark.switch))}",
-            f"set {mark}, or remove it",
+            f"{_turned_on(run, mark)}, or remove it",
         )
         for field, switches in _idle(run)
         if (mark := next((mark for mark in switches if mark.refused), None))
