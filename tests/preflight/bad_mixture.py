@@ -28,6 +28,12 @@ CASES: list[Bad] = [
     ),
     bad(
         "mixture_or_dataset",
+        "training.dataset=c4_test job.config_file=run.toml",  # the default, over the mixture of the file
+        "take its place",
+        prepare=write("run.toml", "[data.mixture.code]\nweight = 1\n"),
+    ),
+    bad(
+        "mixture_or_dataset",
         f"training.dataset_path=a.txt {CODE}.weight=1",
         "make it a part",
         'dataset_path = "None"',

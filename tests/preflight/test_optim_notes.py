@@ -38,13 +38,41 @@ def test_epochs_that_are_set_nearer_replace_steps() -> None:
     ]
 
 
-def test_steps_that_are_set_as_near_or_nearer_contradict_epochs() -> None:
-    for config in (
-        _with_files("", "steps = 600\nepochs = 2"),
-        _with_files("epochs = 2", "steps = 600"),
-        _with_files("epochs = 2", "", "--training.steps=600"),
-    ):
-        assert _problems(config) == ["training.epochs"]
+def test_steps_that_are_set_as_near_contradict_epochs() -> None:
+    assert _problems(_with_files("", "steps = 600\nepochs = 2")) == ["training.epochs"]
+
+
+@pytest.mark.parametrize(
+    ("base", "child", "flags", "steps"),
+    [
+        ("epochs = 2", "steps = 600", [], "600"),
+        ("epochs = 2", "", ["--training.steps=600"], "600"),
+        ("epochs = 2", "", ["--training.steps=10000"], "10000"),  # the default
+        ("epochs = 2", "", ["--training.steps=600", "--training.epochs=None"], ""),
+    ],
+)
+def test_steps_that_are_set_nearer_replace_epochs(
+    base: str, child: str, flags: list[str], steps: str
+) -> None:
+    config = _with_files(base, child, "--training.dataset=embedded", *flags)
+    assert _problems(config) == []
+    assert (config.training.epochs, config.training.steps) == (None, int(steps or 600))
+    said = [f"training.steps {steps} replaces training.epochs (base.toml:2)"] if steps else []
+    assert notes(config, world_size=1, hardware=CPU) == said
+
+
+def test_of_three_files_the_nearer_counts() -> None:
+    Path("grand.toml").write_text("[training]\nsteps = 600\n[lr_scheduler]\nwarmup_ratio = 0.1\n")
+    Path("base.toml").write_text(
+        'extends = "grand.toml"\n[training]\nepochs = 2\n[lr_scheduler]\nwarmup_steps = 200\n'
+    )
+    Path("run.toml").write_text('extends = "base.toml"\n[optimizer]\nlr = 1e-4\n')
+    config = configure(["--job.config_file=run.toml", "--training.dataset=embedded"])
+    assert _problems(config) == []
+    assert notes(config, world_size=1, hardware=CPU) == [
+        "training.epochs 2 replaces training.steps 600 (grand.toml:2)",
+        "lr_scheduler.warmup_steps 200 replaces lr_scheduler.warmup_ratio (grand.toml:4)",
+    ]
 
 
 @pytest.mark.parametrize(

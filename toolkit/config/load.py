@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from toolkit.config.cli import Arguments, read_arguments
 from toolkit.config.local_paths import path_problem
+from toolkit.config.precedence import without_replaced
 from toolkit.config.refused import REFUSED
 from toolkit.config.schema import NAME, Config, find_field, named_tables, root
 from toolkit.config.toml import Setting, read_files
@@ -126,4 +127,4 @@ def _build(settings: Mapping[str, Setting]) -> Config:
 
         problems = [wrong_value(details["loc"], settings) for details in error.errors()]
         raise ConfigError(list({problem.key: problem for problem in problems}.values())) from None
-    return config.with_origins({key: setting.origin for key, setting in settings.items()})
+    return without_replaced(config.with_origins(settings))

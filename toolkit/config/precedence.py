@@ -1,10 +1,13 @@
-"""Values that others have taken the place of: a preset's steps, where a file that extends it has epochs."""
+"""Values that others have taken the place of: a preset's steps, where a file that extends it has epochs, or
+the epochs of a file over which steps are given."""
 
 from __future__ import annotations
 
+import math
+
 from toolkit.config.schema import Config, fields_by_key
 
-_PAIRS = {
+PAIRS = {
     "training.steps": "training.epochs",
     "lr_scheduler.warmup_steps": "lr_scheduler.warmup_ratio",
 }
@@ -26,29 +29,25 @@ def replaced(config: Config) -> frozenset[str]:
     """The keys that give way to others which were set nearer to the user; as near, they contradict."""
     pairs = {
         key
-        for key, other in _PAIRS.items()
-        if is_set(config, key) and is_set(config, other) and _nearness(config, other) > _nearness(config, key)
+        for key, other in PAIRS.items()
+        if is_set(config, key) and is_set(config, other) and config.depth(other) < config.depth(key)
     }
-    corpus = {key for key in ONE_CORPUS if config.data.mixture and is_set(config, key)}
-    return frozenset(pairs | {key for key in corpus if _mixture_is_nearer(config, key)})
+    corpus = {key for key in ONE_CORPUS if is_set(config, key) and mixture_depth(config) < config.depth(key)}
+    return frozenset(pairs | corpus)
 
 
-def _nearness(config: Config, key: str) -> int:
-    """How near to the user a key was set: a flag is nearer than the config file, and that than its bases."""
-    origin = config.origin(key)
-    if origin.startswith("--"):
-        return 2
-    return 1 if origin.rpartition(":")[0] == config.job.config_file else 0
+def without_replaced(config: Config) -> Config:
+    """``config`` without epochs, or the ratio of a warm-up, over which steps are given. Where it is the other
+    way round, nothing reads the steps, which stay to be told."""
+    for key, other in PAIRS.items():
+        if is_set(config, other) and config.depth(key) < config.depth(other):
+            table, _, name = other.partition(".")
+            cleared = getattr(config, table).model_copy(update={name: None})
+            config = config.model_copy(update={table: cleared})
+    return config
 
 
-def _mixture_is_nearer(config: Config, key: str) -> bool:
-    """Say if a file sets ``key`` and another file or a flag the mixture, nearer as far as can be told."""
-
-    def place(key: str) -> str:
-        origin = config.origin(key)
-        return "flags" if origin.startswith("--") else origin.rpartition(":")[0]
-
-    set_by = {place(field.key) for field in config.present_fields() if field.key.startswith("data.mixture.")}
-    if place(key) == config.job.config_file:
-        return "flags" in set_by and place(key) not in set_by
-    return place(key) not in {"flags", *set_by}
+def mixture_depth(config: Config) -> float:
+    """How far from the user the nearest key of [data.mixture] was set; infinity without one."""
+    keys = [field.key for field in config.present_fields() if field.key.startswith("data.mixture.")]
+    return min(map(config.depth, keys), default=math.inf)

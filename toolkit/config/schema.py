@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import PrivateAttr
 
@@ -26,6 +27,9 @@ from toolkit.config.training import (
 )
 from toolkit.config.types import ActsWith, Table
 from toolkit.config.values import format_toml
+
+if TYPE_CHECKING:
+    from toolkit.config.toml import Setting
 
 DEFAULT = "default"
 NAME = "NAME"
@@ -60,6 +64,7 @@ class Config(Table):
     debug: Debug = Debug()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _depths: dict[str, int] = PrivateAttr(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Config) and self.model_dump() == other.model_dump()
@@ -71,15 +76,21 @@ class Config(Table):
         """Say if the run is described and not made."""
         return self.comm.mode == "fake_backend" or self.memory_estimation.enable
 
-    def with_origins(self, origins: Mapping[str, str]) -> Config:
-        """Return the same values knowing that ``origins`` (dotted key → file:line or flag) set them."""
+    def with_origins(self, settings: Mapping[str, Setting]) -> Config:
+        """Return the same values knowing the ``settings``, by dotted key, that set them."""
         copy = self.model_copy()
-        copy._origins = dict(origins)
+        copy._origins = {key: setting.origin for key, setting in settings.items()}
+        copy._depths = {key: setting.depth for key, setting in settings.items()}
         return copy
 
     def origin(self, key: str) -> str:
         """Say what set a dotted ``key``: "file.toml:12", "--training.seq_len" or "default"."""
         return self._origins.get(key, DEFAULT)
+
+    def depth(self, key: str) -> float:
+        """How far from the user a dotted ``key`` was set: 0 is a flag, 1 the config file, 2 and so on the
+        files that it extends, infinity the default."""
+        return self._depths.get(key, math.inf)
 
     def value(self, key: str) -> Any:
         """Return the value of a dotted ``key``."""

@@ -26,10 +26,12 @@ Origin = Callable[[Path], str]
 
 @dataclass(frozen=True)
 class Setting:
-    """A value and where it comes from: "file.toml:12" or "--table.key"."""
+    """A value and where it comes from: "file.toml:12" or "--table.key". ``depth`` is 0 for a flag, 1 for the
+    config file and one more for each file that it extends."""
 
     value: object
     origin: str
+    depth: int = 0
 
 
 @dataclass
@@ -84,7 +86,7 @@ def _read(path: str, named_by: Problem, children: tuple[str, ...]) -> Layer:
         return f"{path}:{lines[key]}"
 
     layer = _extended(path, document, origin, (*children, path))
-    _flatten(document, (), origin, layer)
+    _flatten(document, (), origin, len(children) + 1, layer)
     return layer
 
 
@@ -98,15 +100,15 @@ def _extended(path: str, document: dict[str, Any], origin: Origin, children: tup
     return _read(os.path.join(os.path.dirname(path), base), Problem("", "", _EXTENDS, base, where), children)
 
 
-def _flatten(document: dict[str, Any], prefix: Path, origin: Origin, layer: Layer) -> None:
-    """Add the keys of ``document``, which lies at ``prefix``, to ``layer``."""
+def _flatten(document: dict[str, Any], prefix: Path, origin: Origin, depth: int, layer: Layer) -> None:
+    """Add the keys of ``document``, which lies at ``prefix`` of a file of this ``depth``, to ``layer``."""
     for name, value in document.items():
         if len(layer.problems) >= _MAX_PROBLEMS:
             return
         path = (*prefix, name)
         key, where = ".".join(path), origin(path)
         if find_field(key):
-            layer.settings[key] = Setting(value, where)
+            layer.settings[key] = Setting(value, where, depth)
         elif not find_table(key) and not is_group(key):
             from toolkit.config.did_you_mean import unknown_key
 
@@ -115,7 +117,7 @@ def _flatten(document: dict[str, Any], prefix: Path, origin: Origin, layer: Laye
             rule, fix = f"[{key}] is empty", "write at least one key below it, or remove it"
             layer.problems.append(Problem(rule, fix, key, value, where))
         elif isinstance(value, dict):
-            _flatten(value, path, origin, layer)
+            _flatten(value, path, origin, depth, layer)
         else:
             rule, fix = f"{key} is a table", f"write [{key}] and its keys below it"
             layer.problems.append(Problem(rule, fix, key, value, where))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from toolkit.config.precedence import ONE_CORPUS, is_set, replaced
+from toolkit.config.precedence import ONE_CORPUS, is_set, mixture_depth, replaced
 from toolkit.config.schema import Field, fields_by_key
 from toolkit.config.values import format_toml
 from toolkit.data.build import corpora
@@ -44,9 +44,13 @@ def mixture_notes(run: PlannedRun) -> list[str]:
 
 
 def _besides(run: PlannedRun) -> list[Field]:
-    """The keys of the one corpus that are not at their defaults although there is a mixture."""
+    """The keys of the one corpus that are not at their defaults, or set over the mixture that there is."""
     config = run.config
-    return [fields_by_key()[key] for key in ONE_CORPUS if config.data.mixture and is_set(config, key)]
+    if not config.data.mixture:
+        return []
+    mixture = mixture_depth(config)
+    keys = [key for key in ONE_CORPUS if is_set(config, key) or config.depth(key) < mixture]
+    return [fields_by_key()[key] for key in keys]
 
 
 @rule()

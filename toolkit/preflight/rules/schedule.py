@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from toolkit.config.precedence import is_set, replaced
+import math
+
+from toolkit.config.precedence import PAIRS, is_set, replaced
 from toolkit.errors import Problem
 from toolkit.optim.lr_scheduler import cut_to_fit, is_users
 from toolkit.preflight.planned_run import PlannedRun, note, rule
@@ -88,6 +90,11 @@ def schedule_notes(run: PlannedRun) -> list[str]:
     if training.epochs and is_set(run.config, "training.steps"):
         where = run.config.origin("training.steps")
         said.append(f"training.epochs {training.epochs} replaces training.steps {training.steps} ({where})")
+    said += [
+        f"{key} {run.config.value(key)} replaces {other} ({run.config.origin(other)})"
+        for key, other in PAIRS.items()
+        if run.config.depth(key) < run.config.depth(other) < math.inf
+    ]
     steps = schedule.total_steps or (None if training.epochs else training.steps)
     if steps:  # those of an epoch are known once the corpus is open
         said += cut_to_fit(schedule, steps)
