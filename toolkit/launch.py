@@ -111,11 +111,13 @@ def main(argv: Sequence[str]) -> int:
             launch = launch_from(os.environ, hardware)
             tell = launch.node_rank == 0
             several = launch.nodes > 1 or bool(os.environ.get("MAX_RESTARTS"))
+            words, world_size = [*argv], launch.world_size
             if several:
                 from toolkit.preflight.several_nodes import at_full_size, run_nodes
 
-                config = at_full_size(config, argv, launch)
-            preflight.check_and_tell(config, world_size=launch.world_size, hardware=hardware, tell=tell)
+                words, world_size = at_full_size(config, argv, launch)
+                config = load_config(words)
+            preflight.check_and_tell(config, world_size=world_size, hardware=hardware, tell=tell)
             if not several:
                 _prepare(config, launch, hardware)
     except ToolkitError as error:
@@ -135,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
         from toolkit.launcher.forecast import CPU_DELAY, Forecast
 
         delay = 0.0 if hardware.memory else CPU_DELAY
-        forecast = Forecast(argv, launch.world_size, processes=launch.processes, delay=delay)
+        forecast = Forecast(words, world_size, processes=launch.processes, delay=delay)
     command = [sys.executable, "-u", "-m", "toolkit.train", *argv]
     try:
         code = (

@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         if config.is_dry:
             from toolkit.planner.dry_run import dry_run
 
-            return dry_run(config, os.environ)
+            return dry_run(config, os.environ, argv)
         here = rank_environment(os.environ)
         rank, world_size = here.rank, here.world_size
         if config.training.device == "cpu":  # before torch looks for them

@@ -23,7 +23,17 @@ from toolkit.parallel.dims import ParallelDims
 from toolkit.parallel.mesh import build_mesh
 from toolkit.planner import fake_step
 from toolkit.planner.allocations import StepMemory
-from toolkit.planner.dry_run import _few, _modules, _ranges, _size, coordinates, strides, target, world_size
+from toolkit.planner.dry_run import (
+    _few,
+    _modules,
+    _ranges,
+    _size,
+    coordinates,
+    planned,
+    strides,
+    target,
+    world_size,
+)
 from toolkit.planner.memory import pretended
 from toolkit.preflight import check
 
@@ -68,6 +78,13 @@ def test_the_world_is_a_launchs() -> None:
     assert world_size({"NGPU": "", "NNODES": "3"}, "auto") == 3 * detect().count
     with pytest.raises(ConfigError, match="NGPU"):
         world_size({"NGPU": "many"}, "auto")
+
+
+def test_of_a_list_of_meshes_the_largest_is_described() -> None:
+    meshes = ["--parallelism.elastic_meshes=dp_shard=2,dp_shard=2 tp=2"]
+    run = planned(load_config(meshes), {"NGPU": "2", "NNODES": "1:3"}, meshes)
+    assert run.mesh and (run.world_size, run.mesh.tp) == (4, 2)
+    assert planned(load_config(meshes), {"NGPU": "2", "NNODES": "3"}, meshes).world_size == 6
 
 
 def test_a_machine_without_gpus_checks_for_some(monkeypatch: pytest.MonkeyPatch) -> None:

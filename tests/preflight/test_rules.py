@@ -611,5 +611,12 @@ def test_note(flags: list[str], world: int, hardware: Hardware, note: str, folde
     assert check(configure(flags), world_size=world, hardware=hardware) == []
 
 
+def test_meshes_of_a_fixed_number_of_nodes_are_noted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for nodes, noted in (("2:2", True), ("1:2", False)):
+        monkeypatch.setenv("NNODES", nodes)
+        said = notes(configure([f"--{MESHES}=dp_shard=2"]), world_size=1, hardware=CPU)
+        assert any("does nothing without NNODES=MIN:MAX" in line for line in said) == noted
+
+
 def test_a_clean_run_has_no_notes(folder: Path) -> None:
     assert notes(configure([]), world_size=2, hardware=CPU) == []

@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from toolkit import preflight
-from toolkit.config import Config
+from toolkit.config import Config, load_config
 from toolkit.config.types import MAX_RANKS
 from toolkit.errors import EXIT_FINISHED, ConfigError, one_line
 from toolkit.hardware import Hardware, detect
@@ -40,15 +40,15 @@ _OF_MODEL = ("architecture_readable", "tokenizer_readable", "weights_readable")
 """Rules about the files that may say what the model is."""
 
 
-def dry_run(config: Config, environ: Mapping[str, str]) -> int:
-    """Check and describe the run that ``config`` and the variables of a launch ask for.
+def dry_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> int:
+    """Check and describe the run that ``config``, read from ``argv``, and the variables of a launch ask for.
 
     Raises:
         ConfigError: the run cannot be.
         DataError: the file that says what the model is cannot be read.
     """
-    device = config.training.device
-    run = PlannedRun(config, world_size(environ, device), target(environ, device))
+    run = planned(config, environ, argv)
+    config = run.config
     preflight.raise_problems(config, world_size=run.world_size, hardware=run.hardware, only=needed(run))
     if config.job.print_config:
         print(config.to_toml())
@@ -72,6 +72,18 @@ def dry_run(config: Config, environ: Mapping[str, str]) -> int:
         step = step_memory(config, run.model, run.mesh, rank, **options)
         print("\n".join(_describe_rank(run, found, step, alike.get(rank, []))), flush=True)
     return EXIT_FINISHED
+
+
+def planned(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> PlannedRun:
+    """The run of all nodes; where their number may change, of the most that a mesh of the list has."""
+    device = config.training.device
+    ranks, (least, most) = world_size(environ, device), node_range(environ)
+    if config.parallelism.elastic_meshes and least < most:
+        from toolkit.preflight.several_nodes import largest_mesh
+
+        flags, ranks = largest_mesh(config, ranks // most, least, most)
+        config = load_config([*argv, *flags])
+    return PlannedRun(config, ranks, target(environ, device))
 
 
 def needed(run: PlannedRun) -> list[str]:

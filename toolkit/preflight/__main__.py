@@ -27,12 +27,13 @@ def main(argv: Sequence[str]) -> int:
         hardware = detect(config.training.device)
         world_size = world_size or whole_number(os.environ, "WORLD_SIZE", hardware.count, 1, MAX_RANKS)
         preflight.raise_problems(config, world_size=world_size, hardware=hardware)
+        about = preflight.describe(config, world_size=world_size, hardware=hardware)
     except ToolkitError as error:
         return report(error, show=True, debug="--debug" in argv)
     if config.job.print_config:
         print(config.to_toml())
     print(f"OK     {config.job.config_file or 'defaults'}")
-    print(preflight.describe(config, world_size=world_size, hardware=hardware))
+    print(about)
     return EXIT_FINISHED
 
 

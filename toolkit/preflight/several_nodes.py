@@ -30,8 +30,9 @@ _A_NODE_MAY_HAVE_ITS_OWN = {
 }  # fmt: skip
 
 
-def at_full_size(config: Config, argv: Sequence[str], launch: Launch) -> Config:
-    """``config`` with the mesh that all nodes take, if it has a list of them and their number may change.
+def at_full_size(config: Config, argv: Sequence[str], launch: Launch) -> tuple[list[str], int]:
+    """``argv`` with the mesh of the most nodes that train, if ``config`` has a list of them and the number of
+    nodes may change; and the ranks of these nodes.
 
     Raises:
         ConfigError: the launch asks for what this run cannot do.
@@ -53,8 +54,22 @@ def at_full_size(config: Config, argv: Sequence[str], launch: Launch) -> Config:
             fix = "give the number of samples, one that each number of nodes divides"
             raise ConfigError(Problem(rule, fix, BATCH, -1, config.origin(BATCH)))
     if not (terms.elastic and config.parallelism.elastic_meshes):
-        return config
-    return load_config([*argv, *_flags(config, launch.world_size)])
+        return [*argv], launch.world_size
+    flags, size = largest_mesh(config, launch.processes, terms.least, terms.most)
+    return [*argv, *flags], size
+
+
+def largest_mesh(config: Config, processes: int, least: int, most: int) -> tuple[list[str], int]:
+    """The flags, and the ranks, of the largest mesh in the list that ``least`` to ``most`` nodes fill with
+    ``processes`` ranks each.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    meshes = filter(None, map(elastic_mesh, config.parallelism.elastic_meshes))
+    allowed = range(least * processes, most * processes + 1, processes)
+    size = max((mesh.world_size for mesh in meshes if mesh.world_size in allowed), default=allowed[-1])
+    return _flags(config, size), size
 
 
 def _flags(config: Config, world_size: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from toolkit.errors import Problem, either
+from toolkit.launcher.environment import node_range
 from toolkit.parallel.elastic_mesh import NAMES, elastic_mesh
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
@@ -24,6 +25,7 @@ def elastic_meshes_are_meshes(run: PlannedRun) -> list[Problem]:
 @note
 def elastic_meshes_need_a_range(run: PlannedRun) -> list[str]:
     """With a fixed number of nodes the degrees say what the mesh is."""
-    if not run.config.parallelism.elastic_meshes or ":" in os.environ.get("NNODES", ""):
+    least, most = node_range(os.environ)
+    if not run.config.parallelism.elastic_meshes or least < most:
         return []
-    return [f"{_MESHES} does nothing without NNODES=MIN:MAX"]
+    return [f"{_MESHES} does nothing without NNODES=MIN:MAX, MIN below MAX"]
