@@ -31,7 +31,7 @@ from contextlib import suppress
 from toolkit import preflight
 from toolkit.config import Config, load_config
 from toolkit.config.local_paths import expand_user
-from toolkit.config.types import MAX_RANKS
+from toolkit.config.types import MAX_RANKS, MAX_SECONDS
 from toolkit.data.build import open_data
 from toolkit.data.run_data import TOKENS
 from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ConfigError, ToolkitError, report
@@ -81,7 +81,7 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
         master_addr=address,
         master_port=port,
         shown=frozenset(shown_ranks(environ, processes * nodes, default="0")),
-        shutdown_timeout=float(whole_number(environ, "SHUTDOWN_TIMEOUT", 600, 1)),
+        shutdown_timeout=float(whole_number(environ, "SHUTDOWN_TIMEOUT", 600, 1, MAX_SECONDS)),
     )
 
 

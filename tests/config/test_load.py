@@ -112,7 +112,12 @@ def test_unknown_key_beside_every_key(field: Field, tmp_path: Path) -> None:
         ("[lr_scheduler]\ndecay_ratio = 1.5", "must be a number from 0 to 1"),
         ("[optimizer]\nbeta2 = 1", "must be a number of at least 0 and below 1"),
         ("[parallelism]\ndata_parallel_shard_degree = 0", "must be -1 or an integer from 1 to 1000000"),
-        ("[optimizer]\nlr = nan", "must be a number of at least 0"),
+        ("[optimizer]\nlr = nan", "must be a number of at least 0\n  fix:  for example lr = "),
+        ("[comm]\nsave_timeout_seconds = 9999999999", "must be an integer from 1 to 1000000000"),
+        (
+            "[parallelism]\npipeline_parallel_last_stage_less_layers = 9999",
+            "must be an integer from 0 to 1000",
+        ),
         (
             '[training]\ndtype = "float16"',
             'must be one of "bfloat16", "float32", "float64"; float16 would need',

@@ -33,6 +33,9 @@ def test_a_range_of_nodes_is_read(asked: dict[str, str]) -> None:
     assert (launch.nodes, terms.least, terms.most, terms.restarts, terms.elastic) == (4, 2, 4, 3, True)
     fixed = terms_from(asked | {"NNODES": "4"}, launch)
     assert (fixed.least, fixed.restarts, fixed.elastic) == (4, 0, False)
+    assert [terms_from(asked | {"NNODES": text}, launch).asked for text in (" 4", "02: 4")] == ["4", "2:4"]
+    with pytest.raises(ConfigError, match="NODE_TIMEOUT"):
+        terms_from(asked | {"NODE_TIMEOUT": "9999999999"}, launch)
     for wrong in ("5:4", "0:4", ":4", "x:4"):
         with pytest.raises(ConfigError, match="NNODES"):
             terms_from(asked | {"NNODES": wrong}, launch)

@@ -14,6 +14,7 @@ from toolkit.config.types import (
     Positive,
     PositiveFloat,
     RefusedValues,
+    Seconds,
     Table,
 )
 
@@ -174,11 +175,11 @@ class Checkpoint(Table):
 class Comm(Table):
     """Process groups."""
 
-    init_timeout_seconds: Positive = 300
+    init_timeout_seconds: Seconds = 300
     """Time-out of collectives until the first step is done."""
-    train_timeout_seconds: Positive = 100
+    train_timeout_seconds: Seconds = 100
     """Time-out of collectives after the first step."""
-    save_timeout_seconds: Positive = 1800
+    save_timeout_seconds: Seconds = 1800
     """Time-out of what ranks do together with files, which may keep one busy long after the others: to save,
     load and export."""
     trace_buf_size: NonNegative = 20000

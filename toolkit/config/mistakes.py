@@ -52,7 +52,7 @@ def _fix(field: Field, setting: Setting) -> str:
         return f"{field.name} = {format_toml(value)}"
 
     meant = _meant(setting.value, field.annotation)
-    if meant != setting.value:
+    if meant is not setting.value and meant != setting.value:  # nan is not equal to itself
         return f"did you mean {write(meant)}?"
     if field.default is None:
         return f"leave {field.name} out, or give it such a value"

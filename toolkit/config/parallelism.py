@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Interval
 
 from toolkit.config.types import (
     FLOAT8,
+    MAX_LAYERS,
     ActsWith,
     AutoOrDegree,
     BatchSize,
@@ -77,9 +78,9 @@ class Parallelism(Table):
     """Ranks over which the blocks are spread in order."""
     module_fqns_per_model_part: Annotated[list[list[str]] | None, _PP] = None
     """Names of the modules of each stage of the schedule: tok_embeddings, layers.0 and on, norm, output."""
-    pipeline_parallel_first_stage_less_layers: Annotated[NonNegative, _PP] = 1
+    pipeline_parallel_first_stage_less_layers: Annotated[int, Interval(ge=0, le=MAX_LAYERS), _PP] = 1
     """Blocks that the embedding counts as: the first stage has so many less, and none where that is all."""
-    pipeline_parallel_last_stage_less_layers: Annotated[NonNegative, _PP] = 1
+    pipeline_parallel_last_stage_less_layers: Annotated[int, Interval(ge=0, le=MAX_LAYERS), _PP] = 1
     """Blocks that the head counts as: the last stage has so many less, and none where that is all."""
     pipeline_parallel_layers_per_stage: Annotated[Positive | None, _PP] = None
     """Blocks of a stage, embedding and head counted; without it ranks have one stage or two, by schedule."""

@@ -29,6 +29,8 @@ MAX_SIZE = 2**31 - 1
 """The largest dimension, vocabulary or length."""
 MAX_RANKS = 1_000_000
 MAX_BATCH = 100_000_000
+MAX_SECONDS = 1_000_000_000
+"""The longest time-out: clocks and sockets take no more than some times as long."""
 MAX_INT = 2**53  # beyond it a float, which JSON and TensorBoard have, skips integers
 
 Positive = Annotated[int, Interval(ge=1, le=MAX_INT)]
@@ -38,6 +40,7 @@ Layers = Annotated[int, Interval(ge=1, le=MAX_LAYERS)]
 Size = Annotated[int, Interval(ge=1, le=MAX_SIZE)]
 Degree = Annotated[int, Interval(ge=1, le=MAX_RANKS)]
 AutoOrDegree = Literal[-1] | Degree
+Seconds = Annotated[int, Interval(ge=1, le=MAX_SECONDS)]
 BatchSize = Annotated[int, Interval(ge=1, le=MAX_BATCH)]
 AutoOrBatchSize = Literal[-1] | BatchSize
 PositiveFloat = Annotated[float, Gt(0)]

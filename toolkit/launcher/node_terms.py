@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from toolkit.config.types import MAX_SECONDS
 from toolkit.launcher.environment import node_range, whole_number
 from toolkit.launcher.supervisor import Launch
 
@@ -31,6 +32,11 @@ class Terms:
     def elastic(self) -> bool:
         return self.least < self.most
 
+    @property
+    def asked(self) -> str:
+        """NNODES, however it was written."""
+        return f"{self.least}:{self.most}" if self.elastic else str(self.most)
+
 
 def terms_from(environ: Mapping[str, str], launch: Launch) -> Terms:
     """Read NNODES, MAX_RESTARTS, JOIN_TIMEOUT, LAST_CALL_TIMEOUT and NODE_TIMEOUT.
@@ -44,8 +50,8 @@ def terms_from(environ: Mapping[str, str], launch: Launch) -> Terms:
         least=least,
         most=launch.nodes,
         restarts=whole_number(environ, "MAX_RESTARTS", restarts, 0),
-        join_timeout=whole_number(environ, "JOIN_TIMEOUT", 600, 1),
-        last_call=whole_number(environ, "LAST_CALL_TIMEOUT", 30, 0),
-        node_timeout=whole_number(environ, "NODE_TIMEOUT", 20, 1),
+        join_timeout=whole_number(environ, "JOIN_TIMEOUT", 600, 1, MAX_SECONDS),
+        last_call=whole_number(environ, "LAST_CALL_TIMEOUT", 30, 0, MAX_SECONDS),
+        node_timeout=whole_number(environ, "NODE_TIMEOUT", 20, 1, MAX_SECONDS),
         ending=launch.peer_grace + launch.kill_grace,
     )

@@ -306,7 +306,7 @@ def supervise_nodes(
         ConfigError: node 0 cannot listen at its port.
         ToolkitError: preparing failed.
     """
-    asked = {"NNODES": os.environ.get("NNODES") or "1", "NGPU": launch.processes}
+    asked = {"NNODES": terms.asked, "NGPU": launch.processes}
     facts = {**versions(), **asked, **config}
     roll_call, port = None, launch.master_port
     with supervisor.signals() as arrived:

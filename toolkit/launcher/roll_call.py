@@ -298,17 +298,13 @@ class RollCall:
             return
         if now > self._began + terms.join_timeout and not preparing and not fitting:
             here = first_few([str(self.nodes[number]) for number in sorted(self.nodes)], SHOWN)
-            said = f"{first_few(absent, SHOWN)} of NNODES = {self._asked} did not come"
+            said = f"{first_few(absent, SHOWN)} of NNODES = {terms.asked} did not come"
             said += f" in {terms.join_timeout:.0f} s; here: {here}"
             self._exit(EXIT_ERROR, said)
         elif now > self._told + TELL_EVERY:
             self._told = now
             if absent:
-                say(f"waiting for {first_few(absent, SHOWN)} of NNODES = {self._asked}")
-
-    @property
-    def _asked(self) -> str:
-        return f"{self.terms.least}:{self.terms.most}" if self.terms.elastic else str(self.terms.most)
+                say(f"waiting for {first_few(absent, SHOWN)} of NNODES = {terms.asked}")
 
     def _start(self, numbers: Sequence[int]) -> None:
         self._round += 1
