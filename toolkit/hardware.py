@@ -38,9 +38,20 @@ def _visible_gpus() -> list[tuple[str, float, int]]:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines() if line.strip()]
     if visible is not None:
-        wanted = [item.strip() for item in visible.split(",")]
-        rows = [row for item in wanted for row in rows if row[0] == item or row[1].startswith(item)]
+        rows = _named(rows, visible.split(","))
     return [(row[2], float(row[3]), int(row[4]) << 20 if row[4].isdigit() else 0) for row in rows]
+
+
+def _named(rows: list[list[str]], names: list[str]) -> list[list[str]]:
+    """The GPUs of which ``names`` are the indices, or beginnings of the UUIDs, up to the first that names
+    none: CUDA does not look further."""
+    found: list[list[str]] = []
+    for name in map(str.strip, names):
+        meant = [row for row in rows if name and (row[0] == name or row[1].startswith(name))]
+        if len(meant) != 1:
+            break
+        found += meant
+    return found
 
 
 @functools.cache  # a call of nvidia-smi takes from a tenth of a second to some seconds

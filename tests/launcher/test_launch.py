@@ -15,7 +15,7 @@ import pytest
 
 import toolkit.launch
 from toolkit.errors import ConfigError
-from toolkit.hardware import Hardware
+from toolkit.hardware import Hardware, _visible_gpus
 from toolkit.launch import launch_from
 from toolkit.launcher.environment import RankEnvironment, rank_environment
 from toolkit.launcher.node_link import Link
@@ -52,6 +52,24 @@ def test_a_single_node_meets_at_home_whatever_an_outer_job_exports():
 
 
 @pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        ("0,1", "ab"),
+        ("0,", "a"),
+        ("1,7,0", "b"),  # CUDA stops at what it does not know
+        ("GPU-1,0", "ba"),
+        ("GPU", ""),
+    ],
+)
+def test_gpus_are_counted_as_cuda_does(visible: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    listing = "0, GPU-0f, a, 9.0, 81559\n1, GPU-1e, b, 9.0, 81559\n"
+    done = subprocess.CompletedProcess([], 0, stdout=listing)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    assert "".join(name for name, _, _ in _visible_gpus()) == found
+
+
+@pytest.mark.parametrize(
     ("said", "name"),
     [
         ({"NGPU": "two"}, "NGPU"),
@@ -68,6 +86,7 @@ def test_a_single_node_meets_at_home_whatever_an_outer_job_exports():
         ({"LOG_RANK": "all"}, "LOG_RANK"),
         ({"LOG_RANK": "4,5"}, "LOG_RANK"),
         ({"SHUTDOWN_TIMEOUT": "1.5h"}, "SHUTDOWN_TIMEOUT"),
+        ({"SHUTDOWN_TIMEOUT": "9999999999"}, "SHUTDOWN_TIMEOUT"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(said, name):

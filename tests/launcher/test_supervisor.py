@@ -187,6 +187,11 @@ def test_a_shown_rank_that_was_killed_is_named(capfd):
     assert KILLED.search(err)[1] == "0" and "SIGKILL (by the kernel, if memory ran out" in err
 
 
+def test_a_signal_without_a_name_is_told(capfd):
+    assert run("os.kill(os.getpid(), 40)", processes=1) == 1
+    assert re.search(r"rank 0 \(.*\) was ended by signal 40", capfd.readouterr().err)
+
+
 def test_the_rank_that_failed_first_is_named_not_the_peer_that_noticed(tmp_path, capfd):
     gone = tmp_path / "gone"
     code = f"""

@@ -43,6 +43,10 @@ class Failure:
             say("\n".join([f"the end of its output, {self.log}:", *self.lines]))
 
 
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
+
+
 def _failed(watch: Watch) -> list[Worker]:
     return [worker for worker in watch.ended if worker.process.returncode not in ENDED_WELL]
 
@@ -71,7 +75,7 @@ def first_failure(watch: Watch, code: int, reports: Mapping[int, Report]) -> Fai
     # A rank that is shown has told it, which one that a signal ended cannot.
     told = told or (not lines and returned > 0 and returned in shown)
     local = f"local rank {first.rank - watch.launch.ranks.start} on {socket.gethostname()}"
-    how = f"was ended by {signal.Signals(-returned).name}" if returned < 0 else f"ended with code {returned}"
+    how = f"was ended by {_signal_name(-returned)}" if returned < 0 else f"ended with code {returned}"
     if returned == -signal.SIGKILL and first.rank not in watch.ended_by_us:
         how += " (by the kernel, if memory ran out: see dmesg)"
     if reports:
