@@ -1,7 +1,8 @@
-"""The manifest for Kubernetes, judged by its published schema and by what a run needs of it."""
+"""The manifest for Kubernetes, judged by its published schema, and what a run needs of it and the image."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import yaml
 from toolkit.launcher.supervisor import Launch
 
 MANIFEST = Path(__file__).parent.parent / "tools/kubernetes/train.yaml"
+
+
+DOCKERFILE = MANIFEST.parents[1] / "container/Dockerfile"
 
 
 def documents() -> list[dict[str, Any]]:
@@ -33,6 +37,11 @@ def test_pods_know_their_number_and_where_the_first_is() -> None:
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert int(variables["NGPU"]["value"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+
+
+def test_the_container_has_the_compilers_that_kernels_want() -> None:
+    """Debian's g++ has gcc and the C library's headers with it."""
+    assert re.search(r"^RUN apt-get .*install .*\bg\+\+", DOCKERFILE.read_text(), re.MULTILINE)
 
 
 def test_pods_have_the_time_to_save() -> None:

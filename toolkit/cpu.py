@@ -38,6 +38,14 @@ def lacks_cpp_compiler() -> str | None:
     return f"inductor writes C++ for the CPU, and there is no compiler {compiler} here"
 
 
+def lacks_c_compiler() -> str | None:
+    """The rule that is broken where Triton, which compiles for GPUs, cannot build its launchers, or None."""
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    if any(map(shutil.which, compilers)):
+        return None
+    return f"Triton compiles C for what it launches on a GPU, and there is no {' or '.join(compilers)} here"
+
+
 def keep_freed_memory() -> bool:
     """Have malloc keep the memory of freed tensors for those to come: glibc gives that of large ones back,
     and each page that is mapped anew costs a fault.

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+
 from tests.preflight.bad_runs import H100, V100, Bad, bad
 
 CASES: list[Bad] = [
     bad("attention_runs_on_device", "model.attention=flex", "no backward on CPU", '"sdpa"'),
     bad("attention_runs_on_device", "model.attention=varlen", "CUDA", '"auto"'),
     bad("attention_runs_on_device", "model.attention=flash data.document_mask=false", "sdpa takes the CPU's"),
+    bad(
+        "triton_has_a_compiler",
+        "model.attention=flex",
+        "no no-such-compiler here",
+        "name a compiler in CC",
+        hardware=H100,
+        prepare=lambda folder: os.environ.update(CC="no-such-compiler"),  # restored with what conftest set
+    ),
     bad("attention_runs_on_device", "model.attention=blockwise", "for CPUs", '"auto"', hardware=H100),
     bad(
         "attention_keeps_documents_apart",

@@ -1,8 +1,9 @@
 """The checks are the same whoever runs them: no account of theirs is seen, nor a cache that torch chose, nor
-how many ranks a node has."""
+how many ranks and which compilers a machine has."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,4 +21,5 @@ def no_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "NGPU",
     ):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CC", sys.executable)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))

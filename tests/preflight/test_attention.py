@@ -6,6 +6,7 @@ import pytest
 
 from tests.preflight.bad_attention import H100
 from tests.preflight.bad_runs import CPU, configure
+from toolkit.cpu import lacks_c_compiler
 from toolkit.models.common.attention_choice import attention_choice
 from toolkit.preflight import check, notes
 
@@ -66,3 +67,30 @@ def test_note(flags, hardware, note) -> None:
 @pytest.mark.parametrize("flags", [[], ["--model.attention=sdpa", "--data.document_mask=false"]])
 def test_a_clean_run_on_a_gpu_has_no_notes(flags) -> None:
     assert notes(configure(flags), world_size=1, hardware=H100) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        ([], "model.attention"),  # flex, for the documents
+        (["--model.attention=sdpa", "--compile.enable"], "compile.enable"),
+        (["--model.attention=sdpa"], ""),
+        (["--model.attention=varlen", "--compile.enable", "--compile.backend=eager"], ""),
+    ],
+)
+def test_kernels_of_triton_need_a_compiler(flags, key, monkeypatch) -> None:
+    config = configure(flags)
+    assert check(config, world_size=1, hardware=H100) == []
+    monkeypatch.setenv("CC", "no-such-compiler")
+    found = check(config, world_size=1, hardware=H100)
+    assert [problem.key for problem in found] == ([key] if key else [])
+    assert all("no no-such-compiler here" in it.rule and "install gcc" in it.fix for it in found)
+
+
+def test_without_cc_triton_takes_gcc_or_clang(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no gcc or clang here" in str(lacks_c_compiler())
+    (tmp_path / "clang").write_text("")
+    (tmp_path / "clang").chmod(0o755)
+    assert lacks_c_compiler() is None

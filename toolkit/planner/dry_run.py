@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # it imports torch, which a mistake shall not wait for
     from toolkit.planner.memory import Holding, Part
 
 _SHOWN = 3
-_OF_THIS_MACHINE = ("folders_writable", "wandb_ready")
-"""Rules about where a run writes, which a description does not."""
+_OF_THIS_MACHINE = ("folders_writable", "wandb_ready", "triton_has_a_compiler")
+"""Rules about where a run writes and compiles, which a description does not."""
 _OF_MODEL = ("architecture_readable", "tokenizer_readable", "weights_readable")
 """Rules about the files that may say what the model is."""
 

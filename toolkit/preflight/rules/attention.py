@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from toolkit.cpu import lacks_c_compiler
 from toolkit.errors import Problem
 from toolkit.models.common.attention_choice import flavor_attention
 from toolkit.preflight.planned_run import PlannedRun, note, rule
@@ -52,6 +53,20 @@ def attention_keeps_documents_apart(run: PlannedRun) -> list[Problem]:
             'set it to "varlen", or data.document_mask = false',
         )
     ]
+
+
+@rule()
+def triton_has_a_compiler(run: PlannedRun) -> list[Problem]:
+    """FlexAttention, and what inductor compiles, are kernels of Triton on a GPU."""
+    compiling = run.config.compile
+    compiles = compiling.enable and compiling.backend == "inductor"
+    if run.hardware.device == "cpu" or not (run.attention == "flex" or compiles):
+        return []
+    lacks = lacks_c_compiler()
+    without = 'set compile.enable = false and model.attention = "sdpa", which need none'
+    fix = f"install gcc, or name a compiler in CC; or {without}"
+    key = "compile.enable" if compiles else "model.attention"
+    return [run.problem(key, lacks, fix)] if lacks else []
 
 
 @rule()
