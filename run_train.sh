@@ -42,7 +42,7 @@ for argument in "$@"; do
 done
 python=${python:-$("$root/tools/setup.sh")}
 config=${CONFIG_FILE:-$root/train_configs/debug_model.toml}
-if [[ -z ${CONFIG_FILE:-} ]]; then export SAMPLE=${SAMPLE-It was}; fi
+if [[ -z ${CONFIG_FILE:-} && " $*" != *" --job.config"[_-]file* ]]; then export SAMPLE=${SAMPLE-It was}; fi
 if [[ -e $config ]]; then config=$(readlink -f "$config"); fi
 cd "$root"
 exec "$python" -m toolkit.launch --job.config_file "$config" ${COMM_MODE:+--comm.mode "$COMM_MODE"} "$@"

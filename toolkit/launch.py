@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from toolkit import preflight
-from toolkit.config import Config, load_config
+from toolkit.config import Config, asks_for_tracebacks, load_config
 from toolkit.config.local_paths import expand_user
 from toolkit.config.types import MAX_RANKS, MAX_SECONDS
 from toolkit.data.build import open_data
@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
             if not several:
                 _prepare(config, launch, hardware)
     except ToolkitError as error:
-        code = report(error, show=True, debug="--debug" in argv)
+        code = report(error, show=True, debug=asks_for_tracebacks(argv))
         _stay_away(error)
         return code
     except Stopped as stopped:

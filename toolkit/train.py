@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from toolkit.config import Config, load_config
+from toolkit.config import Config, asks_for_tracebacks, load_config
 from toolkit.data.run_data import TOKENS, RunData, from_text
 from toolkit.errors import (
     EXIT_ERROR,
@@ -87,7 +87,7 @@ def _data(config: Config, *, progress: bool) -> RunData:
 
 def main(argv: Sequence[str]) -> int:
     """Run the training that ``argv`` describes and return the exit code."""
-    rank, faults, debug = 0, None, "--debug" in argv
+    rank, faults = 0, None
     checked = os.environ.get(CHECKED_DEVICE, "")
     try:
         config = load_config(argv)
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
             preflight.check_and_tell(config, world_size=world_size, hardware=hardware, tell=rank == 0)
             checked = hardware.device
     except ToolkitError as error:  # the same on every rank
-        return report(error, show=is_reporting_rank(os.environ), debug=debug)
+        return report(error, show=is_reporting_rank(os.environ), debug=asks_for_tracebacks(argv))
     if world_size > 1:
         from toolkit.launcher.fault_reporter import FaultReporter
         from toolkit.launcher.fault_reports import traces_prefix

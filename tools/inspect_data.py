@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 
 from toolkit import preflight
-from toolkit.config import Config, load_config
+from toolkit.config import Config, asks_for_tracebacks, load_config
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import open_data, run_tokenizer
 from toolkit.data.dataloader import Loader, training_loader
@@ -277,7 +277,7 @@ def main(argv: Sequence[str]) -> int:
             for sample in found:
                 print("\n".join([*in_terminal(sample, color=color), ""]), flush=True)
     except ToolkitError as error:
-        return report(error, show=True, debug="--debug" in argv)
+        return report(error, show=True, debug=asks_for_tracebacks(words))
     return EXIT_FINISHED
 
 

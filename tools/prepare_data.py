@@ -29,7 +29,7 @@ import time
 from collections.abc import Sequence
 
 from toolkit import preflight
-from toolkit.config import Config, load_config
+from toolkit.config import Config, asks_for_tracebacks, load_config
 from toolkit.data.build import open_corpora, run_tokenizer
 from toolkit.errors import EXIT_FINISHED, ToolkitError, report
 from toolkit.io import standard_streams
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
         preflight.raise_problems(config, world_size=1, only=RULES)
         prepare(config, own.processes, verify=own.verify)
     except ToolkitError as error:
-        return report(error, show=True, debug="--debug" in argv)
+        return report(error, show=True, debug=asks_for_tracebacks(words))
     return EXIT_FINISHED
 
 

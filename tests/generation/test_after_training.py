@@ -32,10 +32,16 @@ def test_text_and_the_command_for_more(tmp_path: Path) -> None:
 def test_the_script_asks_for_it_after_the_debug_run_alone() -> None:
     script = (ROOT / "run_train.sh").read_text()
     condition = next(line for line in script.splitlines() if "export SAMPLE" in line)
-    for given, sample in ((None, "It was"), ("", "It was"), ("mine.toml", "none")):
+    for given, words, sample in (
+        (None, [], "It was"),
+        ("", ["--training.steps", "9"], "It was"),
+        ("mine.toml", [], "none"),
+        (None, ["--training.steps=9", "--job.config_file", "mine.toml"], "none"),
+        (None, ["--job.config-file=mine.toml"], "none"),
+    ):
         environment = {"PATH": os.environ["PATH"]} | ({} if given is None else {"CONFIG_FILE": given})
         shown = subprocess.run(
-            ["bash", "-euc", f"{condition}\necho ${{SAMPLE:-none}}"],
+            ["bash", "-euc", f"{condition}\necho ${{SAMPLE:-none}}", "run_train.sh", *words],
             env=environment, capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
         assert shown.strip() == sample

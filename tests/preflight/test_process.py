@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
+
+import toolkit.launch
+import toolkit.preflight.__main__
 
 ROOT = Path(__file__).parents[2]
 DEBUG_MODEL = "train_configs/debug_model.toml"
@@ -83,9 +87,21 @@ def test_mistake_is_one_message_at_once(program: str, words: list[str], code: in
     assert seconds < 1.0
 
 
-def test_debug_shows_the_traceback() -> None:
-    done, _ = python("-m", "toolkit.preflight", DEBUG_MODEL, "--training.steps=x", "--debug")
-    assert done.returncode == 2 and "Traceback" in done.stderr
+def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[job]\ndebug = true\n")
+    for program, words in product(
+        (toolkit.preflight.__main__.main, toolkit.launch.main),
+        (
+            ["--debug"],
+            ["--job.debug"],
+            ["--job.debug=true"],
+            [f"--job.config_file={file}"],
+            ["--job.no-debug"],
+        ),
+    ):
+        assert program([*words, "--training.steps=x"]) == 2
+        assert ("Traceback" in capsys.readouterr().err) == (words != ["--job.no-debug"])
 
 
 @pytest.mark.parametrize("words", [["--world-size", "0"], ["--world-size=many"], ["--world-size"]])

@@ -61,6 +61,12 @@ def load_config(argv: Sequence[str]) -> Config:
     return config
 
 
+def asks_for_tracebacks(argv: Sequence[str]) -> bool:
+    """Say if a flag or a file sets job.debug, whatever else may be wrong with them."""
+    asked = _read(argv).settings.get("job.debug")
+    return asked is not None and asked.value is True
+
+
 def _read(argv: Sequence[str]) -> Arguments:
     """The arguments, with settings and problems of the files that they name."""
     arguments = read_arguments(argv)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from toolkit import preflight
-from toolkit.config import load_config
+from toolkit.config import asks_for_tracebacks, load_config
 from toolkit.config.types import MAX_RANKS
 from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, report
 from toolkit.hardware import detect
@@ -19,6 +19,7 @@ _WORLD_SIZE = "--world-size"
 
 def main(argv: Sequence[str]) -> int:
     """Check a config and print what it would run; return the exit code."""
+    words = [*argv]
     try:
         world_size, words = _world_size(argv)
         if words and not words[0].startswith("-"):
@@ -29,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         preflight.raise_problems(config, world_size=world_size, hardware=hardware)
         about = preflight.describe(config, world_size=world_size, hardware=hardware)
     except ToolkitError as error:
-        return report(error, show=True, debug="--debug" in argv)
+        return report(error, show=True, debug=asks_for_tracebacks(words))
     if config.job.print_config:
         print(config.to_toml())
     print(f"OK     {config.job.config_file or 'defaults'}")
