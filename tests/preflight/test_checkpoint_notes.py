@@ -57,3 +57,33 @@ def test_a_checkpoint_of_another_run_among_its_own_is_told(folder: Path) -> None
     save(folder, 20, id="b")  # copied here from another run, say
     [note] = _told([])
     assert note == "outputs/checkpoint/step-20 is of another run than step-5, step-10 beside it"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--checkpoint.export_dtype=bfloat16", "--checkpoint.export_max_bytes=9"],
+            [
+                "checkpoint.export_max_bytes does nothing without checkpoint.last_save_in_hf = true or "
+                "checkpoint.hf_export_interval above 0",
+                "checkpoint.export_dtype does nothing without checkpoint.last_save_in_hf = true or "
+                "checkpoint.hf_export_interval above 0 or checkpoint.last_save_model_only = true",
+            ],
+        ),
+        (["--checkpoint.export_dtype=bfloat16", "--checkpoint.last_save_model_only"], []),
+        (["--checkpoint.export_max_bytes=9", "--checkpoint.hf_export_interval=500"], []),
+        (
+            ["--checkpoint.initial_load_model_only=false"],
+            ["checkpoint.initial_load_model_only = false does nothing without checkpoint.initial_load_path"],
+        ),
+        (
+            ["--checkpoint.load_only", "--checkpoint.async_mode=async", "--checkpoint.interval=9"],
+            ["checkpoint.interval, checkpoint.async_mode do nothing with checkpoint.load_only"],
+        ),
+    ],
+)
+def test_what_nothing_reads_is_told(flags: list[str], said: list[str], folder: Path) -> None:
+    config = configure(["--checkpoint.enable", *flags])
+    assert notes(config, world_size=1, hardware=CPU) == said
+    assert check(config, world_size=1, hardware=CPU) == []

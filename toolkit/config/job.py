@@ -22,6 +22,9 @@ _PROFILER = ActsWith("profiling.enable_profiling")
 _SNAPSHOT = ActsWith("profiling.enable_memory_snapshot")
 _SAVES = ActsWith("checkpoint.enable", refused=True)
 _LAST_IN_HF = ActsWith("checkpoint.last_save_in_hf", refused=True)
+_EXPORTS = ActsWith("checkpoint.last_save_in_hf")
+_EXPORTS_TOO = ActsWith("checkpoint.hf_export_interval", above=0)
+_WEIGHTS_ALONE = ActsWith("checkpoint.last_save_model_only")
 _SPIKES = ActsWith("health.loss_spike_policy", ("stop", "skip", "rollback"))
 _SKIPS, _SKIPS_TOO = (ActsWith(f"health.{it}_policy", ("skip", "rollback")) for it in ("nan", "loss_spike"))
 _RECORDER = ActsWith("comm.trace_buf_size", above=0)
@@ -141,10 +144,12 @@ class Checkpoint(Table):
     logged in there (hf auth login); one that is new is private."""
     hf_export_interval: Annotated[Positive | None, _SAVES] = None
     """Steps from one such folder to the next, during training: a multiple of interval."""
-    export_max_bytes: NonNegative = 5_000_000_000
+    export_max_bytes: Annotated[NonNegative, _EXPORTS, _EXPORTS_TOO] = 5_000_000_000
     """Size of a file of weights in these folders, unless one tensor has more; 0 is one file for all. A rank
     that writes a file has it in memory."""
-    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    export_dtype: Annotated[
+        Literal["float16", "bfloat16", "float32"], _EXPORTS, _EXPORTS_TOO, _WEIGHTS_ALONE
+    ] = "float32"
     """Precision of the weights in these folders and in a weights-only save (last_save_model_only)."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write checkpoints while training goes on, from a copy in host memory as large as what a rank saves;

@@ -80,8 +80,8 @@ class LocalPath:
 @dataclass(frozen=True)
 class ActsWith:
     """A key, or a table of keys, that is read only where the key ``switch`` is one of ``values``, or names
-    one; or where it is ``above`` a number. Of several such marks one is enough. What is set and not read is
-    noted at start-up, and ``refused`` where it asks for something."""
+    one; or where it is given and ``above`` a number. Of several such marks one is enough. What is set and not
+    read is noted at start-up, and ``refused`` where it asks for something."""
 
     switch: str
     values: tuple[Any, ...] = (True,)
@@ -89,7 +89,9 @@ class ActsWith:
     refused: bool = False
 
     def acts(self, switch: Any) -> bool:
-        return _holds(switch, self.values) if self.above is None else switch > self.above
+        if self.above is None:
+            return _holds(switch, self.values)
+        return switch is not None and switch > self.above
 
     def __str__(self) -> str:
         if self.above is not None:

@@ -66,6 +66,15 @@ def _unpushed(run: PlannedRun, repository: str) -> list[Problem]:
 
 
 @note
+def nothing_is_loaded(run: PlannedRun) -> list[str]:
+    """Tell that no other run is named of which more than the weights are to be taken."""
+    options, key = run.config.checkpoint, "checkpoint.initial_load_model_only"
+    if options.initial_load_model_only or options.initial_load_path is not None or not options.enable:
+        return []
+    return [f"{key} = false does nothing without checkpoint.initial_load_path"]
+
+
+@note
 def weights_notes(run: PlannedRun) -> list[str]:
     """Another folder is read than the one that is named, or not all of it."""
     start = run.start
