@@ -3,7 +3,9 @@ import os
 
 import pytest
 
+from toolkit.config import load_config
 from toolkit.io.locks import claim, claimed
+from toolkit.io.run_folder import _write_config
 
 
 def test_a_folder_is_one_runs_until_it_lets_go(tmp_path):
@@ -41,3 +43,12 @@ def test_a_lock_that_is_removed_before_it_is_got_is_no_lock(tmp_path, monkeypatc
     with claimed(path), pytest.raises(BlockingIOError), claimed(path):
         pass
     assert removed
+
+
+def test_a_run_leaves_its_config_where_it_is_asked_to(tmp_path, monkeypatch):
+    """The home folder of a path is that of the user, and no folder of the run's own."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = load_config(["--job.save_config_file=~/copies/mine.toml"])
+    _write_config(config, tmp_path)
+    for path in (tmp_path / "config.toml", tmp_path / "home/copies/mine.toml"):
+        assert load_config([f"--job.config_file={path}"]).job.save_config_file == "~/copies/mine.toml"

@@ -172,6 +172,21 @@ FILES = [
     bad("folders_writable", "job.dump_folder=a/b/run", "a is not a folder", prepare=write("a", "")),
     bad("folders_writable", "data.cache_folder=a/cache", "cannot be written to", prepare=write_protect),
     bad("folders_writable", "job.dump_folder=", "is empty"),
+    bad(
+        "folders_writable",
+        "profiling.save_traces_folder=/dev/null profiling.enable_profiling",
+        "is not a folder",
+    ),
+    bad("folders_writable", "comm.save_traces_folder=/dev/null/x", "/dev/null is not a folder", world=2),
+    bad("folders_writable", "metrics.prometheus_file=/dev/null/a.prom", "/dev/null is not a folder"),
+    bad("folders_writable", "job.save_config_file=/dev/null/a.toml", "/dev/null is not a folder"),
+    bad(
+        "saved_config_has_a_name",
+        "job.save_config_file=a job.dump_folder=.",
+        "a is a folder",
+        prepare=lambda folder: (folder / "a").mkdir(),
+    ),
+    bad("saved_config_has_a_name", "job.save_config_file=metrics.jsonl", "the run itself writes"),
     bad("folders_writable", "job.dump_folder=~no-one-here/run", "no user no-one-here"),
     bad(
         "folders_writable",

@@ -55,6 +55,6 @@ def _claim(config: Config, locks: ExitStack) -> Problem | None:
 
 def _write_config(config: Config, folder: Path) -> None:
     for name in {"config.toml", config.job.save_config_file or "config.toml"}:
-        path = folder / name
+        path = expand_user(name, inside=folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(config.to_toml(), encoding="utf-8")

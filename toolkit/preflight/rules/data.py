@@ -31,6 +31,7 @@ _DATA_KEYS = (
     "validation.enable",
     "finetune.classification",
 )
+_RUN_FILES = ("metrics.jsonl", "heartbeat.json", "forecast.json", "run.lock")
 _TOKENIZER_KEYS = ("model.tokenizer_path", "model.hf_assets_path")
 
 
@@ -46,6 +47,14 @@ def folders_writable(run: PlannedRun) -> list[Problem]:
         folders["checkpoint.folder"] = str(run.checkpoints)
     if config.metrics.enable_tensorboard:
         folders["metrics.save_tb_folder"] = str(run.dump_folder / config.metrics.save_tb_folder)
+    if config.profiling.enable_profiling:
+        traces = run.dump_folder / config.profiling.save_traces_folder
+        folders["profiling.save_traces_folder"] = str(traces)
+    if run.world_size > 1:
+        folders["comm.save_traces_folder"] = str(run.dump_folder / config.comm.save_traces_folder)
+    for key in ("metrics.prometheus_file", "job.save_config_file"):
+        if file := config.value(key):
+            folders[key] = str(expand_user(file, inside=run.dump_folder).parent)
     if config.compile.enable and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # which goes before it
         folders["compile.cache_folder"] = config.compile.cache_folder
     problems: dict[str, Problem] = {}  # by rule: what is wrong with a folder is so of those inside it
@@ -54,6 +63,20 @@ def folders_writable(run: PlannedRun) -> list[Problem]:
         if rule:
             problems.setdefault(rule, run.problem(key, rule, fix))
     return list(problems.values())
+
+
+@rule()
+def saved_config_has_a_name(run: PlannedRun) -> list[Problem]:
+    """The copy of the config is a file, and none of those that the run writes otherwise."""
+    key = "job.save_config_file"
+    if not (name := run.config.job.save_config_file):
+        return []
+    path = expand_user(name, inside=run.dump_folder)
+    if path.is_dir():
+        return [run.problem(key, f"{path} is a folder", "name a file, such as my_config.toml")]
+    if path.name in _RUN_FILES and path.parent.resolve() == run.dump_folder.resolve():
+        return [run.problem(key, "is a file that the run itself writes", "give it another name")]
+    return []
 
 
 def _unusable(folder: str) -> tuple[str, str]:
