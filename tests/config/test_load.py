@@ -113,6 +113,9 @@ def test_unknown_key_beside_every_key(field: Field, tmp_path: Path) -> None:
         ("[optimizer]\nbeta2 = 1", "must be a number of at least 0 and below 1"),
         ("[parallelism]\ndata_parallel_shard_degree = 0", "must be -1 or an integer from 1 to 1000000"),
         ("[optimizer]\nlr = nan", "must be a number of at least 0\n  fix:  for example lr = "),
+        ("[parallelism]\nsharding_strategy = true", "sharding_strategy = True\n  rule: must be one of"),
+        ("[parallelism]\nsharding_strategy = 3.0", "sharding_strategy = 3.0\n  rule: must be one of"),
+        ("[checkpoint]\nload_step = -1.0", "must be -1 or an integer"),
         ("[comm]\nsave_timeout_seconds = 9999999999", "must be an integer from 1 to 1000000000"),
         (
             "[parallelism]\npipeline_parallel_last_stage_less_layers = 9999",

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval, Len, Lt
-from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 MAX_LAYERS = 1000
 """Beyond it a model is a slip of the pen, of which every layer would be counted."""
@@ -104,6 +111,14 @@ def _holds(value: object, values: tuple[Any, ...]) -> bool:
     return any(item in values for item in (value if isinstance(value, list) else [value]))
 
 
+def _only_equal(value: object, annotation: object) -> bool:
+    """Say if ``value`` is none of the values that a type names but equal to one, as true is to 1."""
+    if typing.get_origin(annotation) is Literal:
+        alike = [choice for choice in typing.get_args(annotation) if choice == value]
+        return bool(alike) and type(value) not in map(type, alike)
+    return any(_only_equal(value, inner) for inner in typing.get_args(annotation))
+
+
 def allows_none(annotation: object) -> bool:
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return is_union and type(None) in typing.get_args(annotation)
@@ -115,6 +130,13 @@ class Table(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_other_type(cls, value: object, info: ValidationInfo) -> object:
+        if _only_equal(value, cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError("of another type than the value that it equals")
+        return value
 
     @model_validator(mode="before")
     @classmethod
