@@ -23,6 +23,7 @@ from typing import Any
 from toolkit.checkpoint.manifest import (
     check_files,
     committed_steps,
+    named_steps,
     read_manifest,
     saved_settings,
     step_folder,
@@ -50,8 +51,9 @@ def checkpoints_in(folder: Path) -> Path:
     """The folder of the checkpoints: ``folder``, or the one in it where it is a run's.
 
     Raises:
-        CheckpointError: there is neither.
+        CheckpointError: there is neither, or it cannot be listed.
     """
+    named_steps(folder)  # says if it cannot be listed, which glob takes for empty
     inside = [path.parent for path in folder.glob("*/step-*") if path.parent.name != EXPORTS]
     if not folder.is_dir() or not (inside or any(folder.glob("step-*"))):
         raise CheckpointError(f"{folder} is no folder of checkpoints: there is no step-N in it")
@@ -66,7 +68,8 @@ def size(manifest: Mapping[str, Any]) -> int:
 def list_steps(folder: Path) -> Iterator[str]:
     """A line a step, then what is no checkpoint."""
     yield f"{'step':>9}  {'saved at':19}  {'GiB':>8}  {'tokens':>17}  mesh"
-    for step in committed_steps(folder):
+    unsound = unsound_steps(folder)
+    for step in sorted({*named_steps(folder)} - unsound.keys()):
         manifest = read_manifest(step_folder(folder, step))
         run = manifest["run"]
         yield (
@@ -74,7 +77,7 @@ def list_steps(folder: Path) -> Iterator[str]:
             f"  {run.get('tokens', 0):17,}  {run.get('mesh', '')}"
             f"{'  weights only' if run.get('model_only') else ''}"
         )
-    for step, reason in sorted(unsound_steps(folder).items()):
+    for step, reason in sorted(unsound.items()):
         yield f"{step:9}  no checkpoint: {reason}"
     for path in steps_in(folder).leftovers(folder):
         yield f"{path.name}: left by a process that was killed; the run's next start clears it"
@@ -169,7 +172,7 @@ def prune(folder: Path, *, keep_latest: int, keep_every: int | None, dry_run: bo
     checkpoint is read and verified before any other goes.
 
     Raises:
-        CheckpointError: the newest one is damaged.
+        CheckpointError: the newest one is damaged, or one could not be deleted.
     """
     steps = committed_steps(folder)
     newest = max(steps, default=0)
@@ -182,7 +185,11 @@ def prune(folder: Path, *, keep_latest: int, keep_every: int | None, dry_run: bo
             raise CheckpointError(f"nothing deleted: {verified} is damaged: {'; '.join(problems)}")
     for step in doomed:
         if not dry_run:
-            steps_in(folder).delete(folder, step)
+            try:
+                steps_in(folder).delete(folder, step)
+            except OSError as error:
+                path = step_folder(folder, step)
+                raise CheckpointError(f"{path} could not be deleted: {error.strerror}") from None
         yield f"{'would delete' if dry_run else 'deleted'} step-{step}"
     yield f"{len(steps) - len(doomed)} of {len(steps)} kept"
 
@@ -220,10 +227,10 @@ def _verify(paths: Sequence[Path]) -> int:
             steps.append(path)
         else:
             folder = checkpoints_in(path)
-            steps += [
-                step_folder(folder, step)
-                for step in sorted([*committed_steps(folder), *unsound_steps(folder)])
-            ]
+            found = [step_folder(folder, step) for step in named_steps(folder)]
+            if not found:
+                raise CheckpointError(f"there is no checkpoint in {folder}")
+            steps += found
     damaged = 0
     for step, problems in verify(steps):
         damaged += bool(problems)

@@ -24,17 +24,18 @@ can_make_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
 
 has_dependencies() { "$1" "$root/tools/dependencies.py" "$extra" >/dev/null 2>&1; }
 
-# The stamp is written last: an installation that was interrupted has none, and one for other
-# requirements differs. A .venv that someone else made has no marker, and is judged by its packages.
+# The stamp is written last, and one for other requirements differs. While packages are installed there is a
+# mark, which stays if that is cut short; pip itself undoes what it fails in. A .venv that someone else made has no marker, and is judged by its packages.
 fingerprint() { cat "$root/pyproject.toml" "$root/constraints.txt" | cksum; }
 stamp() { printf '%s/.installed-%s' "$venv" "${1:-base}"; }
 is_ours() { [[ -e $venv/.made-by-setup ]]; }
 # Its Python can go on being used: it runs, and no installation was cut short.
-is_whole() { supported "$venv/bin/python" && compgen -G "$venv/.installed-*" >/dev/null; }
+is_whole() { supported "$venv/bin/python" && ! cut_short && compgen -G "$venv/.installed-*" >/dev/null; }
+cut_short() { [[ -e $venv/.installing ]]; }
 ready() {
   [[ -x $venv/bin/python ]] || return 1
   if is_ours; then
-    [[ -e $(stamp "$extra") && $(<"$(stamp "$extra")") == "$(fingerprint)" ]]
+    ! cut_short && [[ -e $(stamp "$extra") && $(<"$(stamp "$extra")") == "$(fingerprint)" ]]
   else
     has_dependencies "$venv/bin/python"
   fi
@@ -102,15 +103,20 @@ install() {
     touch "$venv/.made-by-setup"
     "$base" -m venv "$venv"
   fi
-  rm -f "$venv"/.installed-*
+  touch "$venv/.installing"
   say "installing PyTorch and the other dependencies (constraints.txt); a minute or more, once"
   with_ticker "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --progress-bar off \
-    -c "$root/constraints.txt" -e "$root${extra:+[$extra]}"
+    -c "$root/constraints.txt" -e "$root${extra:+[$extra]}" || {
+    rm -f "$venv/.installing"
+    return 1
+  }
+  rm -f "$venv"/.installed-*
   local part
   for part in base test dev; do
     fingerprint >"$(stamp "$part")"
     [[ $part == "${extra:-base}" ]] && break
   done
+  rm -f "$venv/.installing"
   say "done in $SECONDS s"
 }
 

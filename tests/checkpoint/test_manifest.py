@@ -1,7 +1,10 @@
+import errno
 import json
+import os
 
 import pytest
 
+from toolkit.checkpoint import manifest as module
 from toolkit.checkpoint.manifest import (
     MANIFEST,
     build_manifest,
@@ -9,6 +12,7 @@ from toolkit.checkpoint.manifest import (
     committed_steps,
     read_manifest,
     step_folder,
+    unsound_steps,
 )
 from toolkit.errors import CheckpointError
 
@@ -77,6 +81,27 @@ def test_an_altered_manifest_is_refused(tmp_path, change, said):
     with pytest.raises(CheckpointError, match=said) as error:
         read_manifest(path)
     assert str(path / MANIFEST) in str(error.value)
+
+
+def test_what_cannot_be_read_is_not_passed_over(tmp_path, monkeypatch):
+    """It may be the newest checkpoint, without which a run would start from an older one, or anew."""
+    _commit(tmp_path, 7)
+    path = _commit(tmp_path, 8)
+    _change(path, lambda manifest: manifest.update(version=3))
+    with pytest.raises(CheckpointError, match=f"{path / MANIFEST} has version 3(?s:.*)move {path} away"):
+        committed_steps(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "read_bytes", _denied)
+        with pytest.raises(CheckpointError, match="step-7/manifest.json cannot be read: Permission"):
+            committed_steps(tmp_path)
+        assert list(unsound_steps(tmp_path)) == [7, 8]
+    monkeypatch.setattr(type(tmp_path), "iterdir", _denied)
+    with pytest.raises(CheckpointError, match=f"{tmp_path} cannot be listed: Permission denied"):
+        committed_steps(tmp_path)
+
+
+def _denied(*_, **__):
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "sub/__0_0.distcp", "manifest.json"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +132,26 @@ def test_prune_deletes_nothing_while_the_newest_is_damaged(
 def test_a_folder_without_checkpoints_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = _call(capsys, "list", tmp_path)
     assert code == EXIT_DATA and "no step-N in it" in said
+    (tmp_path / "step-7.tmp-0a1b").mkdir()
+    code, said = _call(capsys, "verify", tmp_path)
+    assert code == EXIT_DATA and f"there is no checkpoint in {tmp_path}" in said
+
+
+def test_what_cannot_be_listed_or_deleted_is_told(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", _read_only)
+        code, said = _call(capsys, "prune", folder, "--keep-latest", 1)
+    assert code == EXIT_DATA and f"{folder / 'step-1'} could not be deleted: Read-only file system" in said
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", _read_only)
+        code, said = _call(capsys, "list", folder)
+    assert code == EXIT_DATA and f"{folder} cannot be listed" in said
+
+
+def _read_only(*_: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
 def test_a_runs_exports_are_no_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

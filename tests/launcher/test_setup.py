@@ -137,6 +137,31 @@ def test_a_failed_installation_says_why_and_is_done_again_from_nothing(sandbox):
     assert not (sandbox.root / ".venv/half-installed").exists()
 
 
+def test_an_extra_that_cannot_be_installed_costs_nothing(sandbox):
+    assert sandbox.set_up()[0] == 0
+    (sandbox.root / ".venv/package").touch()
+    (sandbox.notes / "fail").touch()
+    assert sandbox.set_up("test")[0] != 0
+    assert sandbox.set_up()[0] == 0 and len(sandbox.installed()) == 2
+    (sandbox.notes / "fail").unlink()
+    assert sandbox.set_up("test")[0] == 0
+    assert (sandbox.root / ".venv/package").exists()
+
+
+def test_an_installation_that_is_cut_short_is_done_again_from_nothing(sandbox):
+    assert sandbox.set_up()[0] == 0
+    os.mkfifo(sandbox.notes / "wait")
+    killed = sandbox.start(sandbox.root / "tools" / "setup.sh", "test")
+    (sandbox.notes / "wait").open("w").close()  # pip has begun
+    killed.kill()
+    killed.communicate(timeout=20)
+    (sandbox.notes / "wait").unlink()
+    (sandbox.root / ".venv/half-installed").touch()
+    code, _, err = sandbox.set_up()
+    assert code == 0 and "interrupted" in err
+    assert not (sandbox.root / ".venv/half-installed").exists()
+
+
 def test_an_active_venv_is_no_base_of_its_own(sandbox):
     """As its activation puts it before the other Pythons, or as the only one."""
     (sandbox.notes / "fail").touch()

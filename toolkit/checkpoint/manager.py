@@ -214,8 +214,8 @@ class CheckpointManager:
         """Delete the oldest that need not be kept, never the one just saved. A failure is only told."""
         try:
             steps = committed_steps(self.folder)
-        except (OSError, DataError) as error:
-            self.say(f"checkpoint: none was deleted: {self.folder} cannot be listed: {error}")
+        except (CheckpointError, DataError) as error:
+            self.say(f"checkpoint: none was deleted: {error}")
             return
         for step in superseded(
             steps,

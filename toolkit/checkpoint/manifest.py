@@ -7,6 +7,7 @@ exist for loading, for retention and for "latest".
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import json
@@ -37,6 +38,9 @@ new_hash = blake3
 HASH = "blake3"
 _HASHES: dict[str, Callable[[], Any]] = {HASH: new_hash, "sha256": hashlib.sha256}
 """Hashes that a manifest may name."""
+
+_NO_MANIFEST = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
+"""Errors of reading a file that say that it is none, or too large to be a manifest."""
 
 # Everything that DCP writes has one of these names; no other may be read, so no path can escape.
 _FILE_NAME = re.compile(r"\.metadata|__\d+_\d+\.distcp")
@@ -71,6 +75,10 @@ _RUN_FIELDS: dict[str, type | types.UnionType] = {
 """Entries of a manifest about its run that this toolkit reads."""
 
 
+class UnreadableCheckpoint(CheckpointError):
+    """A checkpoint that is there and cannot be read: it may be whole, and no run may go on without it."""
+
+
 def step_folder(folder: Path, step: int) -> Path:
     """Where the checkpoint of ``step`` lies."""
     return folder / f"step-{step}"
@@ -100,6 +108,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of the checkpoint in ``folder`` (a ``step-N``).
 
     Raises:
+        UnreadableCheckpoint: it cannot be read, or is of a newer toolkit.
         CheckpointError: there is none, or it is damaged, of another format, or not of this step; the
             message says which. The files that it lists are not looked at.
     """
@@ -109,34 +118,51 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(_absent(folder)) from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        kind = CheckpointError if error.errno in _NO_MANIFEST else UnreadableCheckpoint
+        raise kind(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: it is not JSON ({error}); {ADVICE}") from None
     problem = _problem(folder, manifest)
     if problem:
-        raise CheckpointError(f"{path} {problem}")
+        raise (UnreadableCheckpoint if _is_newer(manifest) else CheckpointError)(f"{path} {problem}")
     return manifest
 
 
+def named_steps(folder: Path) -> list[int]:
+    """Steps that have a ``step-N`` in ``folder``, whatever is in it, ascending; no folder means none.
+
+    Raises:
+        UnreadableCheckpoint: ``folder`` cannot be listed.
+    """
+    try:
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    except OSError as error:
+        raise UnreadableCheckpoint(f"{folder} cannot be listed: {error.strerror}") from None
+    return sorted(int(match[1]) for name in names if (match := _STEP_FOLDER.fullmatch(name)))
+
+
 def committed_steps(folder: Path) -> list[int]:
-    """Steps of the committed checkpoints in ``folder``, ascending; no folder means none."""
-    steps = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _STEP_FOLDER.fullmatch(path.name)
-        if match and _is_committed(path):
-            steps.append(int(match[1]))
-    return sorted(steps)
+    """Steps of the committed checkpoints in ``folder``, ascending; no folder means none.
+
+    Raises:
+        UnreadableCheckpoint: ``folder`` cannot be listed, or what may be a checkpoint cannot be read.
+    """
+    return [step for step in named_steps(folder) if _is_committed(step_folder(folder, step))]
 
 
 def unsound_steps(folder: Path) -> dict[int, str]:
-    """Steps that have a folder in ``folder`` but no committed checkpoint in it, with what is wrong."""
+    """Steps that have a folder in ``folder`` but no committed checkpoint in it, or one that cannot be read,
+    with what is wrong.
+
+    Raises:
+        UnreadableCheckpoint: ``folder`` cannot be listed.
+    """
     found = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if match := _STEP_FOLDER.fullmatch(path.name):
-            try:
-                read_manifest(path)
-            except CheckpointError as error:
-                found[int(match[1])] = str(error)
+    for step in named_steps(folder):
+        try:
+            read_manifest(step_folder(folder, step))
+        except CheckpointError as error:
+            found[step] = str(error)
     return found
 
 
@@ -171,9 +197,18 @@ ADVICE = "take another step (checkpoint.load_step), or a copy of this one"
 def _is_committed(folder: Path) -> bool:
     try:
         read_manifest(folder)
+    except UnreadableCheckpoint as error:
+        fix = f"make it readable here, or move {folder} away: then the run goes on without it"
+        raise UnreadableCheckpoint(f"{error}\n  fix:  {fix}") from None
     except CheckpointError:
         return False
     return True
+
+
+def _is_newer(manifest: Any) -> bool:
+    """Say if a manifest, of which something is wrong, is of this toolkit's format and a later version."""
+    ours = isinstance(manifest, dict) and manifest.get("format") == FORMAT
+    return ours and isinstance(manifest.get("version"), int) and manifest["version"] > VERSION
 
 
 def _absent(folder: Path) -> str:
