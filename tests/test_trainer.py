@@ -194,6 +194,7 @@ def _out_of_time(folder: str, **checkpoint: Any) -> dict[str, Any]:
         "code": code,
         "step": trainer.train_state.step,
         "latest": trainer.checkpointer.manager.latest(),
+        "there": committed_steps(trainer.checkpointer.manager.folder),
     }
 
 
@@ -238,7 +239,7 @@ def _everything(folder: str) -> dict[str, Any]:
         "seed": _from_seed(folder),
         "converted": _from_converted_weights(folder),
         "late": _out_of_time(folder),
-        "late, rewound": _out_of_time(folder, load_step=1),
+        "late, rewound": _out_of_time(folder, load_step=1, keep_latest_k=1),
         "slow start": _slow_start(folder),
         "compiling": _stopped_while_compiling(folder),
     }
@@ -347,6 +348,7 @@ def test_a_run_out_of_time_saves_and_stops(results: list[dict[str, Any]]) -> Non
     for result in results:
         late = result["late"]
         assert (late["code"], late["step"], late["latest"]) == (EXIT_REQUEUE, 1, 1)
+    assert results[0]["late, rewound"]["there"] == [1, 2]  # 1 is where the same command starts again
     [said], [rewound] = results[0]["late"]["said"], results[0]["late, rewound"]["said"]
     assert said.endswith("; the same command goes on from there")
     assert "; to go on: --checkpoint.load_step 2; the same command goes back to step 1" in rewound

@@ -85,6 +85,7 @@ class Checkpointer:
             expand_user(options.folder, inside=run_folder),
             keep_latest_k=options.keep_latest_k,
             keep_every_n=options.keep_every_n,
+            start=None if options.load_step == -1 else options.load_step,
             background=background,
             group=group,
             say=lambda text: self.say(text),
@@ -217,7 +218,9 @@ class Checkpointer:
             state.tokens = run.get("tokens", 0)
             state.best_validation, state.best_step = run.get("best_validation"), run.get("best_step")
             best_of = run.get("best_of") or state.best_of
-            if state.best_of not in (None, best_of):  # other samples, whose loss is no measure of these
+            lost = self._options.keep_best and state.best_step not in self._committed()
+            # or of other samples, whose loss is no measure of these
+            if lost or state.best_of not in (None, best_of):
                 state.best_validation = state.best_step = None
             state.best_of = state.best_of or best_of
             self._bests.clear()
@@ -244,12 +247,15 @@ class Checkpointer:
         Later ones that were there before a rewind (``checkpoint.load_step``) are of another course.
         """
         self.end_save(wait=True)
-        steps = self.manager.ranks.on_rank_0(lambda: committed_steps(self.manager.folder))
-        own = [step for step in steps if step <= self._began or step in self.manager.saved]
+        own = [step for step in self._committed() if step <= self._began or step in self.manager.saved]
         newest = max((step for step in own if step < self._state.step), default=None)
         if newest is not None:
             self._resume(newest)
         return newest
+
+    def _committed(self) -> list[int]:
+        """Steps of the checkpoints that are there."""
+        return self.manager.ranks.on_rank_0(lambda: committed_steps(self.manager.folder))
 
     def ends_at_once(self, total_steps: int) -> bool:
         """Do what is left to do of a run that trains nothing, and say if it is one: it saves the initial

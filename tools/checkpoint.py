@@ -178,7 +178,9 @@ def prune(folder: Path, *, keep_latest: int, keep_every: int | None, dry_run: bo
     newest = max(steps, default=0)
     run = read_manifest(step_folder(folder, newest))["run"] if steps else {}
     best = run.get("best_step") if saved_settings(run).get("checkpoint.keep_best") else None
-    doomed = superseded(steps, newest=newest, keep_latest_k=keep_latest, keep_every_n=keep_every, best=best)
+    doomed = superseded(
+        steps, newest=newest, keep_latest_k=keep_latest, keep_every_n=keep_every, also_kept=[best]
+    )
     if doomed and not dry_run:
         [(verified, problems)] = verify([step_folder(folder, newest)])
         if problems:

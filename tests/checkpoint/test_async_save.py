@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -205,6 +206,11 @@ def _failing_run(folder: str) -> dict[str, Any]:
     outcomes["best, resumed"] = _run_with_a_best(folder, steps=10, samples=4)
     outcomes["best of others"] = _run_with_a_best(folder, steps=12, samples=2)
     outcomes["best beside a NaN"] = _run_with_a_best(folder, steps=16, samples=1)
+    _run_with_a_best(folder, steps=18, samples=1)
+    if dist.get_rank() == 0:
+        shutil.rmtree(Path(folder, "best", "checkpoint", "step-16"))
+    dist.barrier()
+    outcomes["best that is gone"] = _run_with_a_best(folder, steps=20, samples=1)
     return outcomes
 
 
@@ -261,6 +267,10 @@ def test_a_best_step_is_one_of_the_samples_that_are_validated_on(failing_runs: d
 
 def test_a_loss_that_is_no_number_is_not_the_best(failing_runs: dict[str, Any]) -> None:
     assert failing_runs["best beside a NaN"] == ([16], 9.0, 16)
+
+
+def test_a_best_step_that_is_gone_is_chosen_anew(failing_runs: dict[str, Any]) -> None:
+    assert failing_runs["best that is gone"] == ([20], 9.0, 20)
 
 
 def _stopped_in_a_save(folder: str) -> tuple[int, list[int], list[int]]:

@@ -214,6 +214,14 @@ def test_the_best_step_is_kept(tmp_path):
     assert committed_steps(tmp_path) == [50, 70, 80]
 
 
+def test_the_step_that_each_start_goes_back_to_is_kept(tmp_path):
+    CheckpointManager(tmp_path).save(10, _tensors(), {})
+    manager = CheckpointManager(tmp_path, keep_latest_k=1, start=10)
+    for step in (20, 30):
+        manager.save(step, _tensors(), {})
+    assert committed_steps(tmp_path) == [10, 30]
+
+
 def test_a_folder_that_cannot_be_listed_costs_the_deletions_of_a_save(tmp_path, monkeypatch):
     said = []
     manager = CheckpointManager(tmp_path, keep_latest_k=1, say=said.append)

@@ -169,9 +169,14 @@ def test_a_heartbeat_names_what_a_run_is_in(tmp_path: Path) -> None:
     assert path.read_text() == first  # not so soon again
     mark = heart.marks(torch.profiler.record_function)
     assert heart.marks(mark) is mark
+    with mark("toolkit::data"):
+        assert path.read_text() == first  # each step has one
     with mark("toolkit::checkpoint"):
         assert json.loads(path.read_text())["state"] == "checkpoint"
     assert json.loads(path.read_text())["state"] == "training"
+    heart.seconds = 0.0
+    with mark("toolkit::data"):
+        assert json.loads(path.read_text())["state"] == "data"
     assert [it.name for it in tmp_path.iterdir()] == ["heartbeat.json"]
 
 

@@ -49,6 +49,14 @@ def test_a_whole_file_is_continued_as_it_is(tmp_path):
     assert path.stat().st_ino == before
 
 
+def test_a_run_that_trains_nothing_leaves_the_file_as_it_is(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    _write(path, range(1, 11))
+    for resume_step in (4, 0):  # an export of an older step, a checkpoint of the initial weights
+        _write(path, [], resume_step=resume_step)
+        assert [record["step"] for record in _records(path)] == [*range(1, 11)]
+
+
 def test_a_new_run_keeps_the_lines_of_the_one_before_aside(tmp_path):
     path = tmp_path / "metrics.jsonl"
     _write(path, [1, 2], run=1)

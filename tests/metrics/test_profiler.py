@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def traced(
-    folder: Path, steps: range, *, freq: int, active: int = 1, warmup: int = 1, rank: int = 0
+    folder: Path, steps: Sequence[int], *, freq: int, active: int = 1, warmup: int = 1, rank: int = 0
 ) -> list[str]:
     said: list[str] = []
     options = Profiling(profile_freq=freq, profiler_active=active, profiler_warmup=warmup)
@@ -47,6 +48,12 @@ def test_a_resumed_run_traces_the_steps_that_it_would_have(tmp_path: Path) -> No
     said = traced(tmp_path, range(6, 11), freq=3)
     assert files(tmp_path) == ["iteration_6/rank0_trace.json", "iteration_9/rank0_trace.json"]
     assert [line.split(":")[0] for line in said] == ["profiled step 6", "profiled step 9"]
+
+
+def test_a_run_that_is_rolled_back_traces_the_steps_that_it_would_have(tmp_path: Path) -> None:
+    said = traced(tmp_path, [*range(1, 6), *range(4, 10)], freq=4)
+    assert [line.split(":")[0] for line in said] == ["profiled step 4", "profiled step 8"]
+    assert traced(tmp_path, [1, 2, 3, 2, 3, 4], freq=4)[0].startswith("profiled step 4")
 
 
 def test_a_trace_that_the_end_cuts_short_is_not_written(tmp_path: Path) -> None:

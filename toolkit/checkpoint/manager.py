@@ -42,8 +42,9 @@ class CheckpointManager:
 
     Every method is collective: all ranks call it, with the same arguments but for the tensors, which
     are each rank's own. ``keep_latest_k`` is how many committed checkpoints are kept, 0 for all; those of
-    steps that ``keep_every_n`` divides stay beside them, and so does that of the step ``best``. With
-    ``background``, saves are written while the caller goes on, and the group is one that nobody else uses.
+    steps that ``keep_every_n`` divides stay beside them, and so do those of the steps ``best`` and ``start``,
+    to which each start of the run goes back. With ``background``, saves are written while the caller goes
+    on, and the group is one that nobody else uses.
     ``say`` takes one line of text for the user; rank 0 calls it. Tensors may be DTensors of any mesh; the
     group must carry CPU tensors (gloo).
 
@@ -57,6 +58,7 @@ class CheckpointManager:
         *,
         keep_latest_k: int = 0,
         keep_every_n: int | None = None,
+        start: int | None = None,
         background: Background | None = None,
         group: dist.ProcessGroup | None = None,
         say: Callable[[str], None] = print,
@@ -65,6 +67,7 @@ class CheckpointManager:
         self.keep_latest_k = keep_latest_k
         self.keep_every_n = keep_every_n
         self.best: int | None = None
+        self.start = start
         self.saved: set[int] = set()
         self.background = background
         self.group = group
@@ -222,7 +225,7 @@ class CheckpointManager:
             newest=just_saved,
             keep_latest_k=self.keep_latest_k,
             keep_every_n=self.keep_every_n,
-            best=self.best,
+            also_kept=(self.best, self.start),
         ):
             try:
                 steps_in(self.folder).delete(self.folder, step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,15 @@ def superseded(
     newest: int,
     keep_latest_k: int,
     keep_every_n: int | None = None,
-    best: int | None = None,
+    also_kept: Collection[int | None] = (),
 ) -> list[int]:
     """Which of the ascending ``steps`` need not be kept: not ``newest``, which was saved last, not the
-    ``keep_latest_k`` − 1 highest others (0: all), not ``best``, and none that ``keep_every_n`` divides."""
+    ``keep_latest_k`` − 1 highest others (0: all), none of ``also_kept``, and none that
+    ``keep_every_n`` divides."""
     others = [step for step in steps if step != newest]
     if keep_latest_k == 0:
         return []
     older = others[: max(0, len(others) + 1 - keep_latest_k)]
-    return [step for step in older if step != best and not (keep_every_n and step % keep_every_n == 0)]
+    return [
+        step for step in older if step not in also_kept and not (keep_every_n and step % keep_every_n == 0)
+    ]

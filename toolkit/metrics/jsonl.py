@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 class JsonLines:
@@ -16,26 +16,33 @@ class JsonLines:
     A run that resumes after ``resume_step`` continues the file: lines beyond that step, written by a
     run that was killed after its last checkpoint, are dropped, for they are about to be written
     again. A run that starts at 0 begins a new file; one that was there becomes ``<stem>.previous.jsonl``.
+    A run that writes no record leaves the file as it is.
     """
 
     def __init__(self, path: Path, *, resume_step: int = 0):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            if resume_step == 0:
-                set_aside(path)
-            else:
-                from toolkit.metrics.jsonl_cut import cut
-
-                cut(path, resume_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._resume_step = path, resume_step
+        self._file: TextIO | None = None
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append ``record``; a NaN or infinity, which JSON does not have, becomes null."""
+        self._file = self._file or self._open()
         self._file.write(json.dumps({key: _plain(value) for key, value in record.items()}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self) -> TextIO:
+        if self._path.exists():
+            if self._resume_step == 0:
+                set_aside(self._path)
+            else:
+                from toolkit.metrics.jsonl_cut import cut
+
+                cut(self._path, self._resume_step)
+        return self._path.open("a", encoding="utf-8")
 
 
 def set_aside(path: Path) -> None:

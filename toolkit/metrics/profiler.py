@@ -24,8 +24,8 @@ class StepProfiler:
 
     Each rank writes ``<folder>/iteration_<step>/rank<rank>_trace.json`` (for chrome://tracing or
     ui.perfetto.dev); rank 0 also says how the time of the step was split. A trace that the end of
-    the run cuts short is not written. Steps are counted from ``first_step``, so that a resumed run
-    traces the steps that it would have traced.
+    the run cuts short is not written. Steps are counted from ``first_step``, and anew after a roll-back,
+    so that a run that goes on traces the steps that it would have traced.
     """
 
     def __init__(
@@ -39,17 +39,20 @@ class StepProfiler:
         say: Callable[[str], None],
     ):
         self._folder, self._rank, self._device, self._say = folder, rank, device, say
-        self._step = 0
+        self._step, self._next = 0, first_step
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it announces each trace in its own words
         warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
         active, warmup = options.profiler_active, options.profiler_warmup
-        cycle = schedule(wait=options.profile_freq - active - warmup, warmup=warmup, active=active)
+        self._cycle = schedule(wait=options.profile_freq - active - warmup, warmup=warmup, active=active)
+        self._profile = self._new_profile(first_step)
+
+    def _new_profile(self, first_step: int) -> profile:
         activities = [ProfilerActivity.CPU]
-        if device.type == "cuda":
+        if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(
+        return profile(
             activities=activities,
-            schedule=lambda steps: cycle(steps + first_step - 1),
+            schedule=lambda steps: self._cycle(steps + first_step - 1),
             on_trace_ready=self._write,
             record_shapes=True,
         )
@@ -62,9 +65,15 @@ class StepProfiler:
         if self._device.type == "cuda" and self._profile.current_action.name != "NONE":
             # the kernels that a step left running are part of it, not of the next
             torch.cuda.synchronize(self._device)
-        self._step = step
-        self._profile.step()
-        self._step = 0
+        if step == self._next:
+            self._step = step
+            self._profile.step()
+            self._step = 0
+        else:  # the run was rolled back, and this step counted as another
+            self._profile.__exit__(None, None, None)
+            self._profile = self._new_profile(step + 1)
+            self._profile.__enter__()
+        self._next = step + 1
 
     def __exit__(
         self,
