@@ -7,7 +7,8 @@
 Degrees of the mesh, micro-batch, activation checkpointing and a pipeline's schedule are tried; global batch
 and length of a sample stay CONFIG's. Neither GPUs nor data are needed. Words that are none of the options
 below are keys of the config. docs/planning.md says what is reckoned and what is assumed.
-Exit codes: 0 a layout was found, 2 the arguments or a model that fits on none.
+Exit codes: 0 a layout was found, 2 the arguments or a model that fits on none, 3 a tokenizer that cannot be
+read.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ def main(argv: Sequence[str]) -> int:
         memory = asked.memory * _GIB if asked.memory else machine.memory
         machine = replace(machine, node=asked.gpus_per_node or machine.node, memory=memory)
         config = load_config(["--job.config_file", str(asked.config), *words])
+        if asked.write:
+            _refuse(asked.write, asked.config, words)
         args = _model(config, machine, asked.gpus)
         found = _search(config, args, asked.gpus, machine, asked.top)
         lines = [head(args, asked.gpus, machine, found), ""]
@@ -97,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
             lines += ["", *explained(found, args, machine)]
         print("\n".join(lines))
         if asked.write:
-            _write(asked.write, asked.config, config, found.ranked[0], words)
+            _write(asked.write, asked.config, config, found.ranked[0])
             print(f"\nwritten to {asked.write}")
     except ToolkitError as error:
         return report(error, show=True, debug=asked.debug)
@@ -158,10 +161,21 @@ def _search(config: Config, args: ModelArgs, world: int, machine: Machine, top: 
     raise ConfigError(Problem(rule, fix, "--gpus", world))
 
 
-def _write(path: Path, extended: Path, config: Config, best: Candidate, words: Sequence[str]) -> None:
+def _refuse(path: Path, extended: Path, words: Sequence[str]) -> None:
+    """Raise what is wrong with a file to write before a layout is searched."""
+    rule = ""
     if words:
         rule = f"{' '.join(words)} would be lost in a file that extends {extended}"
-        raise ConfigError(Problem(rule, "put these keys into a TOML and plan that", "--write", str(path)))
+        fix = "put these keys into a TOML and plan that"
+    elif path.exists():
+        rule, fix = "is there already", "name another file, or remove it"
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        rule, fix = f"{path.parent} is no folder that can be written to", "name a file that can be written"
+    if rule:
+        raise ConfigError(Problem(rule, fix, "--write", str(path)))
+
+
+def _write(path: Path, extended: Path, config: Config, best: Candidate) -> None:
     relative = os.path.relpath(extended, path.parent)
     tables: dict[str, list[str]] = {}
     for key, value in best.settings.items():
@@ -174,9 +188,6 @@ def _write(path: Path, extended: Path, config: Config, best: Candidate, words: S
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")
-    except FileExistsError:
-        fix = "name another file, or remove it"
-        raise ConfigError(Problem("is there already", fix, "--write", str(path))) from None
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
         raise ConfigError(Problem(rule, "name a file that can", "--write", str(path))) from None

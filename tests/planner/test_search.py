@@ -22,6 +22,7 @@ from toolkit.planner.ranking_text import explained
 from toolkit.planner.search import Candidate, Found, _bound, room, search
 from toolkit.planner.time import step_time
 from toolkit.preflight import raise_problems
+from tools import plan
 from tools.plan import main
 
 ROOT = Path(__file__).parents[2]
@@ -174,13 +175,20 @@ REFUSED = {
     "none": ("--gpu h100 --gpus 0", "whole number from 1"),
     "eleven": ("--gpu h100 --gpus 11", "it does on 10 h100"),
     "price": ("--gpu h100 --gpus 8 --price 2", "--price needs --tokens"),
+    "lost": ("--gpu h100 --gpus 8 --training.steps 5 --write x.toml", "would be lost in a file"),
+    "there": (f"--gpu h100 --gpus 8 --write {DEBUG}", "is there already"),
+    "nowhere": ("--gpu h100 --gpus 8 --write no/such/x.toml", "no/such is no folder that can be written to"),
     "fp32": ("--gpu v100 --gpus 8 --training.mixed_precision_param bfloat16", "only float32"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_one_message(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_one_message(
+    case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     words, said = REFUSED[case]
+    if "--write" in words:  # is told before the search
+        monkeypatch.setattr(plan, "_search", None)
     try:
         code = main([str(DEBUG), *words.split()])
     except SystemExit as ended:

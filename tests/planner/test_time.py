@@ -23,7 +23,7 @@ from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import SCHEDULES, bubble
 from toolkit.planner.costs import Costs, Operation, Piece, Work, costs
 from toolkit.planner.fake_step import fake_run
-from toolkit.planner.machines import Machine, machine_named, machines
+from toolkit.planner.machines import Machine, machine_named, machine_of, machines
 from toolkit.planner.pipeline import simulate
 from toolkit.planner.rates import Pass, Rates
 from toolkit.planner.this_machine import this_machine
@@ -264,6 +264,29 @@ def test_kinds_of_gpus() -> None:
         assert 0 < kind.attention < kind.matmul < 1 and kind.network < kind.link < kind.bandwidth
     with pytest.raises(ConfigError, match="h200.*h100|kinds are"):
         machine_named("h20000")
+    with pytest.raises(ConfigError, match="did you mean a100-80 or a100-40?"):
+        machine_named("a100")
+
+
+def test_a_gpu_is_known_by_its_drivers_name_and_its_relatives_are_not_taken_for_it() -> None:
+    known = {
+        "NVIDIA GeForce RTX 4090": "rtx4090",
+        "NVIDIA H100 PCIe": "h100-pcie",
+        "NVIDIA L40S": "l40s",
+        "NVIDIA H100 80GB HBM3": "h100",
+    }
+    found = {name: machine_of(name) for name in known}
+    assert {name: kind and kind.name for name, kind in found.items()} == known
+    relatives = ("H100 NVL", "H200 NVL", "A100-SXM4-80GB MIG 1g.10gb")
+    games = ("RTX 4090 Laptop GPU", "RTX 4090 D", "RTX 3090 Ti")
+    assert not any(map(machine_of, relatives + games))
+
+
+def test_memory_of_a_kind_is_no_more_than_its_driver_has() -> None:
+    """nvidia-smi's MiB; a name's GB are less than GiB, and ECC takes a part."""
+    mib = {"h100": 81559, "a100-80": 81920, "l40s": 46068, "l4": 23034, "a10g": 23028, "h200": 143771}
+    for kind, total in mib.items():
+        assert machine_named(kind).memory / 2**20 == pytest.approx(total, rel=2e-3), kind
 
 
 def test_rates_of_this_computer(tmp_path: Path) -> None:

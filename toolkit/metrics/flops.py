@@ -67,7 +67,7 @@ _PEAK_TFLOPS = (
     ("RTX 5090", 209.5),
 )
 # Cut-down relatives that carry the name, and slices of a device.
-_OTHERS = re.compile(r"\b(laptop|mobile|max-q|ti|d|super|mig)\b", re.IGNORECASE)
+OTHERS = re.compile(r"\b(laptop|mobile|max-q|ti|d|super|mig)\b", re.IGNORECASE)
 
 
 def peak_flops(device_name: str, dtype: str = "bfloat16") -> float | None:
@@ -75,7 +75,7 @@ def peak_flops(device_name: str, dtype: str = "bfloat16") -> float | None:
 
     Only bfloat16 has a peak here: what fp32 matmuls reach depends on whether TF32 is allowed.
     """
-    if dtype != "bfloat16" or _OTHERS.search(device_name):
+    if dtype != "bfloat16" or OTHERS.search(device_name):
         return None
     for known, tflops in _PEAK_TFLOPS:
         if re.search(rf"\b{known}\b", device_name, re.IGNORECASE):

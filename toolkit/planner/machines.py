@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.compat import tomllib
-from toolkit.errors import ConfigError, Problem, closest
+from toolkit.errors import ConfigError, Problem, closest, either
+from toolkit.metrics.flops import OTHERS
 
 FILE = Path(__file__).with_name("machines.toml")
 
@@ -78,18 +80,22 @@ def machine_named(name: str) -> Machine:
     for kind, machine in known.items():
         if plain in (kind.replace("-", ""), kind.replace("-", "") + "sxm"):
             return machine
-    near = closest(name.lower(), known)
-    fix = f"{f'did you mean {near}? ' if near else ''}the kinds are {', '.join(known)}"
+    near = [kind for kind in known if plain and kind.replace("-", "").startswith(plain)]
+    near = near or [kind for kind in (closest(name.lower(), known),) if kind]
+    fix = f"{f'did you mean {either(near)}? ' if near else ''}the kinds are {', '.join(known)}"
     raise ConfigError(Problem(f"there is no kind of GPU {name!r} in {FILE.name}", fix, "--gpu", name))
 
 
 def machine_of(device: str) -> Machine | None:
-    """The GPU kind whose name has the most words of what its driver calls it, if one is there.
+    """The GPU kind whose name has the most words of what its driver calls it, if one is there: none of a
+    relative with other numbers (NVL, laptop, Ti, D), nor of a slice.
 
     >>> machine_of("NVIDIA A100-SXM4-80GB").name, machine_of("NVIDIA H100 80GB HBM3").name
     ('a100-80', 'h100')
     """
     plain = device.lower().replace("-", " ").replace("rtx ", "rtx")
+    if re.search(rf"{OTHERS.pattern}|\bnvl\b", device, re.IGNORECASE):
+        return None
     words = {word.removesuffix("gb") for word in plain.split()}
     known = (kind for kind in machines() if ("pcie" in kind) == ("pcie" in words))
     named = [kind for kind in known if words.issuperset(kind.split("-"))]
