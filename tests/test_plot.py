@@ -54,7 +54,7 @@ def test_axes() -> None:
         {"step": 2, "validation_loss": 4.0},
         {"step": 6, "tokens": 300, "step_seconds": 900.0, "loss": 2.0},
     ]
-    assert plot.curve(records, "loss", "hours") == ([1.0, 2.0], [3.0, 2.0])
+    assert plot.curve(records, "loss", "hours") == ([0.5, 1.5], [3.0, 2.0])  # the first of step 2 alone
     assert plot.curve(records, "validation_loss", "tokens") == ([100], [4.0])
     assert plot.curve(records, "loss", "step") == ([2, 6], [3.0, 2.0])
 
@@ -78,6 +78,9 @@ def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "metrics.jsonl").touch()
     assert plot.main([str(tmp_path)]) == 3
     assert "holds no step yet" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 3, "event": "SKIPPED", "reason": "\xff"}\n')
+    assert plot.main([str(tmp_path)]) == 3
+    assert "there is no number to draw yet" in capsys.readouterr().err
 
 
 def test_without_matplotlib(

@@ -59,6 +59,7 @@ def test_numbers_of_the_report(tmp_path: Path) -> None:
     ranks = report.read_ranks(tmp_path)
     assert [report.mean(ranks[rank], "compute_seconds") for rank in ranks] == pytest.approx([0.2, 0.6])
     assert report.totals(ranks[0]) == pytest.approx({"training": 30.0, "checkpoint": 12.0})
+    assert report.totals(ranks[0][21:]) == pytest.approx({"training": 10.0, "checkpoint": 4.0})
 
 
 def test_a_run_that_compares_nothing(tmp_path: Path) -> None:
@@ -67,6 +68,10 @@ def test_a_run_that_compares_nothing(tmp_path: Path) -> None:
     assert report.main([str(tmp_path), "-o", str(output)]) == 0
     page = output.read_text()
     assert page.count("<svg") == 2 and "<p>none</p>" in page
+    (tmp_path / "metrics.rank-1.jsonl").write_text('{"step": 1, "step_seconds": 3.0, "data_seconds": 1.0}\n')
+    figure = report.ranks_figure(report.pyplot(), report.read_ranks(tmp_path))
+    widths = [bars.datavalues.tolist() for bars in figure.axes[0].containers]
+    assert widths == [[0.0, 0.0], [0.0, 0.0], [0.0, 1.0], [1.0, 2.0]]  # data, and the rest of the step
 
 
 def test_what_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,7 @@ def read_run(folder: Path, name: str = "metrics.jsonl") -> list[Record]:
     """
     path = folder / name
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise DataError(
             f"{folder} is not the folder of a run: {path} cannot be read ({error.strerror})\n"
@@ -83,7 +83,7 @@ def axis(records: Sequence[Record], x: str) -> list[float]:
     """Where each record lies on the axis ``x``: at its step, or at the tokens or hours up to it."""
     if x == "step":
         return [record["step"] for record in records]
-    values, tokens, seconds, before = [], 0.0, 0.0, 0
+    values, tokens, seconds, before = [], 0.0, 0.0, step_before(records)
     for record in records:
         tokens = record.get("tokens", tokens)
         if record.get("step_seconds") is not None:
@@ -91,6 +91,13 @@ def axis(records: Sequence[Record], x: str) -> list[float]:
             before = record["step"]
         values.append(tokens if x == "tokens" else seconds / 3600)
     return values
+
+
+def step_before(records: Sequence[Record]) -> int:
+    """The step that the first record of a step goes on from: a run that starts or goes on logs its first one,
+    whatever ``metrics.log_freq`` is."""
+    steps = [record["step"] for record in records if record.get("step_seconds") is not None]
+    return steps[0] - 1 if steps else 0
 
 
 def curve(records: Sequence[Record], key: str, x: str) -> Points:
@@ -101,6 +108,18 @@ def curve(records: Sequence[Record], key: str, x: str) -> Points:
         if record.get(key) is not None
     ]
     return [place for place, _ in points], [value for _, value in points]
+
+
+def with_values(panels: Sequence[Panel], records: Sequence[Record]) -> list[Panel]:
+    """Those of the panels that any of the records has a number for.
+
+    Raises:
+        DataError: there is none.
+    """
+    found = [panel for panel in panels if any(record.get(panel.key) is not None for record in records)]
+    if not found:
+        raise DataError("there is no number to draw yet\n  fix:  wait for the first step of a run")
+    return found
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -129,11 +148,7 @@ def names(folders: Sequence[Path]) -> list[str]:
 def draw(runs: dict[str, list[Record]], output: Path, *, x: str) -> None:
     """Draw ``runs``, records by name, into the PNG ``output``."""
     plt = pyplot()
-    panels = [
-        panel
-        for panel in PANELS
-        if any(record.get(panel.key) is not None for records in runs.values() for record in records)
-    ]
+    panels = with_values(PANELS, [record for records in runs.values() for record in records])
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     figure, grid = plt.subplots(rows, columns, figsize=(6 * columns, 3.6 * rows), sharex=True, squeeze=False)

@@ -34,6 +34,8 @@ from tools.plot import (
     dress,
     pyplot,
     read_run,
+    step_before,
+    with_values,
     write_html,
     written,
 )
@@ -67,7 +69,7 @@ def read_ranks(folder: Path) -> dict[int, list[Record]]:
 
 def curves_figure(plt: Any, records: Sequence[Record]) -> Any:
     """Curves of what was logged over the steps; a line down where something happened."""
-    panels = [it for it in _CURVES if any(record.get(it.key) is not None for record in records)]
+    panels = with_values(_CURVES, records)
     rows = -(-len(panels) // 2)
     figure, grid = plt.subplots(rows, 2, figsize=(11, 2.9 * rows), squeeze=False)
     cells = list(grid.flat)
@@ -109,7 +111,7 @@ def time_figure(plt: Any, records: Sequence[Record]) -> Any:
 
 def totals(records: Sequence[Record]) -> dict[str, float]:
     """Seconds of the steps in all, and of everything that ran between them."""
-    total, before = {"training": 0.0}, 0
+    total, before = {"training": 0.0}, step_before(records)
     for record in records:
         if record.get("step_seconds") is None:
             continue
@@ -125,14 +127,18 @@ def totals(records: Sequence[Record]) -> dict[str, float]:
 
 def ranks_figure(plt: Any, ranks: dict[int, list[Record]]) -> Any:
     """Each rank's parts of a step, and its memory, in the mean of what it has logged."""
-    means = {rank: {key: mean(records, key) for key in _PARTS.values()} for rank, records in ranks.items()}
-    busy = {rank: of["compute_seconds"] + of["data_seconds"] for rank, of in means.items()}
+    means = {
+        rank: {part: mean(records, key) for part, key in _PARTS.items()} for rank, records in ranks.items()
+    }
+    busy = {rank: of["compute"] + of["data"] for rank, of in means.items()}
+    for rank, of in means.items():
+        of[_OTHER] = max(0.0, mean(ranks[rank], "step_seconds") - sum(of.values()))
     shown = sorted(sorted(means, key=lambda rank: -busy[rank])[:_RANKS])
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 1.2 + 0.22 * len(shown)), width_ratios=(2, 1))
     names = [f"rank {rank}" for rank in shown]
     begin = [0.0] * len(shown)
-    for (part, key), color in zip(_PARTS.items(), COLORS, strict=False):
-        widths = [means[rank][key] for rank in shown]
+    for part, color in zip((*_PARTS, _OTHER), COLORS, strict=False):
+        widths = [means[rank][part] for rank in shown]
         left.barh(names, widths, left=begin, color=color, alpha=0.8, label=part)
         begin = [start + width for start, width in zip(begin, widths, strict=True)]
     left.set_title("Time of a step of each rank, in the mean", fontsize=11, loc="left")
@@ -212,7 +218,7 @@ def write_report(folder: Path, output: Path) -> None:
 
     Raises:
         ConfigError: matplotlib is not installed.
-        DataError: it is no folder of a run, or holds nothing yet.
+        DataError: it is no folder of a run, or holds no number yet.
         OSError: ``output`` cannot be written.
     """
     ranks = read_ranks(folder)

@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 from toolkit.metrics.summary import last, summary
@@ -28,6 +29,12 @@ def test_a_loss_beyond_any_perplexity_does_not_end_the_summary():
     history = [{"step": 0, "validation_loss": 800.0}, {"step": 9, "validation_loss": 2.0}]
     text = summary(history, steps=9, tensorboard=None, checkpoint=None)
     assert "800.000 → 2.000 (perplexity inf → 7.39)" in text
+
+
+def test_the_loss_of_a_batch_that_was_skipped_is_left_out():
+    skipped = [{"step": 60, "event": "SKIPPED"}, {"step": 60, "loss": math.nan, "tokens_per_second": 1000.0}]
+    text = summary([*_history(60), *skipped], steps=60, tensorboard=None, checkpoint=None)
+    assert "9.000 → 3.550 (mean of the last 10 logged)" in text
 
 
 def test_a_short_run_does_not_average_its_beginning():

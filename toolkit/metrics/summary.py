@@ -29,13 +29,16 @@ def summary(
     """A line for each result of the records that were logged, in order.
 
     ``trained`` tells which part of the model was trained, for a fine-tuning run, whose memory is told too.
-    The loss is a mean ``of_tokens``, and so has a perplexity, or not.
+    The loss is a mean ``of_tokens``, and so has a perplexity, or not; that of a batch that was skipped is
+    left out.
     """
-    losses = [record["loss"] for record in history if "loss" in record]
+    refused = {record["step"] for record in history if record.get("event") == "SKIPPED"}
+    accepted = [record for record in history if record["step"] not in refused]
+    losses = [record["loss"] for record in accepted if "loss" in record]
     validation = {it["step"]: it["validation_loss"] for it in history if "validation_loss" in it}
     lines = [f"finished {steps} steps"]
     if losses:
-        end = last(history, "loss")
+        end = last(accepted, "loss")
         lines.append(
             f"  training loss    {losses[0]:.3f} → {mean(end):.3f} (mean of the last {len(end)} logged)"
         )
