@@ -32,7 +32,8 @@ from toolkit.models.registry import tiktoken_forms
 from tools.arguments import flags_named, local_path, local_path_text
 
 FILE_NAMES = {"tiktoken": "tokenizer.model", "sentencepiece": "tokenizer.model", "json": "tokenizer.json"}
-
+_LONGEST = 1 << 20
+"""Bytes of the longest line that SentencePiece reads: it leaves longer ones out."""
 
 [FORM] = [form for form in tiktoken_forms() if form.trained]
 
@@ -119,7 +120,7 @@ def sentencepiece_file(corpus: Iterable[str], n_pieces: int) -> bytes:
     import sentencepiece
 
     model = io.BytesIO()
-    lines = (line for text in corpus for line in text.split("\n") if line)
+    lines = (piece for text in corpus for line in text.split("\n") for piece in _cut(line))
     settings: dict[str, Any] = {
         "model_type": "bpe",
         "byte_fallback": True,
@@ -128,7 +129,7 @@ def sentencepiece_file(corpus: Iterable[str], n_pieces: int) -> bytes:
         "normalization_rule_name": "identity",
         "remove_extra_whitespaces": False,
         "allow_whitespace_only_pieces": True,
-        "max_sentence_length": 1 << 20,
+        "max_sentence_length": _LONGEST,
         "num_threads": 1,
         "minloglevel": 2,
     }
@@ -139,6 +140,17 @@ def sentencepiece_file(corpus: Iterable[str], n_pieces: int) -> bytes:
     except RuntimeError as error:
         raise _bad_size(n_pieces, f"SentencePiece: {error}") from error
     return model.getvalue()
+
+
+def _cut(line: str) -> Iterator[str]:
+    """The line, in pieces of whole words where it is longer than what SentencePiece reads."""
+    begin, most = 0, len(line) if len(line.encode()) <= _LONGEST else _LONGEST // 4  # of 4 bytes at most
+    while len(line) - begin > most:
+        space = line.rfind(" ", begin + 1, begin + most)
+        yield line[begin : space if space > 0 else begin + most]
+        begin = space + 1 if space > 0 else begin + most  # each piece gets a space before its first word
+    if begin < len(line):
+        yield line[begin:]
 
 
 def _words() -> pre_tokenizers.PreTokenizer:

@@ -44,6 +44,17 @@ def test_the_program_writes_a_tokenizer_of_the_size_asked_for(
     assert tokenizer.decode(tokenizer.encode(foreign)) == foreign
 
 
+def test_a_long_line_gives_the_tokenizer_of_its_words() -> None:
+    words = [document["text"] for document in shipped("validation")[:1]][0].split()
+    words *= 1 + train_tokenizer._LONGEST // len(" ".join(words))
+    one, many = (
+        train_tokenizer.sentencepiece_file([text], 400) for text in (" ".join(words), "\n".join(words))
+    )
+    assert one == many
+    line = "é" * train_tokenizer._LONGEST
+    assert "".join(train_tokenizer._cut(line)) == line
+
+
 def test_white_space_that_the_program_has_joined_is_no_other_word_pattern(tmp_path: Path) -> None:
     content = train_tokenizer.run([f"it\n{' ' * (count % 3)}\n\t\n" for count in range(60)], "tiktoken", 518)
     (tmp_path / "tokenizer.model").write_bytes(content)
