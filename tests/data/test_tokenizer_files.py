@@ -229,6 +229,19 @@ def test_an_eos_after_the_text_that_is_bos_as_well_begins_none(tmp_path: Path) -
     assert load_tokenizer(tmp_path).bos_id == 3841 and not load_tokenizer(tmp_path).adds_bos
 
 
+@pytest.mark.parametrize("processor", [None, ADDING])
+def test_a_bos_that_is_null_is_none_unless_texts_begin_with_one(
+    tmp_path: Path, processor: dict[str, Any] | None
+) -> None:
+    """A token with a name that BOS has elsewhere may end documents here."""
+    content = json.loads(JSON.read_bytes()) | {"post_processor": processor}
+    folder_of(tmp_path, JSON, bos_token=None)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.bos_id is None) == (processor is None) == (not tokenizer.adds_bos)
+    assert load_tokenizer(tmp_path, add_bos=True).bos_id == 3840
+
+
 def test_a_post_processor_of_no_known_kind_is_named(tmp_path: Path) -> None:
     shutil.copy(TIKTOKEN, tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"post_processor": {"type": "Unheard"}}')

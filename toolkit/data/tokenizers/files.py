@@ -50,7 +50,7 @@ class TokenizerFiles:
         kind: how to read that file.
         content: its bytes.
         added: name → id of the tokens that ``tokenizer_config.json`` beside it lists.
-        named: role ("bos", "eos", "pad") → token name, where that file says so.
+        named: role ("bos", "eos", "pad") → token name, where that file says so; "" is that there is none.
         add_bos: whether plain texts shall begin with BOS; None: as the folder's files say.
     """
 
@@ -182,7 +182,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _tokenizer_config(path: Path) -> tuple[dict[str, int], dict[str, str]]:
     """(added token name → id, role → token name) that a ``tokenizer_config.json`` declares."""
-    config = Fields(read_json(path))
+    declared = read_json(path)
+    config = Fields(declared)
 
     def name(fields: Fields, key: str) -> str:
         token = fields.values.get(key)
@@ -199,4 +200,4 @@ def _tokenizer_config(path: Path) -> tuple[dict[str, int], dict[str, str]]:
     roles = {role: name(config, f"{role}_token") for role in ("bos", "eos", "pad")}
     config.finish(f"{path} is not of a tokenizer that can be read")
     added = {token: int(index) for index, token in names.items()}
-    return added, {role: token for role, token in roles.items() if token}
+    return added, {role: token for role, token in roles.items() if token or f"{role}_token" in declared}

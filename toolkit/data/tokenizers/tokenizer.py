@@ -85,6 +85,8 @@ class Tokenizer(ABC):
 
         self.bos_id = role("bos", _BOS_NAMES)
         self.adds_bos = adds_bos(files, self.bos_id)
+        if files.named.get("bos") == "" and not self.adds_bos:  # null: a token of such a name is another
+            self.bos_id = None
         self.eos_id = role("eos", _EOS_NAMES, preferred=_EOS_NAMES[0])
         self.pad_id = role("pad", _PAD_NAMES)
         stops = {special_tokens[name] for name in _STOP_NAMES if name in special_tokens}
