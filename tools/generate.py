@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.distributed import process_group
+from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
 from toolkit.generation.generator import Generator
 from toolkit.generation.load import needed_tokenizer
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="a special token, or an id, at which text ends, beside the tokenizer's own; repeatable",
+        help="a special token, or an id, at which text ends, beside those of tokenizer and model; repeatable",
     )
     add("--batch-size", type=count, default=8, metavar="N", help="prompts at a time (default: 8)")
     add("--compile", action="store_true", help="the step of a token, for long texts; one process")
@@ -125,28 +126,18 @@ def _prompt(line: str, where: str) -> str:
     return prompt
 
 
-def _prompts_of_rank_0(arguments: argparse.Namespace) -> list[str]:
-    """The same on every rank: standard input is rank 0's."""
-    if not dist.is_initialized():
-        return _prompts(arguments)
-    told: list[list[str] | DataError] = [[]]
-    if dist.get_rank() == 0:
-        try:
-            told = [_prompts(arguments)]
-        except DataError as error:
-            told = [error]
-    dist.broadcast_object_list(told, src=0)
-    if isinstance(told[0], DataError):
-        raise told[0]
-    return told[0]
+def _named_ids(tokenizer: Tokenizer, names: Sequence[str]) -> set[int]:
+    """Ids of the tokens of --stop-token.
 
-
-def _stop_ids(tokenizer: Tokenizer, named: Sequence[str]) -> set[int]:
-    ids = set(tokenizer.stop_ids)
-    for name in named:
+    Raises:
+        ConfigError: the tokenizer has no such token.
+    """
+    ids = set()
+    for name in names:
         token = tokenizer.special_tokens.get(name, int(name) if name.isdecimal() else None)
-        if token is None:
-            fix = f"name one of {', '.join(list(tokenizer.special_tokens)[:8])} …, or give an id"
+        if token is None or token >= tokenizer.n_words:
+            known = ", ".join(list(tokenizer.special_tokens)[:8])
+            fix = f"name one of {known} …, or give an id below {tokenizer.n_words}"
             raise ConfigError(Problem("the tokenizer has no such special token", fix, "--stop-token", name))
         ids.add(token)
     return ids
@@ -190,10 +181,12 @@ class _Printer:
 
 def _run(arguments: argparse.Namespace) -> None:
     sampling = sampling_as_asked(arguments)
+    of_rank_0 = _prompts(arguments) if is_reporting_rank(os.environ) else []  # standard input is rank 0's
     loaded = load_as_asked(arguments, add_bos=arguments.add_bos_token)
     tokenizer = needed_tokenizer(loaded)
-    prompts = _prompts_of_rank_0(arguments)
-    stop_ids = _stop_ids(tokenizer, arguments.stop_token)
+    prompts = Ranks().on_rank_0(lambda: of_rank_0)
+    named = _named_ids(tokenizer, arguments.stop_token)
+    stop_ids = named.union(tokenizer.stop_ids, loaded.eos_ids)
     encoded = [tokenizer.encode(prompt, bos=tokenizer.adds_bos) for prompt in prompts]
     adapters = list(loaded.adapters.adapters) if loaded.adapters else []
     printer = _Printer(tokenizer, prompts, as_json=arguments.json, adapters=adapters)
@@ -250,7 +243,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     try:
         _run(arguments)
-    except ToolkitError as error:  # the same on every rank
+    except ToolkitError as error:  # the same on every rank, or of rank 0 before they have met
         return report(error, show=is_reporting_rank(os.environ), debug=arguments.debug)
     process_group.stop()
     return EXIT_FINISHED

@@ -72,6 +72,19 @@ def test_program_streams_one_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, out) == (0, "Once upon a time,\n")
 
 
+def test_program_ends_a_text_where_generation_config_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As transformers does, whose files name more tokens than the tokenizer's."""
+    folder = shutil.copytree(STORIES / "hf", tmp_path / "hf")
+    flags = ("--prompt", "Once", "--temperature", 0, "--dtype", "float32")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 432]}')
+    assert _main(capsys, folder, *flags)[:2] == (0, "Once upon a time,\n")
+    (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    code, _, err = _main(capsys, folder, *flags)
+    assert code == 3 and "eos_token_id must be an id or a list of ids, not 'x'" in err
+
+
 def test_program_begins_a_prompt_as_its_flag_or_the_tokenizers_files_say(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,6 +156,7 @@ def test_program_takes_prompts_from_one_place(capsys: pytest.CaptureFixture[str]
     [
         (["--prompt", "x", "--top-p", "3"], 2, "--top-p = 3.0\n  rule: --top-p must be"),
         (["--prompt", "x", "--stop-token", "<none>"], 2, "--stop-token = '<none>'"),
+        (["--prompt", "x", "--stop-token", "512"], 2, "give an id below 512"),
         (["--prompt", "x", "--tokenizer", str(ASSETS / "tokenizers/llama2")], 3, "32,000 entries"),
         (["--prompt-file", "/nowhere.txt"], 3, "/nowhere.txt"),
         (["--prompt-file", "/dev/null"], 3, "no prompt"),
@@ -152,6 +166,11 @@ def test_program_takes_prompts_from_one_place(capsys: pytest.CaptureFixture[str]
 def test_program_refuses(flags: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     found, out, err = _main(capsys, STORIES / "hf", *flags)
     assert (found, out) == (code, "") and told in err and "Traceback" not in err
+
+
+def test_program_reads_its_prompts_before_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = _main(capsys, "/no/model", "--prompt-file", "/nowhere.txt")
+    assert code == 3 and "/nowhere.txt" in err
 
 
 def test_program_refuses_a_tokenizer_smaller_than_the_models_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.sharding import fsdp_units, tensor_plan
 from toolkit.models.meta_decoder import meta_decoder
 from toolkit.parallel.mesh import Mesh, build_mesh
-from toolkit.weights.hf_assets import asked_bos, run_of, tokenizer_of
+from toolkit.weights.hf_assets import asked_bos, eos_ids, run_of, tokenizer_of
 from toolkit.weights.load import open_alike
 from toolkit.weights.source import WeightSource
 
@@ -42,7 +42,8 @@ from toolkit.weights.source import WeightSource
 class Loaded:
     """``mesh`` is None for a model in one process, ``tokenizer`` where none was found. ``seq_len`` are the
     tokens of a row of the training, where a checkpoint tells. ``adapters`` are those that can be selected.
-    ``note`` is what a user should know of the speed."""
+    ``note`` is what a user should know of the speed. ``eos_ids`` end a text beside the tokenizer's, as
+    generation_config.json, or config.json, beside the weights tells."""
 
     model: Decoder
     args: ModelArgs
@@ -51,6 +52,7 @@ class Loaded:
     seq_len: int | None = None
     adapters: Adapters | None = None
     note: str = ""
+    eos_ids: tuple[int, ...] = ()
 
     def select(self, adapter: str | None) -> None:
         """Use another of ``adapters``, or the base alone; collective. Generators of before are done with.
@@ -140,7 +142,16 @@ def load_model(
     seq_len = saved_settings(run).get("training.seq_len")
     beside = next((it for it in (trained, source) if tokenizer_of(it)), source)
     tokenizer = _tokenizer(beside, tokenizer_path, asked_bos(run) if add_bos is None else add_bos)
-    return Loaded(model.eval(), source.args, tokenizer, mesh, seq_len, of_base if adapters else None, note)
+    return Loaded(
+        model.eval(),
+        source.args,
+        tokenizer,
+        mesh,
+        seq_len,
+        adapters=of_base if adapters else None,
+        note=note,
+        eos_ids=Ranks().on_rank_0(partial(eos_ids, source)),
+    )
 
 
 _OWN = ""

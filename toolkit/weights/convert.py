@@ -21,15 +21,19 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError, either, first_few
 from toolkit.finetune.adapter import Adapter, open_adapted, with_adapter
 from toolkit.finetune.merge import Merged
-from toolkit.io.json_fields import read_object
 from toolkit.io.work_folder import refuse_existing
 from toolkit.launcher.environment import threads
-from toolkit.models.common.hf_config import GENERATION_CONFIG
-from toolkit.models.common.spec import CONFIG
 from toolkit.models.registry import spec
 from toolkit.weights.dcp_write import write_dcp
 from toolkit.weights.folder_write import Progress, no_progress
-from toolkit.weights.hf_assets import Companions, asked_bos, run_of, tokenizer_companions, tokenizer_of
+from toolkit.weights.hf_assets import (
+    Companions,
+    asked_bos,
+    run_of,
+    special_tokens_of,
+    tokenizer_companions,
+    tokenizer_of,
+)
 from toolkit.weights.hf_write import (
     MAX_BYTES,
     SpecialTokens,
@@ -276,19 +280,10 @@ def _companions(there: WeightSource, tokenizer: Path | None, adapter: Adapter | 
     """The files of the tokenizer and, where the weights say them, their own special tokens. An adapter's
     tokenizer goes before its base's."""
     tokenizer = tokenizer or (tokenizer_of(adapter) if adapter else None) or tokenizer_of(there)
-    there, add_bos = origin(there), asked_bos(run_of(adapter or there))
+    add_bos = asked_bos(run_of(adapter or there))
     found = tokenizer_companions(tokenizer, add_bos=add_bos) if tokenizer else Companions()
-    said = run_of(there).get("special_tokens")
-    if isinstance(there, SafetensorsFolder | MetaFolder):
-        said = {}
-        for name in (CONFIG, GENERATION_CONFIG):
-            values = read_object(there.place / name) if (there.place / name).is_file() else {}
-            said |= {
-                key: values[f"{key}_token_id"]
-                for key in ("bos", "eos", "pad")
-                if values.get(f"{key}_token_id") is not None
-            }
-    if said and any(value is not None for value in said.values()):
+    said = special_tokens_of(there)
+    if any(value is not None for value in said.values()):
         return replace(found, tokens=SpecialTokens(**said))
     return found
 

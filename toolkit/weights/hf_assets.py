@@ -16,8 +16,12 @@ from toolkit.data.tokenizers.files import CANDIDATES, adds_bos, find
 from toolkit.data.tokenizers.to_json import post_processor, tokenizer_json
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import DataError
+from toolkit.io.json_fields import read_object
+from toolkit.models.common.hf_config import GENERATION_CONFIG
+from toolkit.models.common.spec import CONFIG
 from toolkit.weights.hf_write import SpecialTokens
 from toolkit.weights.meta_folder import MetaFolder
+from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import WeightSource
 from toolkit.weights.views import origin
 
@@ -78,6 +82,37 @@ def run_of(source: WeightSource) -> Mapping[str, Any]:
 def asked_bos(run: Mapping[str, Any]) -> bool | None:
     """``model.add_bos_token`` of a checkpoint's ``run``."""
     return saved_settings(run).get("model.add_bos_token")
+
+
+def special_tokens_of(source: WeightSource) -> Mapping[str, Any]:
+    """The ids of "bos", "eos" (one, or all that end a text) and "pad" that the weights tell themselves: by
+    the manifest of a checkpoint that was converted, else by generation_config.json before config.json.
+
+    Raises:
+        DataError: such a file cannot be read.
+    """
+    there = origin(source)
+    if not isinstance(there, SafetensorsFolder | MetaFolder):
+        return run_of(there).get("special_tokens") or {}
+    found: dict[str, Any] = {}
+    for name in (CONFIG, GENERATION_CONFIG):
+        values = read_object(there.place / name) if (there.place / name).is_file() else {}
+        said = {key: values.get(f"{key}_token_id") for key in ("bos", "eos", "pad")}
+        found |= {key: value for key, value in said.items() if value is not None}
+    return found
+
+
+def eos_ids(source: WeightSource) -> tuple[int, ...]:
+    """Every id that ends a text by what the weights tell themselves; none where they do not.
+
+    Raises:
+        DataError: a file that tells it cannot be read, or tells something else.
+    """
+    told = special_tokens_of(source).get("eos")
+    ids = told if isinstance(told, list) else [] if told is None else [told]
+    if not all(isinstance(token, int) for token in ids):
+        raise DataError(f"{source.place}: eos_token_id must be an id or a list of ids, not {told!r}")
+    return tuple(ids)
 
 
 def _has_tokenizer(place: Path) -> bool:
