@@ -24,14 +24,15 @@ import io
 import os
 import sys
 from collections import abc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch.distributed as dist
 
 from toolkit.data.chat.base import ChatFormat, Message
-from toolkit.data.chat.formats import chat_format
+from toolkit.data.chat.formats import chat_format, check_asked
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.distributed import process_group
+from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_FINISHED, DataError, ToolkitError, printable, report
 from toolkit.generation.generator import Generator
 from toolkit.generation.load import Loaded, needed_tokenizer
@@ -50,10 +51,11 @@ from tools.cli import (
 HELP = "/reset forgets the dialog, /quit or /exit ends"
 _ADAPTER = "/adapter"
 _ENDS = ("/quit", "/exit")
+_YEAR = 365 * 24 * 3600
 
 
 class Dialog:
-    """The turns so far, within the context of a model.
+    """The turns so far, within the context of a model. Answers end at the format's ``stop_ids`` and at these.
 
     ``answer`` gives the pieces of the model's answer and keeps it. The draws of a turn depend on the seed
     and on how many turns there were, so that a dialog with the same seed is the same again.
@@ -67,10 +69,12 @@ class Dialog:
         *,
         sampling: Sampling,
         max_new_tokens: int,
+        stop_ids: Collection[int] = (),
         system: str | None = None,
     ):
         self._generator, self._tokenizer, self._form = generator, tokenizer, form
         self._sampling, self._max_new_tokens = sampling, max_new_tokens
+        self._stop_ids = {*form.stop_ids, *stop_ids}
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self.turns: list[Message] = []
         self.forgotten = 0
@@ -93,8 +97,9 @@ class Dialog:
         self.turns.append({"role": "user", "content": question})
         try:
             yield from self._pieces(self._fitting_prompt())
-        except Exception:
-            self.turns, self.forgotten = before
+        except BaseException as error:
+            if isinstance(error, Exception) or self.turns[-1]["role"] == "user":  # Ctrl-C before an answer
+                self.turns, self.forgotten = before
             raise
 
     def _pieces(self, prompt: list[int]) -> abc.Generator[str, None, None]:
@@ -106,11 +111,11 @@ class Dialog:
                 [prompt],
                 max_new_tokens=self._max_new_tokens,
                 sampling=self._sampling,
-                stop_ids=self._form.stop_ids,
+                stop_ids=self._stop_ids,
                 number=self.forgotten + len(self.turns) // 2,
             ):
                 assert token is not None, "the only prompt runs to the end"
-                if token in self._form.stop_ids:
+                if token in self._stop_ids:
                     break
                 ids.append(token)
                 piece = stream.add(token)
@@ -162,24 +167,23 @@ class Terminal:
     def __init__(self) -> None:
         self.distributed = dist.is_initialized()
         self.here = not self.distributed or dist.get_rank() == 0
-        told = [self.here and sys.stdin.isatty()]
+        # A dialog may rest for days.
+        group = process_group.patient_group(timeout_seconds=_YEAR) if self.distributed else None
+        self._ranks = Ranks(group)
+        self.interactive = self._ranks.on_rank_0(lambda: sys.stdin.isatty())
         if self.here and isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")
-        if self.distributed:
-            dist.broadcast_object_list(told, src=0)
-        self.interactive = told[0]
+            encoding = sys.stdin.encoding if self.interactive else "utf-8-sig"  # a file's byte order mark
+            sys.stdin.reconfigure(encoding=encoding, errors="replace")
 
     def line(self) -> str | None:
         """The next message, None at the end of the input; the same on every rank."""
-        told: list[str | None] = [None]
-        if self.here:
-            try:
-                told = [input("\n> " if self.interactive else "")]
-            except (EOFError, KeyboardInterrupt):
-                told = [None]
-        if self.distributed:
-            dist.broadcast_object_list(told, src=0)
-        return told[0]
+        return self._ranks.on_rank_0(self._input)
+
+    def _input(self) -> str | None:
+        try:
+            return input("\n> " if self.interactive else "")
+        except (EOFError, KeyboardInterrupt):
+            return None
 
     def say(self, text: str, *, end: str = "\n") -> None:
         if self.here:
@@ -241,6 +245,8 @@ def talk(dialog: Dialog, terminal: Terminal, loaded: Loaded | None = None) -> No
 
 def _run(asked: argparse.Namespace) -> None:
     sampling = sampling_as_asked(asked)
+    if asked.format:
+        check_asked(asked.format, {})
     loaded = load_as_asked(asked)
     tokenizer = needed_tokenizer(loaded)
     form = chat_format(tokenizer, asked.format)
@@ -250,6 +256,7 @@ def _run(asked: argparse.Namespace) -> None:
         form,
         sampling=sampling,
         max_new_tokens=asked.max_new_tokens,
+        stop_ids=loaded.eos_ids,
         system=asked.system,
     )
     terminal = Terminal()
@@ -272,4 +279,4 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     standard_streams.protect(end_with_reader=True)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(standard_streams.exit_code(main(sys.argv[1:])))

@@ -150,4 +150,4 @@ def sampling_as_asked(arguments: argparse.Namespace) -> Sampling:
 
 
 _PATIENCE = 3600
-"""Seconds that ranks wait for one another: rank 0 for its user, and the others for it."""
+"""Seconds that ranks wait for one another, as for weights that one of them reads slowly."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import os
+import runpy
 import shutil
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,9 @@ from toolkit.data.chat.formats import chat_format
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED, DataError
 from toolkit.generation.load import Loaded, load_model, needed_tokenizer
 from toolkit.generation.sampling import Sampling
+from toolkit.io import standard_streams
 from toolkit.models.llama.chat import Llama2Format
+from tools import chat
 from tools.chat import Dialog, Terminal, main, talk
 
 pytestmark = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
@@ -89,6 +94,20 @@ def test_after_an_error_no_question_is_left_without_an_answer(
     assert list(talked.answer("And then?")) and len(talked.turns) == 4
 
 
+def test_a_question_that_is_cut_short_is_not_kept(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C before the first token: no two questions follow one another in the next prompt."""
+
+    def interrupted(*_: object, **__: object) -> list[int]:
+        raise KeyboardInterrupt
+
+    talked = dialog(loaded)
+    with monkeypatch.context() as patched:
+        patched.setattr(talked._form, "encode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(talked.answer("Once"))
+    assert talked.turns == [] and list(talked.answer("Once"))
+
+
 def test_an_answer_has_ids_of_the_tokenizer_alone(loaded: Loaded) -> None:
     """Where the model has more."""
     smaller = copy.copy(needed_tokenizer(loaded))
@@ -135,14 +154,39 @@ def test_the_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert main([str(MODEL), *options]) == EXIT_DATA
     printed = capsys.readouterr()
     assert printed.out == "" and "error: the message makes a prompt of" in printed.err
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Lily \xff\n"), encoding="utf-8"))
+    marked = b"\xef\xbb\xbfTell me of Lily\nLily \xff\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(marked), encoding="utf-8"))
     assert main([str(MODEL), *options]) == EXIT_FINISHED
-    assert capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[0] == first
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    assert main([str(MODEL), "--format", "nowhere.jinja"]) == EXIT_DATA
+    assert main(["nowhere", "--format", "nowhere.jinja"]) == EXIT_DATA
     assert "llama2, llama3, mistral or the file" in capsys.readouterr().err
     assert main([str(MODEL), "--top-p", "0"]) == EXIT_CONFIG
     assert main(["nowhere"]) == EXIT_DATA
+
+
+def test_an_answer_ends_where_generation_config_says(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [_, end, *_] = needed_tokenizer(loaded).encode("".join(dialog(loaded).answer("Tell me of Lily")))
+    for file in MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, end]}))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me of Lily\n"))
+    assert main([str(tmp_path), "--temperature", "0", "--dtype", "float32"]) == EXIT_FINISHED
+    [answer] = capsys.readouterr().out.splitlines()
+    assert len(needed_tokenizer(loaded).encode(answer)) == 1
+
+
+def test_an_answer_that_is_lost_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standard_streams, "protect", lambda **_: None)
+    monkeypatch.setattr(standard_streams, "exit_code", lambda code: {EXIT_FINISHED: 1}[code])
+    monkeypatch.setattr(sys, "argv", ["chat", str(MODEL)])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(chat.__file__, run_name="__main__")
+    assert ended.value.code == 1
 
 
 @pytest.mark.parametrize("tp", [0, -1, 2])
@@ -170,17 +214,21 @@ def test_a_tokenizer_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None
     assert len(first) == 2 and "nowhere" in first[0] and "rank 1 has not" in first[1]
 
 
-def _talked_on_ranks() -> list[Message]:
+def _talked_on_ranks() -> tuple[list[Message], timedelta | None]:
+    """The turns, and how long ranks wait for the user of the first."""
     if dist.is_initialized():
         here = dist.get_rank() == 0
         sys.stdin = io.StringIO("Tell me of Lily\n/quit\n" if here else "never\n" * 3)
     talked = dialog(load_model(MODEL, device=torch.device("cpu"), dtype=torch.float32), max_new_tokens=6)
-    talk(talked, Terminal())
-    return talked.turns
+    terminal = Terminal()
+    talk(talked, terminal)
+    group = terminal._ranks.group
+    return talked.turns, group and group._get_backend(torch.device("cpu")).options._timeout
 
 
 def test_ranks_hear_the_first_one_and_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me of Lily\n/quit\n"))
-    expected = _talked_on_ranks()
+    expected, _ = _talked_on_ranks()
     assert len(expected) == 2
-    assert run_world(_talked_on_ranks, 2) == [expected, expected]
+    for turns, patience in run_world(_talked_on_ranks, 2):
+        assert turns == expected and patience > timedelta(days=30)

@@ -104,7 +104,7 @@ def start(device: torch.device, *, timeout_seconds: int) -> None:
 
 
 def patient_group(*, timeout_seconds: int) -> dist.ProcessGroup:
-    """A gloo group of all ranks for file systems, which may keep one rank busy long after the others."""
+    """A gloo group of all ranks for what may keep one rank busy long after the others: files, or a user."""
     return dist.new_group(backend=GLOO, timeout=timedelta(seconds=timeout_seconds), group_desc="files")
 
 
