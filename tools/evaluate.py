@@ -44,6 +44,7 @@ from tools.cli import add_bos_argument, add_model_arguments, load_as_asked
 
 _WINDOW = 4096
 """The most tokens of a window unless more are asked for: a context may be of 131,072."""
+_ROWS = 8
 _SEQ_LEN = (
     f"for text the smallest of {_WINDOW}, the model's context and, for a checkpoint, the training.seq_len "
     "of its run; for tasks the context"
@@ -57,6 +58,8 @@ _ACTS_WITH = {
     "--few-shot": "--tasks",
     "--limit": "--tasks",
 }
+_OF_ROWS = {"--seq-len": "--validation.seq_len", "--batch-size": "--validation.local_batch_size"}
+"""Flags of texts and tasks, which a config has keys for."""
 _RULES = ("corpus_readable", "dataset_choices_act", "text_column_acts", "template_has_no_escapes")
 _OF_TRAINING = ("training.", "data.mixture.")
 """Keys of the corpora that are not evaluated, and need not be here."""
@@ -92,13 +95,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--tasks", metavar="NAMES", help="tasks of lm-eval, with commas between")
     add(
         "--task-folder",
-        type=local_path_text,
+        type=local_path,
         metavar="PATH",
         help="folder of YAML files with further tasks",
     )
     add("--few-shot", type=int, metavar="N", help="examples in each prompt (default: the task's)")
     add("--limit", type=count, metavar="N", help="only so many examples of each task")
-    add("--batch-size", type=count, default=8, metavar="N", help="rows at a time (default: 8)")
+    add("--batch-size", type=count, metavar="N", help=f"rows at a time (default: {_ROWS})")
     add("--output", type=local_path, metavar="FILE", help="write the results as JSON")
     add("--debug", action="store_true", help="show tracebacks")
     return parser
@@ -139,13 +142,15 @@ def of_validation_set(loaded: Loaded, evaluator: Evaluator, config: Config) -> L
     return evaluator.loss(islice(loader, None if options.steps == -1 else options.steps))
 
 
-def of_tasks(loaded: Loaded, evaluator: Evaluator, asked: argparse.Namespace, length: int) -> dict[str, Any]:
-    """lm-eval's results of --tasks, told and returned on rank 0."""
+def of_tasks(
+    loaded: Loaded, evaluator: Evaluator, tasks: Sequence[Any], asked: argparse.Namespace, length: int
+) -> dict[str, Any]:
+    """lm-eval's results of ``tasks``, told and returned on rank 0."""
     from toolkit.evaluation.lm_eval import TaskModel, result_lines, run_tasks
 
-    model = TaskModel(evaluator, loaded.generator(), needed_tokenizer(loaded), length=length)
-    names = [name.strip() for name in asked.tasks.split(",") if name.strip()]
-    found = run_tasks(model, names, folder=asked.task_folder, few_shot=asked.few_shot, limit=asked.limit)
+    tokenizer, ends = needed_tokenizer(loaded), loaded.eos_ids
+    model = TaskModel(evaluator, loaded.generator(), tokenizer, length=length, eos_ids=ends)
+    found = run_tasks(model, tasks, few_shot=asked.few_shot, limit=asked.limit)
     if found is None:
         return {}
     for line in result_lines(found):
@@ -185,12 +190,27 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
         parser.error("nothing to evaluate: give --text, --config or --tasks")
     if words and not asked.config:
         parser.error(f"unrecognized arguments: {' '.join(words)} (flags of a config need --config FILE)")
+    for flag, key in _OF_ROWS.items():
+        if _value(asked, flag) is not None and not (asked.text or asked.tasks):
+            parser.error(f"{flag} does nothing without --text or --tasks: that of --config is {key}")
     for flag, needed in _ACTS_WITH.items():
         if _value(asked, flag) is not None and not _value(asked, needed):
             parser.error(f"{flag} does nothing without {needed}")
+    if asked.tasks and not _names(asked):
+        parser.error(f"argument --tasks: names no task: {asked.tasks!r}")
+    if (asked.few_shot or 0) < 0:
+        parser.error(f"argument --few-shot: must be a whole number of at least 0, not {asked.few_shot}")
     if asked.tasks and importlib.util.find_spec("lm_eval") is None:
         rule = "tasks need the package lm-eval, which is not installed"
         raise ConfigError(Problem(rule, install("eval"), "--tasks", asked.tasks))
+    if asked.task_folder and not asked.task_folder.is_dir():
+        fix = "name the folder of the YAML files"
+        raise ConfigError(Problem("there is no such folder", fix, "--task-folder", str(asked.task_folder)))
+    if asked.output and _is_chief():
+        place = asked.output if asked.output.exists() else asked.output.parent
+        if asked.output.is_dir() or not os.access(place, os.W_OK):
+            why = "it is a folder" if asked.output.is_dir() else f"{place} is not there, or not to be written"
+            raise DataError(f"cannot write {asked.output}: {why}")
     if asked.text:
         with flags_named(_TEXT_FLAGS):
             open_text(asked.text, asked.text_column or _COLUMN)
@@ -206,15 +226,24 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
     return config
 
 
+def _names(asked: argparse.Namespace) -> list[str]:
+    """Those of --tasks."""
+    return [name.strip() for name in (asked.tasks or "").split(",") if name.strip()]
+
+
 def _value(asked: argparse.Namespace, flag: str) -> Any:
     return getattr(asked, flag.lstrip("-").replace("-", "_"))
 
 
 def _evaluate(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Sequence[str]) -> None:
     config = _check(parser, asked, words)
+    if asked.tasks:
+        from toolkit.evaluation.lm_eval import load_tasks
+
+        tasks = load_tasks(_names(asked), folder=asked.task_folder)
     add_bos = config.model.add_bos_token if config else asked.add_bos_token
     loaded = load_as_asked(asked, add_bos=add_bos)
-    evaluator = Evaluator(loaded.model, batch_size=asked.batch_size, mesh=loaded.mesh)
+    evaluator = Evaluator(loaded.model, batch_size=asked.batch_size or _ROWS, mesh=loaded.mesh)
     longest = loaded.args.max_seq_len
     length = asked.seq_len or min(longest, loaded.seq_len or longest, _WINDOW)
     if length > longest or (asked.stride or 1) > length:
@@ -229,7 +258,7 @@ def _evaluate(parser: argparse.ArgumentParser, asked: argparse.Namespace, words:
         found = of_validation_set(loaded, evaluator, config)
         results["validation"] = _told(f"validation set of {asked.config}", found)
     if asked.tasks:
-        results["tasks"] = of_tasks(loaded, evaluator, asked, asked.seq_len or longest)
+        results["tasks"] = of_tasks(loaded, evaluator, tasks, asked, asked.seq_len or longest)
     if asked.output and _is_chief():
         try:
             asked.output.write_text(json.dumps(results, indent=2, default=str) + "\n")

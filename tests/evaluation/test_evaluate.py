@@ -138,6 +138,17 @@ def test_mistakes(
     assert says in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_is_told_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = tmp_path / "story.txt"
+    story.write_text("Once upon a time")
+    for output, why in ((tmp_path, "it is a folder"), (tmp_path / "none" / "a.json", "is not there")):
+        assert main(["no model", "--text", str(story), "--output", str(output)]) == EXIT_DATA
+        error = capsys.readouterr().err
+        assert f"cannot write {output}" in error and why in error
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -145,6 +156,10 @@ def test_mistakes(
         ["--text", "a.txt", "--training.steps", "3"],
         ["--text", "a.txt", "--limit", "3"],
         ["--config", "a.toml", "--text-column", "body"],
+        ["--config", "a.toml", "--seq-len", "8"],
+        ["--config", "a.toml", "--batch-size", "2"],
+        ["--tasks", " ,"],
+        ["--tasks", "arc_easy", "--few-shot", "-1"],
     ],
 )
 def test_arguments_that_say_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

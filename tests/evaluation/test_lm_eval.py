@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.helpers import run_world
-from toolkit.errors import ConfigError, DataError
+from toolkit.errors import EXIT_CONFIG, EXIT_DATA, ConfigError, DataError
+from tools.evaluate import main
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 pytestmark = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
@@ -54,14 +55,15 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
     return {bos: HFLM(model, add_bos_token=bos, **options) for bos in (True, False)}
 
 
-def task_model(add_bos: bool | None = None) -> Any:
+def task_model(add_bos: bool | None = None, eos_ids: tuple[int, ...] = ()) -> Any:
     from toolkit.evaluation.lm_eval import TaskModel
     from toolkit.evaluation.perplexity import Evaluator
     from toolkit.generation.load import load_model, needed_tokenizer
 
     loaded = load_model(MODEL, device=torch.device("cpu"), dtype=torch.float32, add_bos=add_bos)
     evaluator = Evaluator(loaded.model, batch_size=3, mesh=loaded.mesh)
-    return TaskModel(evaluator, loaded.generator(), needed_tokenizer(loaded), length=loaded.args.max_seq_len)
+    tokenizer, length = needed_tokenizer(loaded), loaded.args.max_seq_len
+    return TaskModel(evaluator, loaded.generator(), tokenizer, length=length, eos_ids=eos_ids)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,56 @@ def test_generated_texts(judges: dict[bool, Any], ours: Any) -> None:
     assert all(expected) and not any("." in text for text in expected[:2])
     with pytest.raises(DataError, match="256 new tokens"):
         ours.generate_until(requests("generate_until", [("a", {"until": ["b"]})]))
+
+
+def test_generated_texts_end_where_generation_config_says(
+    judges: dict[bool, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = 29889  # "."
+    monkeypatch.setattr(judges[True].model.generation_config, "eos_token_id", [2, stop])
+    asked = requests("generate_until", [(prompt, {"until": [], "max_gen_toks": 40}) for prompt in PROMPTS])
+    found = task_model(eos_ids=(2, stop)).generate_until(asked)
+    assert found == judges[True].generate_until(asked)
+    assert any(text.endswith(".") for text in found)
+
+
+def test_generation_kwargs(judges: dict[bool, Any], ours: Any) -> None:
+    """A setting that changes a text acts or is refused; null and one that changes nothing count as absent."""
+    common = {"until": [], "max_gen_toks": 12}
+    acting = {"repetition_penalty": 1.5, "num_beams": 1, "no_repeat_ngram_size": 0}
+    asked = requests("generate_until", [(PROMPTS[0], common | acting)])
+    assert ours.generate_until(asked) == judges[True].generate_until(asked)
+    asked = requests("generate_until", [(PROMPTS[0], common)])
+    unset = requests("generate_until", [(PROMPTS[0], common | {"until": None, "top_k": None})])
+    assert ours.generate_until(unset) == ours.generate_until(asked)
+    for refused in (
+        {"num_beams": 4},
+        {"no_repeat_ngram_size": 2},
+        {"max_length": 12},
+        {"do_sample": True, "temprature": 0.7},
+        {"do_sample": True},
+    ):
+        name, value = list(refused.items())[-1]
+        with pytest.raises(DataError, match=f"generation_kwargs: {name} = {value} "):
+            ours.generate_until(requests("generate_until", [(PROMPTS[0], common | refused)]))
+
+
+def test_texts_are_drawn_among_as_many_tokens_as_by_transformers(
+    ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import GenerationConfig
+
+    drawn = []
+    generate = ours._generator.generate
+    monkeypatch.setattr(
+        ours._generator,
+        "generate",
+        lambda *args, sampling, **options: drawn.append(sampling) or generate(*args, **options),
+    )
+    wishes = {"until": [], "max_gen_toks": 2, "do_sample": True, "temperature": 0.7}
+    ours.generate_until(requests("generate_until", [(PROMPTS[0], wishes)]))
+    [sampling] = drawn
+    assert sampling.top_k == GenerationConfig()._get_default_generation_params()["top_k"]
 
 
 def test_a_tokenizer_that_adds_no_bos(judges: dict[bool, Any]) -> None:
@@ -177,10 +229,10 @@ def write_tasks(folder: Path) -> None:
 def _results(names: list[str], folder: str) -> Any:
     import lm_eval.evaluator
 
-    from toolkit.evaluation.lm_eval import run_tasks
+    from toolkit.evaluation.lm_eval import load_tasks, run_tasks
 
     lm_eval.evaluator.add_env_info = lambda results: None
-    found = run_tasks(task_model(), names, folder=folder, few_shot=1)
+    found = run_tasks(task_model(), load_tasks(names, folder=Path(folder)), few_shot=1)
     return found and found["results"]
 
 
@@ -200,14 +252,14 @@ def test_local_tasks_from_end_to_end(
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    from toolkit.evaluation.lm_eval import result_lines, run_tasks
+    from toolkit.evaluation.lm_eval import load_tasks, result_lines, run_tasks
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     # It would list this machine's packages and graphics drivers for its log.
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     write_tasks(tmp_path)
     names = ["tiny_choices", "tiny_names"]
-    found = run_tasks(ours, names, folder=str(tmp_path), few_shot=1)["results"]
+    found = run_tasks(ours, load_tasks(names, folder=tmp_path), few_shot=1)["results"]
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     expected = simple_evaluate(
         judges[True],
@@ -228,4 +280,44 @@ def test_local_tasks_from_end_to_end(
     assert f"{found['tiny_choices']['acc,none']:.4f} ± " in lines[0]
     monkeypatch.setattr("toolkit.evaluation.lm_eval.TaskManager", lambda **_: manager)
     with pytest.raises(ConfigError, match="did you mean tiny_choices"):
-        run_tasks(ours, ["tiny_choice"], folder=str(tmp_path))
+        load_tasks(["tiny_choice"], folder=tmp_path)
+
+
+def test_mistakes_of_tasks_are_told_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_tasks(tmp_path)
+    (tmp_path / "tiny_choices.jsonl").unlink()
+    task = (tmp_path / "tiny_names.yaml").read_text()
+    (tmp_path / "tiny_names.yaml").write_text(task.replace("max_gen_toks: 24", "num_beams: 4"))
+
+    def told(*words: str) -> tuple[int, str]:
+        return main(["no model", *words]), capsys.readouterr().err
+
+    folder = ("--task-folder", str(tmp_path))
+    code, error = told("--tasks", "tiny_choices", *folder)
+    assert code == EXIT_DATA and "the task tiny_choices cannot be run" in error and "Traceback" not in error
+    code, error = told("--tasks", "tiny_names", *folder)
+    assert (
+        code == EXIT_DATA and "the task tiny_names cannot be run: generation_kwargs: num_beams = 4" in error
+    )
+    (tmp_path / "tiny_names.yaml").write_text(f"{task}unsafe_code: true\n")
+    code, error = told("--tasks", "tiny_names", *folder)
+    assert code == EXIT_DATA and "it runs code that a model writes" in error
+    code, error = told("--tasks", "tiny_names", "--task-folder", str(tmp_path / "none"))
+    assert code == EXIT_CONFIG and "--task-folder" in error
+
+
+def test_a_group_is_one_result_beside_its_tasks(
+    ours: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from toolkit.evaluation.lm_eval import load_tasks, run_tasks
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+    write_tasks(tmp_path)
+    group = "group: tiny\ntask: [tiny_choices]\naggregate_metric_list: [{metric: acc}]\n"
+    (tmp_path / "tiny.yaml").write_text(group)
+    found = run_tasks(ours, load_tasks(["tiny"], folder=tmp_path), limit=2)["results"]
+    assert found["tiny"]["acc,none"] == found["tiny_choices"]["acc,none"]

@@ -6,18 +6,23 @@ context, and before a text that is scored as a whole, comes BOS, or EOS where th
 the tokenizer adds it. There is one difference: a whole text begins with one BOS, where that adapter would
 have two for a tokenizer that adds BOS by itself.
 
+Texts end where transformers ends them by generation_config.json, else by config.json, and at EOS.
+
 Every rank runs all of lm-eval alike and asks for all rows; the ranks share them where the model is run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from lm_eval import simple_evaluate
+from lm_eval.api.group import Group
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.api.task import Task
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
 
@@ -28,16 +33,31 @@ from toolkit.generation.generator import Generator
 from toolkit.generation.sampling import Sampling
 
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_TAKEN = {*_SAMPLED, "until", "max_gen_toks", "do_sample"}
+_NEUTRAL = {"num_beams": 1, "no_repeat_ngram_size": 0, "num_return_sequences": 1, "use_cache": True}
+"""Values of transformers' settings with which they change nothing."""
+_UNFIT = {"UNSAFE_CODE": "it runs code that a model writes", "MULTIMODAL": "it asks for more than text"}
+_TOP_K = 50  # transformers' own, where texts are drawn
 DEFAULT_NEW_TOKENS = 256  # lm-eval's own
 
 
 class TaskModel(TemplateLM):
-    """A model as lm-eval wants it. ``length`` is the longest input, at most the model's context."""
+    """A model as lm-eval wants it. ``length`` is the longest input, at most the model's context. Texts end at
+    ``eos_ids`` and EOS; without any, at all at which the tokenizer says that they end."""
 
-    def __init__(self, evaluator: Evaluator, generator: Generator, tokenizer: Tokenizer, *, length: int):
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        generator: Generator,
+        tokenizer: Tokenizer,
+        *,
+        length: int,
+        eos_ids: Collection[int] = (),
+    ):
         super().__init__()
         self._evaluator, self._generator, self._tokenizer = evaluator, generator, tokenizer
         self._length = length
+        self._stop_ids = {self.eot_token_id, *(eos_ids or tokenizer.stop_ids)}
 
     @property
     def eot_token_id(self) -> int:
@@ -94,7 +114,7 @@ class TaskModel(TemplateLM):
         return made
 
     def _generate(self, contexts: list[str], wishes: dict[str, Any]) -> list[str]:
-        wanted = normalize_gen_kwargs(wishes, DEFAULT_NEW_TOKENS)
+        wanted, sampling = _wanted(wishes)
         until: list[str] = [text for text in wanted["until"] if text]
         new_tokens = wanted["max_gen_toks"]
         if new_tokens >= self._length:
@@ -102,7 +122,6 @@ class TaskModel(TemplateLM):
                 f"a task asks for {new_tokens} new tokens, and the model takes {self._length} in all\n"
                 f"  fix:  a smaller max_gen_toks in the task's generation_kwargs"
             )
-        sampled = {name: wanted[name] for name in _SAMPLED if name in wanted} if wanted["do_sample"] else {}
         room = self._length - new_tokens
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
         # Prompts of like length beside one another: little of a batch is padding.
@@ -110,8 +129,8 @@ class TaskModel(TemplateLM):
         made = self._generator.generate(
             [prompts[number] for number in order],
             max_new_tokens=new_tokens,
-            sampling=Sampling(**sampled),
-            stop_ids={self.eot_token_id},
+            sampling=sampling,
+            stop_ids=self._stop_ids,
             stop=lambda _, tokens: self._ended(tokens, until),
             batch_size=self._evaluator.batch_size,
         )
@@ -128,19 +147,39 @@ class TaskModel(TemplateLM):
         return any(text in tail for text in until)
 
 
-def run_tasks(
-    model: TaskModel,
-    names: Sequence[str],
-    *,
-    folder: str | None = None,
-    few_shot: int | None = None,
-    limit: int | None = None,
-) -> dict[str, Any] | None:
-    """lm-eval's results of the tasks called ``names``, those in the YAML files of ``folder`` or its own;
-    ``limit`` takes so many examples of each. None on ranks other than the first of a machine.
+def _wanted(wishes: Mapping[str, Any]) -> tuple[dict[str, Any], Sampling]:
+    """``generation_kwargs`` of a task under one name each, and what they say of sampling. Null is unset.
+
+    Raises:
+        DataError: one would change the text and is not supported.
+        ConfigError: one of sampling is out of range.
+    """
+    given = {key: value for key, value in wishes.items() if value is not None}
+    wanted = dict(normalize_gen_kwargs(given, DEFAULT_NEW_TOKENS))
+    other = [key for key in wanted if key not in _TAKEN and _NEUTRAL.get(key) != wanted[key]]
+    if other:
+        raise DataError(
+            f"generation_kwargs: {other[0]} = {wanted[other[0]]!r} is not supported\n"
+            f"  fix:  remove it; there are {', '.join(sorted(_TAKEN))}"
+        )
+    sampled = {name: wanted[name] for name in _SAMPLED if name in wanted}
+    if wanted["do_sample"]:
+        sampled.setdefault("top_k", _TOP_K)
+        if not sampled.get("temperature"):
+            raise DataError(
+                "generation_kwargs: do_sample = True needs a temperature\n"
+                "  fix:  set temperature above 0, or do_sample = False"
+            )
+    return wanted, Sampling(**sampled)
+
+
+def load_tasks(names: Sequence[str], *, folder: Path | None = None) -> list[Task | Group]:
+    """The tasks and groups called ``names``, those in the YAML files of ``folder`` or lm-eval's own, with
+    their data.
 
     Raises:
         ConfigError: there is no such task.
+        DataError: one cannot be loaded or run: its data cannot be had, or it asks for what is not supported.
     """
     manager = TaskManager(include_path=folder, include_defaults=False)
     if not set(names) <= set(manager.all_tasks):  # its own are some ten thousand files
@@ -149,12 +188,39 @@ def run_tasks(
         there = "`lm-eval ls tasks` lists its own; --task-folder adds those of a folder"
         fix = did_you_mean(unknown[0], manager.all_tasks, there)
         raise ConfigError(Problem("there is no such task", fix, "--tasks", unknown[0]))
+    return [loaded for name in names for loaded in _load(manager, name)]
+
+
+def _load(manager: TaskManager, name: str) -> list[Task | Group]:
+    """The task or group called ``name``, or all tasks of a tag."""
+    try:
+        found = manager.load([name])
+        for task in found["tasks"].values():
+            if unfit := [why for mark, why in _UNFIT.items() if getattr(task, mark, False)]:
+                raise DataError(unfit[0])
+            if task.get_config("output_type") == "generate_until":
+                _wanted(task.get_config("generation_kwargs") or {})
+    except Exception as error:  # whatever its data, its YAML file or its own code come to
+        raise DataError(f"the task {name} cannot be run: {error}") from error
+    groups = found.get("groups", {})
+    return [groups[name]] if name in groups else list(found["tasks"].values())
+
+
+def run_tasks(
+    model: TaskModel,
+    tasks: Sequence[Task | Group],
+    *,
+    few_shot: int | None = None,
+    limit: int | None = None,
+) -> dict[str, Any] | None:
+    """lm-eval's results of ``tasks``; ``limit`` takes so many examples of each. None on ranks other than the
+    first of a machine."""
     return simple_evaluate(
         model,
-        tasks=list(names),
+        tasks=list(tasks),
         num_fewshot=few_shot,
         limit=limit,
-        task_manager=manager,
+        task_manager=TaskManager(include_defaults=False),
         log_samples=False,
         bootstrap_iters=1000,
     )
