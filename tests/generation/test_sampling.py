@@ -45,6 +45,13 @@ def _logits() -> torch.Tensor:
     return torch.randn(ROWS, VOCAB, generator=generator) * steepness
 
 
+@pytest.mark.parametrize("penalty", [1e-40, 1e300])
+def test_no_penalty_leaves_the_range_of_fp32(penalty: float) -> None:
+    """It would look like a model whose logits are not finite."""
+    seen_BV = torch.ones(ROWS, VOCAB, dtype=torch.bool)
+    assert processed(_logits(), Sampling(repetition_penalty=penalty), seen_BV).isfinite().all()
+
+
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_processed_as_transformers_does(sampling: Sampling) -> None:
     """The list of processors, and their order, are those that its generate makes of the settings."""

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from toolkit.errors import ConfigError, Problem
 
+_STRONGEST = 1e30
+"""A repetition penalty, or one over it, that leaves logits in fp32's range; no stronger one is used."""
 _COLDEST = 1e-30
 """A temperature at which any two logits are far apart, and none leaves fp32's range; no lower one is used."""
 
@@ -66,7 +68,7 @@ def processed(logits_BV: Tensor, sampling: Sampling, seen_BV: Tensor | None = No
     """Logits in fp32, those of tokens left out −inf. ``seen_BV`` tells the tokens that a row has had."""
     logits_BV = logits_BV.float()
     if sampling.repetition_penalty != 1 and seen_BV is not None:
-        penalty = sampling.repetition_penalty
+        penalty = min(max(sampling.repetition_penalty, 1 / _STRONGEST), _STRONGEST)
         less_BV = torch.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty)
         logits_BV = torch.where(seen_BV, less_BV, logits_BV)
     if sampling.greedy:
