@@ -7,6 +7,8 @@ import io
 import json
 import shutil
 import sys
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +34,7 @@ from toolkit.models.registry import resolve
 from toolkit.preflight import check, notes
 from toolkit.trainer import Trainer
 from toolkit.weights.hf_write import SpecialTokens, write_hf
+from toolkit.weights.hub import push_folder
 from toolkit.weights.open import open_weights
 from toolkit.weights.views import Cast
 from tools import convert_weights, evaluate
@@ -232,16 +235,22 @@ class Hub:
     """A Hub that notes what is asked of it."""
 
     asked: list[tuple[str, Any]] = []
+    there: set[str] = set()
     fails = ""
 
     def create_repo(self, repository: str, **options: Any) -> str:
         self.asked.append((repository, options))
         return f"https://huggingface.co/{repository}"
 
-    def upload_folder(self, *, folder_path: Path, repo_id: str, commit_message: str) -> None:
+    def upload_folder(
+        self, *, folder_path: Path, repo_id: str, commit_message: str, delete_patterns: Sequence[str] = ()
+    ) -> None:
         if self.fails:
             raise OSError(self.fails)
-        self.asked.append((repo_id, sorted(file.name for file in Path(folder_path).iterdir())))
+        files = sorted(file.name for file in Path(folder_path).iterdir())
+        gone = {name for name in self.there for pattern in delete_patterns if fnmatch(name, pattern)}
+        Hub.there = self.there - gone | {*files}
+        self.asked.append((repo_id, files))
 
 
 def test_the_last_folder_is_uploaded_and_no_token_told(
@@ -261,6 +270,29 @@ def test_the_last_folder_is_uploaded_and_no_token_told(
     with _alone(), pytest.raises(CheckpointError, match="hf upload me/tale") as raised:
         small_trainer(_config(folder, "pushed", "dora", checkpoint=push)).train()
     assert "SecretOfMine" not in str(raised.value) + "".join(capsys.readouterr())
+
+
+def test_an_upload_leaves_no_weights_of_another_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would read a single file in place of several, whichever is older."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=Hub))
+    monkeypatch.setattr(Hub, "there", {"README.md", "tokenizer.json", "runs/model.safetensors"})
+    kept = {*Hub.there}
+    shards = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    exports = (
+        {"config.json", "generation_config.json", "model.safetensors"},
+        {"config.json", "model.safetensors.index.json", *shards},
+        {"adapter_config.json", "adapter_model.safetensors"},
+        {"config.json", "model.safetensors"},
+    )
+    for number, files in enumerate(exports):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name in files:
+            (folder / name).touch()
+        push_folder(folder, "me/tale")
+        assert Hub.there == kept | files
 
 
 def test_an_upload_without_its_package_is_refused_before_the_run(

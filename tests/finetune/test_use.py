@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.helpers import run_world
 from tests.models.small_llama import build, small
 from tests.training import small_config
 from toolkit.config.finetune import Finetune
+from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
 from toolkit.finetune.base import base_of
@@ -139,6 +141,15 @@ def test_the_merge_is_a_model_of_transformers(kind: str, folders: dict[str, Path
     adapter = adapter_of(Finetune.model_validate(KINDS[kind]), ARGS, tmp_path)
     tokens = torch.tensor(_prompts()[2:])
     check_close(logits(theirs, tokens), logits(adapted(adapter, _strong), tokens))
+
+
+def test_a_merge_ends_texts_as_the_adapter_was_trained_to(folders: dict[str, Path], tmp_path: Path) -> None:
+    base, trained = (shutil.copytree(folders[kind], tmp_path / kind) for kind in ("base", "lora"))
+    (base / "generation_config.json").write_text('{"eos_token_id": 2}')
+    assert prepare("merge", base, tmp_path / "out", adapter=trained).beside.tokens.eos == 2
+    shutil.copytree(TOKENIZER, trained, dirs_exist_ok=True)
+    ids = load_tokenizer(TOKENIZER).stop_ids
+    assert prepare("merge", base, tmp_path / "out", adapter=trained).beside.tokens.eos == [*ids]
 
 
 def test_an_update_in_fp32_is_not_rounded_to_the_dtype_of_its_base(

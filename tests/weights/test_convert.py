@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.helpers import run_world
 from tests.weights.folders import FAMILY, save_meta, save_transformers
 from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, DataError
 from toolkit.io.locks import claim
 from toolkit.weights import convert as conversion_module
@@ -456,4 +457,6 @@ def test_the_program_tells_the_mapping_and_carries_the_tokenizer(
         assert (out / "tokenizer.model").exists() == there
         assert ("no tokenizer.model beside it" in capsys.readouterr().out) == (not there)
     config = json.loads((tmp_path / "hf2" / "config.json").read_text())
-    assert config["vocab_size"] == 4096 and config["bos_token_id"] == 1 and config["eos_token_id"] == 2
+    assert config["vocab_size"] == 4096
+    ids = load_tokenizer(tokenizer)  # in place of those that hf says, which are of another tokenizer
+    assert (config["bos_token_id"], config["eos_token_id"]) == (ids.bos_id, [*ids.stop_ids])

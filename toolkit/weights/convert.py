@@ -277,12 +277,13 @@ def _manifest(conversion: Conversion) -> dict[str, Any]:
 
 
 def _companions(there: WeightSource, tokenizer: Path | None, adapter: Adapter | None) -> Companions:
-    """The files of the tokenizer and, where the weights say them, their own special tokens. An adapter's
-    tokenizer goes before its base's."""
-    tokenizer = tokenizer or (tokenizer_of(adapter) if adapter else None) or tokenizer_of(there)
+    """The files of the tokenizer and its special tokens: those that the weights say, where it is theirs. An
+    adapter's tokenizer goes before its base's."""
+    others = tokenizer or (tokenizer_of(adapter) if adapter else None)
+    tokenizer = others or tokenizer_of(there)
     add_bos = asked_bos(run_of(adapter or there))
     found = tokenizer_companions(tokenizer, add_bos=add_bos) if tokenizer else Companions()
-    said = special_tokens_of(there)
+    said = {} if others else special_tokens_of(there)
     if any(value is not None for value in said.values()):
         return replace(found, tokens=SpecialTokens(**said))
     return found
