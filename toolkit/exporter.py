@@ -59,20 +59,40 @@ class Exporter:
             self._say(f"NOT EXPORTED: {error}\n  Training goes on.")
         else:
             self._say(f"wrote {what}: {out}")
-            if not isinstance(self._manager.folder, Path):
-                self._upload(out, self._manager.folder / EXPORTS / out.name)
+            if remote := self._remote_place(step):
+                self._upload(out, remote, final=final)
             if final and self._options.push_to_hub:
                 self._push(out, self._options.push_to_hub)
 
     def export_missed(self, step: int, *, last: bool) -> None:
-        """Make up for an export that a kill has cost after the save."""
-        if self.due(step, last=last) and self._manager.ranks.on_rank_0(
-            lambda: step in committed_steps(self._manager.folder) and not self._place(step).is_dir()
+        """Make up for an export that a kill has cost after the save, and for uploads of it that failed: one
+        to the Hub is done again, which sends nothing that is there.
+
+        Raises:
+            CheckpointError, DataError: as :meth:`export`.
+        """
+        from toolkit.weights.remote_folder import is_whole
+
+        ranks, out, remote = self._manager.ranks, self._place(step), self._remote_place(step)
+        if not self.due(step, last=last) or not ranks.on_rank_0(
+            lambda: step in committed_steps(self._manager.folder)
         ):
+            return
+        if not ranks.on_rank_0(out.is_dir):
             self.export(step, final=last)
+            return
+        if remote and not ranks.on_rank_0(lambda: is_whole(remote)):
+            self._upload(out, remote, final=last)
+        if last and self._options.push_to_hub:
+            self._push(out, self._options.push_to_hub)
 
     def _place(self, step: int) -> Path:
         return self.folder / f"step-{step}"
+
+    def _remote_place(self, step: int) -> RemotePath | None:
+        """Where the folder goes beside the checkpoints, if they are in object storage."""
+        folder = self._manager.folder
+        return None if isinstance(folder, Path) else folder / EXPORTS / f"step-{step}"
 
     def _write(self, step: int, out: Path) -> str:
         """Write the folder; what is in it, for the user."""
@@ -94,13 +114,20 @@ class Exporter:
         export_peft(saved, out, **arguments)
         return f"the adapter of step {step} as a folder of PEFT's"
 
-    def _upload(self, folder: Path, out: RemotePath) -> None:
-        """Bring the folder to where the checkpoints are, or tell why not."""
+    def _upload(self, folder: Path, out: RemotePath, *, final: bool) -> None:
+        """Bring the folder to where the checkpoints are, or tell why not.
+
+        Raises:
+            CheckpointError: the ``final`` one could not be brought there.
+        """
         from toolkit.weights.remote_folder import upload_folder
 
         try:
             self._manager.ranks.on_rank_0(lambda: upload_folder(folder, out, replace=True))
         except DataError as error:
+            if final:
+                again = f"{folder} is whole: the same command uploads it again."
+                raise CheckpointError(f"NOT UPLOADED: {error}\n  {again}") from None
             self._say(f"NOT UPLOADED: {error}\n  The folder stays on this machine.")
         else:
             self._say(f"uploaded it to {out}")

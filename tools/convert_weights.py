@@ -15,7 +15,7 @@ step-0, which checkpoint.initial_load_path then names, unless it is itself calle
 URLs of object storage (s3://bucket/model); OUT is then written to a temporary folder (TMPDIR) first.
 
 OUT appears whole or not at all. Hugging Face files that a killed program had finished are not written again
-when the same is asked for again.
+when the same is asked for again; nothing is left of one whose OUT is a URL, unless it is killed by SIGKILL.
 Exit codes: 0 done, 2 the arguments, 3 weights cannot be used or OUT cannot be written.
 """
 
@@ -24,8 +24,8 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from toolkit.errors import EXIT_FINISHED, ToolkitError, one_line, report
 from toolkit.io import standard_streams
+from toolkit.launcher.signals import Stopped
 from tools.arguments import add_custom_import, any_path, local_path
 
 _WAYS = ("merge", "hf-to-dcp", "dcp-to-hf", "meta-to-dcp", "dcp-to-meta", "meta-to-hf", "hf-to-meta")
@@ -80,13 +81,18 @@ def _advance(bar: tqdm, count: int) -> None:
     bar.update(count)
 
 
-def _place(out: Path) -> AbstractContextManager[Path]:
-    """Where ``out`` is written: there, or of a URL in a folder of this machine that is brought there."""
+@contextmanager
+def _place(out: Path) -> Iterator[Path]:
+    """Where ``out`` is written: there, or of a URL in a folder of this machine that is brought there, and of
+    which a signal leaves nothing."""
     if isinstance(out, Path):
-        return nullcontext(out)
+        yield out
+        return
+    from toolkit.launcher.signals import stop_at_once
     from toolkit.weights.remote_folder import staged
 
-    return staged(out)
+    with stop_at_once(), staged(out) as work:
+        yield work
 
 
 def main(argv: Sequence[str]) -> int:
@@ -126,6 +132,9 @@ def main(argv: Sequence[str]) -> int:
             convert(written, verify=asked.verify, progress=lambda count: _advance(bar, count))
     except ToolkitError as error:
         return report(error, show=True, debug=asked.debug)
+    except Stopped as stopped:
+        print(f"{stopped.name}: stopped; nothing of {asked.out} is left", file=sys.stderr)
+        return 128 + signal.Signals[stopped.name]
     verified = ", each tensor compared" if asked.verify else ""
     print(f"{conversion.out}: {len(conversion.source.tensors)} tensors, {conversion.bytes:,} bytes{verified}")
     if conversion.lacks:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from toolkit.checkpoint.remote_steps import leftovers
 from toolkit.config import load_config
 from toolkit.config.local_paths import expand_user
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, ConfigError
+from toolkit.exporter import Exporter
 from toolkit.storage import remote_calls, remote_upload
 from toolkit.storage.remote_calls import StorageError
 from toolkit.storage.remote_path import RemotePath
@@ -317,6 +320,67 @@ def test_weights_are_converted_from_a_url_to_another(
     capsys.readouterr()
     assert convert_weights.main(["dcp-to-hf", f"{url}/dcp", f"{url}/back"]) == EXIT_DATA
     assert f"{url}/back is there already" in capsys.readouterr().err
+
+
+def test_an_upload_that_fails_leaves_nothing_and_is_told(
+    server: Server,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Neither in the store, where the same command would find it, nor in TMPDIR."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    here = str(tmp_path / "hf")
+    assert make_random_model.main([here, "--flavor", "debugmodel"]) == 0
+    command = ["hf-to-meta", here, f"{url}/meta"]
+
+    def fails(code: int, *said: str) -> None:
+        assert convert_weights.main(command) == code
+        err = capsys.readouterr().err
+        assert all(words in err for words in said) and "stay in" not in err, err
+        assert not any((tmp_path / "tmp").glob("upload-*")) and not RemotePath(f"{url}/meta").is_dir()
+
+    server.fail("PUT", "meta/params.json", status=403, code="AccessDenied")
+    fails(EXIT_DATA, "may not do that")
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "toolkit.weights.convert.write_meta", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
+        )
+        fails(128 + signal.SIGTERM, "SIGTERM: stopped")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+    try:
+        fails(EXIT_DATA, "could not be written", "fix:  set TMPDIR")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert convert_weights.main(command) == EXIT_FINISHED
+
+
+def test_the_next_start_uploads_an_export_that_the_store_has_not(
+    server: Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(self: Exporter, step: int, out: Path) -> str:
+        out.mkdir(parents=True)
+        for name in names:
+            (out / name).touch()
+        return "an adapter"
+
+    monkeypatch.setattr(Exporter, "_write", write)
+    names = ["adapter_config.json", "adapter_model.safetensors"]
+    config = load_config([f"--checkpoint.folder={url}", "--checkpoint.last_save_in_hf"])
+    manager = _manager(url)
+    manager.save(1, _tensors(), {})
+    exporter = Exporter(config, tmp_path / "hf", manager, say=print)
+    there = manager.folder / "hf" / "step-1"
+    server.fail("PUT", "hf/step-1/adapter_model", status=403, code="AccessDenied")
+    with pytest.raises(CheckpointError, match="(?s)NOT UPLOADED: .*may not do that.*uploads it again"):
+        exporter.export(1, final=True)
+    for _ in range(2):
+        exporter.export_missed(1, last=True)
+        assert [path.name for path in there.iterdir()] == names
+    assert sum("PUT" in line and "adapter_model" in line for line in server.requests()) == 2
 
 
 def test_a_run_saves_to_a_url_and_goes_on_from_there(url: str, tmp_path: Path) -> None:

@@ -266,10 +266,15 @@ def test_the_last_folder_is_uploaded_and_no_token_told(
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= set(files)
     assert "uploaded it to https://huggingface.co/me/tale" in capsys.readouterr().out
     shutil.rmtree(folder / "pushed")
+    Hub.asked.clear()
     monkeypatch.setattr(Hub, "fails", "401 for the header Bearer hf_SecretOfMine")
     with _alone(), pytest.raises(CheckpointError, match="hf upload me/tale") as raised:
         small_trainer(_config(folder, "pushed", "dora", checkpoint=push)).train()
     assert "SecretOfMine" not in str(raised.value) + "".join(capsys.readouterr())
+    monkeypatch.setattr(Hub, "fails", "")
+    with _alone():  # the same command makes up for it
+        small_trainer(_config(folder, "pushed", "dora", checkpoint=push)).train()
+    assert Hub.asked[-1] == (again, files)
 
 
 def test_an_upload_leaves_no_weights_of_another_export(

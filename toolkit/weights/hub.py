@@ -43,6 +43,7 @@ def push_folder(folder: Path, repository: str) -> str:
         said = one_line(_TOKEN.sub("hf_…", f"{type(error).__name__}: {error}"))
         raise CheckpointError(
             f"{folder} could not be uploaded to {repository}: {said}\n"
-            f"  It is whole. To upload it later: hf auth login, then hf upload {repository} {folder}"
+            "  It is whole. To upload it: hf auth login, then the same command again, or "
+            f"hf upload {repository} {folder}"
         ) from None
     return str(address)
