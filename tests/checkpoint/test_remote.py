@@ -15,16 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.preflight.bad_runs import CPU
 from tests.s3_server import Server, running_here
 from toolkit.checkpoint import manager as manager_module
 from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.checkpoint.manifest import committed_steps, unsound_steps
+from toolkit.checkpoint.manifest import committed_steps, read_manifest, unsound_steps
 from toolkit.checkpoint.remote_steps import leftovers
 from toolkit.config import load_config
 from toolkit.config.local_paths import expand_user
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, ConfigError
 from toolkit.exporter import Exporter
+from toolkit.preflight import check
 from toolkit.storage import remote_calls, remote_upload
 from toolkit.storage.remote_calls import StorageError
 from toolkit.storage.remote_path import RemotePath
@@ -313,13 +315,41 @@ def test_weights_are_converted_from_a_url_to_another(
     upload_folder(here, RemotePath(f"{url}/hf"), replace=False)
     assert convert_weights.main(["hf-to-dcp", f"{url}/hf", f"{url}/dcp", "--verify"]) == 0
     assert committed_steps(expand_user(f"{url}/dcp")) == [0]
+    assert read_manifest(expand_user(f"{url}/dcp/step-0"))["run"]["tokenizer"] == f"{url}/hf"
     assert convert_weights.main(["dcp-to-hf", f"{url}/dcp/step-0", f"{url}/back"]) == 0
+    assert (RemotePath(f"{url}/back") / "tokenizer.model").read_bytes() == (
+        here / "tokenizer.model"
+    ).read_bytes()
     back, before = open_weights(f"{url}/back"), open_weights(here)
     assert dict(back.tensors) == dict(before.tensors)
     assert all(torch.equal(back.read(name), before.read(name)) for name in before.tensors)
     capsys.readouterr()
     assert convert_weights.main(["dcp-to-hf", f"{url}/dcp", f"{url}/back"]) == EXIT_DATA
     assert f"{url}/back is there already" in capsys.readouterr().err
+
+
+def test_weights_at_a_url_are_checked_against_the_tokenizer_of_the_run(url: str, tmp_path: Path) -> None:
+    arguments = ["--flavor", "debugmodel", "--tokenizer", str(ROOT / "tests/assets/tokenizer")]
+    assert make_random_model.main([str(tmp_path), *arguments]) == 0
+    upload_folder(tmp_path, RemotePath(url), replace=False)
+    weights = [
+        "--checkpoint.enable",
+        "--checkpoint.initial_load_in_hf",
+        f"--checkpoint.initial_load_path={url}",
+    ]
+
+    def said(tokenizer: str) -> list[str]:
+        config = load_config([*weights, f"--model.tokenizer_path={ROOT / 'tests/assets' / tokenizer}"])
+        return [str(problem) for problem in check(config, world_size=1, hardware=CPU)]
+
+    assert said("tokenizer_json") == []
+    path = tmp_path / "smaller"
+    path.mkdir()
+    found = json.loads((ROOT / "tests/assets/tokenizer_json/tokenizer.json").read_text())
+    found["added_tokens"] = found["added_tokens"][:3]
+    (path / "tokenizer.json").write_text(json.dumps(found))
+    [problem] = said(str(path))
+    assert f"that of the weights in {url} has 4096" in problem and "download that one" in problem
 
 
 def test_an_upload_that_fails_leaves_nothing_and_is_told(

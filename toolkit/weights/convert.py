@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 from collections.abc import Iterator, Mapping
@@ -267,7 +266,7 @@ def _manifest(conversion: Conversion) -> dict[str, Any]:
         "tokens": 0,
         "mesh": "",
         "special_tokens": asdict(conversion.beside.tokens),
-        "tokenizer": tokenizer and os.fspath(tokenizer.resolve()),
+        "tokenizer": tokenizer and str(tokenizer.resolve()),
         "versions": {
             "toolkit": __version__,
             "torch": torch.__version__,

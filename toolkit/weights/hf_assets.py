@@ -40,11 +40,7 @@ def tokenizer_of(source: WeightSource) -> Path | None:
     """The tokenizer beside the weights, or in the folder above, where Meta keeps one for several sizes; for a
     checkpoint the one that it was made with, at a path that starts where we are if it is relative."""
     places = [source.place]
-    if not isinstance(source.place, Path) and not run_of(source):
-        from toolkit.weights.remote_folder import fetched
-
-        places = [fetched(source.place, {*CANDIDATES, *_NAMES})]
-    elif isinstance(origin(source), MetaFolder):
+    if isinstance(origin(source), MetaFolder):
         places.append(source.place.parent)
     if run := run_of(source):
         trained = saved_settings(run)

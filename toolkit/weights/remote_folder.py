@@ -1,11 +1,9 @@
-"""Folders of weights that were written here and go to object storage, and tokenizers that come from there."""
+"""Folders of weights that were written here and go to object storage."""
 
 from __future__ import annotations
 
-import atexit
-import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -68,15 +66,3 @@ def staged(out: RemotePath) -> Iterator[Path]:
 
 def _rank(name: str) -> int:
     return _LAST.index(name) if name in _LAST else 0
-
-
-def fetched(place: RemotePath, names: Iterable[str]) -> Path:
-    """A folder of this machine with those of the small files ``names`` that are in ``place``, until this
-    process ends."""
-    folder = Path(tempfile.mkdtemp(prefix="tokenizer-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for name in names:
-        if (place / name).is_file():
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes((place / name).read_bytes())
-    return folder

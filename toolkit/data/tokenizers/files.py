@@ -18,17 +18,24 @@ vocabulary's size in some tens of milliseconds.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import shutil
+import tempfile
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.config.local_paths import expand_user, read_bytes
 from toolkit.config.types import MAX_SIZE
 from toolkit.data.tokenizers.tiktoken_ranks import form_of
 from toolkit.errors import DataError
 from toolkit.io.json_fields import MAX_BYTES, Fields, parse_object, read_object
+
+if TYPE_CHECKING:
+    from toolkit.storage.remote_path import RemotePath
 
 Kind = Literal["tiktoken", "sentencepiece", "json"]
 
@@ -37,6 +44,16 @@ ACCEPTED = (
     "accepted are tokenizer.model (tiktoken ranks or a SentencePiece model), "
     "original/tokenizer.model and tokenizer.json (Hugging Face tokenizers)"
 )
+FILES = (
+    *CANDIDATES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "config.json",  # which, as Meta's params.json, tells releases apart that name their tokens differently
+    "params.json",
+)
+"""Files of a folder that are read with its tokenizer."""
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?\n")
 
 
@@ -64,12 +81,14 @@ class TokenizerFiles:
 
 
 def find(path: str | Path) -> TokenizerFiles:
-    """Find and read the tokenizer file at ``path``, a folder or the file itself.
+    """Find and read the tokenizer file at ``path``, a folder, here or in object storage, or the file itself.
 
     Raises:
         DataError: nothing there, or a file that is no tokenizer of a known kind.
     """
     given = expand_user(path)
+    if not isinstance(given, os.PathLike):
+        given = _fetched(given)
     if not os.path.exists(given):
         raise DataError(
             f"tokenizer path {str(path)!r} does not exist (from folder {Path.cwd()}); "
@@ -95,6 +114,18 @@ def find(path: str | Path) -> TokenizerFiles:
         content = read_bytes(file, at_most=MAX_BYTES)
     added, named = _tokenizer_config(folder / "tokenizer_config.json")
     return TokenizerFiles(file, folder, kind, content, added, named)
+
+
+@cache
+def _fetched(place: RemotePath) -> Path:
+    """A folder of this machine with those of FILES that are in ``place``, until this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="tokenizer-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name in FILES:
+        if (place / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes((place / name).read_bytes())
+    return folder
 
 
 def kind_of(content: bytes, path: Path) -> Kind:

@@ -201,7 +201,9 @@ def tokenizer_is_of_weights(run: PlannedRun) -> list[Problem]:
     if run.vocabulary >= theirs:
         return []
     rule = f"its tokenizer has {run.vocabulary} tokens, that of the weights in {start.weights} has {theirs}"
-    return [run.problem(_tokenizer_key(run), rule, f'set it to "{start.weights}"')]
+    here = isinstance(start.weights, Path)
+    fix = f'set it to "{start.weights}"' if here else "download that one, and name its folder"
+    return [run.problem(_tokenizer_key(run), rule, fix)]
 
 
 def _weights_key(run: PlannedRun) -> str:
