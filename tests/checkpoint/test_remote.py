@@ -326,6 +326,8 @@ def test_weights_are_converted_from_a_url_to_another(
     capsys.readouterr()
     assert convert_weights.main(["dcp-to-hf", f"{url}/dcp", f"{url}/back"]) == EXIT_DATA
     assert f"{url}/back is there already" in capsys.readouterr().err
+    assert convert_weights.main(["hf-to-dcp", f"{url}/none", str(tmp_path / "out")]) == EXIT_DATA
+    assert f"{url}/none does not exist" in capsys.readouterr().err
 
 
 def test_weights_at_a_url_are_checked_against_the_tokenizer_of_the_run(url: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Weights go between formats without a changed bit, also after kills, and mistakes leave nothing behind."""
 
+import errno
 import json
 import os
 import resource
@@ -28,6 +29,8 @@ from toolkit.weights.open import CheckpointWeights, open_weights
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import WeightSource
 from tools import convert_weights
+
+ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def _convert(way: str, source: Path, out: Path, *, verify: bool = False, **options: Any) -> Path:
@@ -251,6 +254,7 @@ def test_another_source_does_not_go_on_with_what_is_there(tmp_path: Path) -> Non
             return folder_write._begin(source, conversion.out, _EMPTY, False, held)
 
     work = begin(conversion.source)
+    (tmp_path / "hf" / "out.lock").touch()  # of an output inside, whose process was killed
     assert begin(conversion.source) == work
     save_transformers("llama3", tmp_path / "hf")
     assert begin(open_weights(tmp_path / "hf")) != work
@@ -424,16 +428,40 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         "hf-to-meta", tmp_path / "hf", tmp_path / "link"
     )
     assert not list(tmp_path.glob("link.tmp-*"))
-    tokenizer = Path(__file__).parents[1] / "assets" / "tokenizer"
+    tokenizer = ASSETS / "tokenizer"
     assert "--vocab-size" in said("hf-to-meta", tmp_path / "hf", tmp_path / "out", "--tokenizer", tokenizer)
     assert not (tmp_path / "out").exists()
+
+
+def test_names_of_folders_may_be_dots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    monkeypatch.chdir(tmp_path / "hf")
+    _convert("hf-to-meta", Path("."), Path("../meta/original"))
+    (tmp_path / "meta" / "tokenizer.model").symlink_to(ASSETS / "tokenizer" / "tokenizer.model")
+    monkeypatch.chdir(tmp_path / "meta" / "original")
+    options = {"vocab_size": 4096}
+    assert prepare("meta-to-dcp", Path("."), Path("../out"), **options).beside.place == tmp_path / "meta"
+    (tmp_path / "new").mkdir()
+    monkeypatch.chdir(tmp_path / "new")
+    assert _convert("hf-to-meta", Path("../hf"), Path(".")) == tmp_path / "new"
+    assert (tmp_path / "new" / "params.json").exists()
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr("toolkit.weights.convert.open_adapted", lambda path, **_: denied(path))
+    assert f"{tmp_path}/hf cannot be read: Permission denied" in _refused(
+        "hf-to-dcp", tmp_path / "hf", tmp_path
+    )
 
 
 def test_the_program_tells_the_mapping_and_carries_the_tokenizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_transformers("llama3", tmp_path / "hf")
-    tokenizer = Path(__file__).parents[1] / "assets" / "tokenizer"
+    tokenizer = ASSETS / "tokenizer"
     words = ["hf-to-dcp", str(tmp_path / "hf"), str(tmp_path / "out")]
     assert convert_weights.main([*words, "--dry-run"]) == EXIT_FINISHED
     lines = capsys.readouterr().out.splitlines()

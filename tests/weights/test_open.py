@@ -109,7 +109,16 @@ def test_a_folder_of_checkpoints_stands_for_its_newest(tmp_path: Path) -> None:
         assert isinstance(source, CheckpointWeights) and source.place.name == "step-10"
 
 
-def test_what_holds_no_weights_is_told_what_would(tmp_path: Path) -> None:
+def test_a_run_may_call_the_folder_of_its_checkpoints_as_it_likes(tmp_path: Path) -> None:
+    for name, step in (("mine", 4), ("hf", 9)):
+        CheckpointManager(tmp_path / name).save(step, _full(), RUN)
+    assert open_weights(tmp_path).place == tmp_path / "mine/step-4"
+    (tmp_path / "config.json").touch()  # a Hugging Face folder, in which something converted lies
+    with pytest.raises(DataError, match="a config but no weights"):
+        open_weights(tmp_path)
+
+
+def test_what_holds_no_weights_is_told_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def said(path: Path | str, kind: type[Exception] = DataError) -> str:
         with pytest.raises(kind) as error:
             open_weights(path)
@@ -121,6 +130,9 @@ def test_what_holds_no_weights_is_told_what_would(tmp_path: Path) -> None:
         assert all(name in message for name in ("config.json", "consolidated.00.pth", "step-N"))
     hint = "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B"
     assert hint in said("meta-llama/Llama-3.2-1B") and "hf download" not in said(tmp_path / "none")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty" / "file").touch()
+    assert "hf download" not in said("empty/file")
     (tmp_path / "empty" / "config.json").write_text("{}")
     assert "a config but no weights" in said(tmp_path / "empty")
     (tmp_path / "empty" / "pytorch_model.bin").touch()

@@ -86,9 +86,14 @@ def base_place(adapter: Path) -> str:
         was = f"was drawn by {place}" if place else "is not named"
         raise DataError(
             f"{adapter} is an adapter, and the model that it belongs to {was}\n"
-            f"  fix:  name that model, and the adapter with --adapter {adapter}"
+            f"  fix:  name that model, {_beside(adapter)}"
         )
     return place
+
+
+def _beside(adapter: Path) -> str:
+    """How a program is told of an adapter beside its base."""
+    return f"and the adapter with --adapter {adapter} (of tools.convert_weights: merge BASE {adapter} OUT)"
 
 
 def open_adapter(
@@ -194,6 +199,6 @@ def open_adapted(
         said = str(error).partition("\n")[0].partition("; it must be")[0]
         raise DataError(
             f"{adapter} is an adapter, and its base cannot be opened: {said}\n"
-            f"  fix:  name the base where it is now, and the adapter with --adapter {adapter}"
+            f"  fix:  name the base where it is now, {_beside(adapter)}"
         ) from None
     return with_adapter(base, adapter, verify=verify, ranks=ranks)

@@ -23,10 +23,10 @@ def work_folder(final: Path, plan: object) -> Path:
 
 
 def state_of(folder: Path) -> list[tuple[str, int, int]]:
-    """A plan's record of the files in a folder that is read: a change of any is another plan. No folder has
-    none."""
+    """A plan's record of the files in a folder that is read: a change of any is another plan, save of a lock,
+    which a killed process leaves there. No folder has none."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    found = [(path.name, path.stat()) for path in paths if path.is_file()]
+    found = [(path.name, path.stat()) for path in paths if path.is_file() and path.suffix != ".lock"]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 from collections.abc import Iterator, Mapping
@@ -121,7 +122,11 @@ def prepare(
         DataError, CheckpointError: the weights are not there, damaged, of another format or not of the model
             that their config tells of; ``out`` is there already; the tokenizer does not fit.
     """
-    there, merged = _opened(what, path, adapter, hashes)
+    path, out = _absolute(path), _absolute(out)
+    try:
+        there, merged = _opened(what, path, adapter, hashes)
+    except PermissionError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
     to = "hf" if what == MERGE else what.partition("-to-")[2]
     if to == "meta" and spec(there.args.family).meta_params() is None:
         raise DataError(
@@ -151,6 +156,11 @@ def prepare(
         out = step_folder(out, 0)
     refuse_existing(out)
     return Conversion(there, source, to, out, beside, max_bytes)
+
+
+def _absolute(path: Path) -> Path:
+    """Give a path a name and a folder above it, which "." has not; a URL has both."""
+    return Path(os.path.abspath(path)) if isinstance(path, Path) else path
 
 
 def _opened(what: str, path: Path, adapter: Path | None, hashes: bool) -> tuple[WeightSource, Adapter | None]:

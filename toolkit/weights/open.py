@@ -6,8 +6,7 @@ two formats, as some downloads do, Hugging Face's counts.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -25,6 +24,8 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.io.json_fields import Fields, check_heads, is_count
 from toolkit.models.common.args import Classifier, ModelArgs, RopeScaling
+from toolkit.models.common.spec import CONFIG, PARAMS
+from toolkit.models.on_disk import EXPORTS
 from toolkit.models.registry import families
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
@@ -137,14 +138,15 @@ def open_weights(path: Path | str, *, verify: bool = True, ranks: Ranks | None =
         manifest, metadata = open_checkpoint(step, verify=verify, ranks=ranks)
         return CheckpointWeights(step, metadata, manifest["run"])
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise DataError(f"{folder} {what}; {_NEEDED}{_hub_hint(path)}")
+        found = folder.exists()
+        what, hint = ("is a file", "") if found else ("does not exist", _hub_hint(str(path)))
+        raise DataError(f"{folder} {what}; {_NEEDED}{hint}")
     if _holds(folder, "*.safetensors", "*.safetensors.index.json"):
         return SafetensorsFolder(folder)
     if _holds(folder, "consolidated.*.pth"):
         return MetaFolder(folder)
     lacking = "no weights"
-    if _holds(folder, "config.json", "params.json"):
+    if _holds(folder, CONFIG, PARAMS):
         lacking = "a config but no weights"
     if _holds(folder, "pytorch_model*.bin"):
         lacking = "weights in pytorch_model.bin only: save the model as safetensors with transformers;"
@@ -159,7 +161,7 @@ def find_checkpoint(folder: Path) -> Path | None:
     """
     if (folder / MANIFEST).is_file() or (folder.name.startswith("step-") and (folder / ".metadata").exists()):
         return folder
-    for candidate in (folder, folder / "checkpoint"):
+    for candidate in _step_parents(folder):
         if steps := committed_steps(candidate):
             return step_folder(candidate, steps[-1])
     if _holds(folder, "step-*/.metadata"):
@@ -167,13 +169,20 @@ def find_checkpoint(folder: Path) -> Path | None:
     return None
 
 
+def _step_parents(folder: Path) -> Iterator[Path]:
+    """Where the steps are that ``folder`` stands for: it, or one in it, which a run may call as it likes."""
+    yield from (folder, folder / "checkpoint")
+    if not _holds(folder, CONFIG, PARAMS):
+        inside = {path.parent for path in folder.glob("*/step-*")}
+        yield from sorted(path for path in inside if path.name != EXPORTS)
+
+
 def _holds(folder: Path, *patterns: str) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in patterns)
 
 
-def _hub_hint(path: Path | str) -> str:
+def _hub_hint(name: str) -> str:
     """Advise what to do with the id of a model on the Hub."""
-    name = os.fspath(path)
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
         return ""
     folder = name.partition("/")[2]
