@@ -312,6 +312,20 @@ def test_a_trainers_file_is_nearer_than_its_words(tmp_path: Path, capsys: pytest
     file = _file(tmp_path, '{"version": 2, "reshard_after_forward": false}', "fsdp.json")
     code, said = _import(capsys, "--fsdp", "full_shard auto_wrap", "--fsdp_config", file)
     assert code == 0 and 'fsdp_reshard_after_forward = "never"' in said and "sharding_strategy" not in said
+    words = ["--fsdp_config", file, "--replicas", 2, "--fsdp"]
+    code, said = _import(capsys, *words, "hybrid_shard auto_wrap")
+    assert code == 2 and "fsdp_sharding_strategy is HYBRID_SHARD, which frees" in said
+    code, said = _import(capsys, *words, "hybrid_shard_zero2 auto_wrap")
+    assert code == 0 and 'sharding_strategy = "HYBRID_SHARD_ZERO2"' in said
+
+
+@pytest.mark.parametrize("key", ["", "mixed_precision:\n"])
+def test_where_no_precision_is_given_it_is_that_of_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    code, said = _import(capsys, _file(tmp_path, CORRECTED.replace("mixed_precision: bf16\n", key)))
+    assert code == 0 and 'mixed_precision_param = "float32"' in said.partition("[training]")[2]
+    assert "mixed_precision, not given" in said
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from tools.arguments import local_path
 
 PORT = 29500
 _OFFLOAD = "training.enable_cpu_offload"
+_PRECISION = "training.mixed_precision_param"
 _REPLICATE = "parallelism.data_parallel_replicate_degree"
 _MESH_REPLICAS = "parallelism_config_dp_replicate_size"
 _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
@@ -264,6 +265,8 @@ def main(argv: Sequence[str]) -> int:
         imported = translate(
             given, replicas=options.replicas, processes=options.num_processes, machines=options.num_machines
         )
+        if not imported.problems and _PRECISION not in imported.settings:  # auto, here, may be bf16
+            _apply("mixed_precision", Given("mixed_precision, not given", "no", ""), {}, imported)
         for line in imported.lines:
             print(one_line(line))
         if imported.problems:

@@ -27,8 +27,10 @@ ALIASES = {
 }
 """Names of other releases, and of a Trainer's fsdp_config."""
 
-
 KEYS = FSDP_KEYS | LAUNCH_KEYS
+
+_PLAIN = ("FULL_SHARD", "SHARD_GRAD_OP")
+"""Strategies whose words only switch FSDP on where a file has ``reshard_after_forward``."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +131,11 @@ def read_trainer(options: argparse.Namespace) -> list[Given]:
             plain = item.name in KEYS or item.name in ALIASES
             given.append(item if plain else Given(f"fsdp_{item.name}", item.value, item.origin))
     named = {ALIASES.get(item.name, item.name) for item in given}
-    if "fsdp_reshard_after_forward" in named:
-        named.add("fsdp_sharding_strategy")
     asked = [] if options.fsdp.lower() == "true" else options.fsdp.split()
-    words = map(_trainer_word, asked)
-    given += [Given(name, value, "--fsdp") for name, value in words if name not in named]
+    words = [Given(*_trainer_word(word), "--fsdp") for word in asked]
+    if "fsdp_reshard_after_forward" in named:
+        words = [word for word in words if word.value not in _PLAIN]
+    given += [word for word in words if word.name not in named]
     precision = "bf16" if options.bf16 else "fp16" if options.fp16 else None
     return [*given, Given("mixed_precision", precision, f"--{precision}")] if precision else given
 
