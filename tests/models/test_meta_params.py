@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.errors import DataError
+from toolkit.models import on_disk
 from toolkit.models.common.args import ModelArgs, RopeScaling
 from toolkit.models.llama.args import PRESETS
 from toolkit.models.llama.meta_params import args_of, params_json
+from toolkit.models.registry import families
 
 PUBLISHED = {
     ("llama2", "7B"): '{"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-05, '
@@ -52,6 +54,15 @@ def test_a_release_is_its_preset(model: tuple[str, str], text: str, tmp_path: Pa
     (tmp_path / "params.json").write_text(text)
     name, flavor = model
     assert args_of(tmp_path, vocab_size=32000) == PRESETS[name][flavor]
+
+
+def test_another_family_with_such_files_takes_none_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_disk, "families", lambda: (*families(), families()[0]))
+    (model, text), *_ = PUBLISHED.items()
+    (tmp_path / "params.json").write_text(text)
+    assert on_disk.read_meta_params(tmp_path, vocab_size=32000) == PRESETS[model[0]][model[1]]
 
 
 @pytest.mark.parametrize(("model", "text"), PUBLISHED.items(), ids=lambda value: str(value)[:24])

@@ -128,6 +128,14 @@ def test_a_good_folder_breaks_no_rule(folder: Path) -> None:
         assert check(configure(*START, *more), world_size=2, hardware=CPU) == []
 
 
+def test_a_dropout_that_training_has_not_is_told(folder: Path) -> None:
+    file = write_config(folder / "m", SHAPE) / "config.json"
+    for value in (0.0, 0.1):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_dropout": value}))
+        said = "\n".join(notes(configure(*START), world_size=1, hardware=CPU))
+        assert ("m/config.json has attention_dropout 0.1" in said) == bool(value)
+
+
 def test_what_only_rank_0_sees_is_left_to_it(folder: Path) -> None:
     flags = ("model.flavor=debugmodel", "checkpoint.enable", "checkpoint.initial_load_path=elsewhere")
     config = configure(*flags, "checkpoint.initial_load_in_hf", "checkpoint.initial_load_broadcast")

@@ -42,14 +42,15 @@ def read_hf_config(folder: Path) -> ModelArgs:
 
 
 def read_meta_params(folder: Path, *, vocab_size: int) -> ModelArgs:
-    """Read the shape of the model whose params.json, which names no family, is in ``folder``.
+    """Read the shape of the model whose params.json is in ``folder``. That names no family: it is taken for
+    the first that has such files.
 
     ``vocab_size`` is that of the embedding, for a file that leaves it to the tokenizer.
 
     Raises:
         DataError: there is none, or it is of another model; every field at fault is named.
     """
-    [form] = [form for family in families() if (form := spec(family).meta_params()) is not None]
+    form = next(form for family in families() if (form := spec(family).meta_params()) is not None)
     return form.args_of(folder, vocab_size=vocab_size)
 
 

@@ -3,7 +3,8 @@
 transformers 4 writes rope_theta, rope_scaling and torch_dtype; transformers 5 writes rope_parameters and
 dtype and still reads the older form, which is therefore what we write. A field that is absent has the
 value that transformers' class of the family gives it; a size that is absent is refused all the same. What
-would compute something else is refused, field by field, never ignored.
+would compute something else is refused, field by field, never ignored, save attention_dropout: that is of
+training alone, whose preflight tells of it.
 """
 
 from __future__ import annotations

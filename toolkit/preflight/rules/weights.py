@@ -11,6 +11,7 @@ from pathlib import Path
 from toolkit.config.local_paths import expand_user
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import DataError, Problem, first_few, install
+from toolkit.io.json_fields import read_object
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.common.spec import CONFIG
@@ -81,13 +82,23 @@ def weights_notes(run: PlannedRun) -> list[str]:
     path = run.config.checkpoint.initial_load_path
     if start.weights is None:
         return []
-    notes = _other_classes(run, start.weights)
+    notes = [*_other_classes(run, start.weights), *_no_dropout(start.weights)]
     if path and start.weights != expand_user(path):
         notes.append(
             f"checkpoint.initial_load_path {path} is a checkpoint: the Hugging Face folder that its run "
             f"wrote at that step is read, {start.weights}"
         )
     return notes
+
+
+def _no_dropout(folder: Path) -> list[str]:
+    try:
+        asked = read_object(folder / CONFIG).get("attention_dropout")
+    except DataError:
+        return []  # another rule tells
+    if not asked:
+        return []
+    return [f"{folder / CONFIG} has attention_dropout {asked}: here attention drops nothing in training"]
 
 
 def _other_classes(run: PlannedRun, folder: Path) -> list[str]:
