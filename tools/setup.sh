@@ -25,7 +25,8 @@ can_make_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
 has_dependencies() { "$1" "$root/tools/dependencies.py" "$extra" >/dev/null 2>&1; }
 
 # The stamp is written last, and one for other requirements differs. While packages are installed there is a
-# mark, which stays if that is cut short; pip itself undoes what it fails in. A .venv that someone else made has no marker, and is judged by its packages.
+# mark, which stays if that is cut short; pip itself undoes what it fails in. A .venv that someone else made has
+# no marker, and is judged by its packages.
 fingerprint() { cat "$root/pyproject.toml" "$root/constraints.txt" | cksum; }
 stamp() { printf '%s/.installed-%s' "$venv" "${1:-base}"; }
 is_ours() { [[ -e $venv/.made-by-setup ]]; }

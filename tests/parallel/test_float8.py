@@ -51,6 +51,8 @@ def _products(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[tor
 @pytest.mark.parametrize("emulate", [True, False])
 def test_layer_is_that_of_torchao(recipe: str, dtype: torch.dtype, emulate: bool) -> None:
     """Bit for bit: output and both gradients. Not emulated, by torch's own product of float8 on the CPU."""
+    if not (meshes.SINCE_2_13 or emulate or recipe == "tensorwise"):
+        pytest.skip("torch's product of float8 on a CPU has one scale a matrix")
     torch.manual_seed(0)
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     plain = nn.Linear(48, 80, bias=False, dtype=dtype)

@@ -123,6 +123,8 @@ def _reading_parts(kind: Any, gradients: tuple[tuple[str, Any], ...]) -> type:
     this rank's part. Outside they are the DTensors that FSDP and checkpoints know."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # torch 2.11 changes nothing from within what is checkpointed
+            return kind.forward(self, *args, **kwargs)
         self.inside = True
         try:
             return kind.forward(self, *args, **kwargs)
@@ -135,7 +137,8 @@ def _reading_parts(kind: Any, gradients: tuple[tuple[str, Any], ...]) -> type:
 
 def _read(module: nn.Module, *, name: str, gradient: Placement | None) -> Any:
     parameter = module._parameters[name]
-    return local(parameter, gradient) if module.inside and parameter is not None else parameter
+    inside = module.inside or torch.compiler.is_compiling()
+    return local(parameter, gradient) if inside and parameter is not None else parameter
 
 
 def _added(module: nn.Module, style: str) -> dict[str, Placed]:
