@@ -40,7 +40,7 @@ from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
 from toolkit.io.json_fields import parse_json
-from toolkit.launcher.environment import is_reporting_rank
+from toolkit.launcher.environment import is_reporting_rank, rank_environment
 from tools.arguments import count, local_path
 from tools.cli import (
     add_bos_argument,
@@ -181,7 +181,8 @@ class _Printer:
 
 def _run(arguments: argparse.Namespace) -> None:
     sampling = sampling_as_asked(arguments)
-    of_rank_0 = _prompts(arguments) if is_reporting_rank(os.environ) else []  # standard input is rank 0's
+    # Standard input is rank 0's.
+    of_rank_0 = _prompts(arguments) if rank_environment(os.environ).rank == 0 else []
     loaded = load_as_asked(arguments, add_bos=arguments.add_bos_token)
     tokenizer = needed_tokenizer(loaded)
     prompts = Ranks().on_rank_0(lambda: of_rank_0)

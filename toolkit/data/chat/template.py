@@ -246,7 +246,7 @@ def _runs(rendered: _Rendered) -> list[tuple[str, str]]:
 def _tokens_at(offsets: Sequence[tuple[int, int]], place: tuple[int, int]) -> tuple[int, int]:
     """The tokens that hold the characters of ``place``; one that holds others too is one of them."""
     begin, end = (bisect_left(offsets, at, key=itemgetter(0)) for at in place)
-    # A token may end within a character: a space and the first bytes of an emoji are one in Llama 3.
+    # A token may end within a character: a space and the first bytes of an emoji may be one.
     while place[0] < place[1] and begin and offsets[begin - 1][1] > place[0]:
         begin -= 1
     return begin, max(begin, end)
