@@ -3,9 +3,9 @@
     python -m benchmarks.fsdp_units [--shapes 5.2M 33.6M] [--dtype bfloat16] [--ranks 2] [--steps 20]
                                     [--output benchmarks/results/fsdp_units.md]
 
-The step and its shapes are those of benchmarks/peer_models.py, a thread a rank. Losses of all ways have to be
-equal. Beside the medians are the middle halves of the steps, and of the ratios to units of one block, step by
-step.
+The step is that of benchmarks/peer_models.py and the batch that of benchmarks/peers.py, a thread a rank.
+Losses of all ways have to be equal. Beside the medians are the middle halves of the steps, and of the ratios
+to units of one block, step by step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.machine import describe
 from benchmarks.peer_models import SHAPES, Case, batches, configuration, ours
+from benchmarks.peers import cases
 from tests.helpers import run_world
 from toolkit.config import Config
 
@@ -29,8 +31,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "each block, kept for backward": {"fsdp_reshard_after_forward": "never"},
     "all in one": {"fsdp_wrap_policy": "size"},
 }
-SAMPLES = {"5.2M": (8, 256), "33.6M": (8, 512), "125M": (4, 256)}
-"""Samples of a step over all ranks, and their tokens."""
 WARM_UP = 2
 CLOSE = 1e-4
 LIMIT_SECONDS = 900.0
@@ -89,8 +89,8 @@ def main() -> int:
     machine = describe()
     table = ["| | a unit | a step, ms | times as fast |", "|---|---|---|---|"]
     for shape in asked.shapes:
-        rows, length = SAMPLES[shape]
-        case = Case(shape, asked.ranks, 1, asked.dtype, max(1, rows // asked.ranks), length)
+        [case, *_] = cases("pretrain", [shape], [asked.dtype])
+        case = replace(case, ranks=asked.ranks, rows=max(1, case.rows * case.ranks // asked.ranks))
         seconds = run_world(measure, asked.ranks, case, asked.steps, timeout=LIMIT_SECONDS)[0]
         table += lines(shape, asked.dtype, seconds)
     print("\n".join(table))
