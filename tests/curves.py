@@ -36,10 +36,10 @@ Run = dict[str, Any]
 """The result of :func:`train`: plain values, so that a world can hand it back and a file keep it."""
 
 
-def configure(folder: str | Path, row: layouts.Row, precision: str = "float32") -> Config:
+def configure(folder: str | Path, row: layouts.Row, precision: str = "float32", steps: int = STEPS) -> Config:
     """The config of a row that is computed in ``precision``, with its files in ``folder``."""
     values = layouts.settings(row) | {
-        "training.steps": STEPS,
+        "training.steps": steps,
         "training.seq_len": 32,
         "training.global_batch_size": SAMPLES,
         "training.mixed_precision_param": precision,
@@ -68,11 +68,11 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def train(folder: str, row: layouts.Row, precision: str = "float32") -> Run:
+def train(folder: str, row: layouts.Row, precision: str = "float32", steps: int = STEPS) -> Run:
     """Run the row in the world that is there, which has its ranks. All ranks return the same."""
     # Compiled code is found again by shapes and not, for one, by the memory budget it was compiled for.
     torch._dynamo.reset()
-    trainer = small_trainer(configure(folder, row, precision))
+    trainer = small_trainer(configure(folder, row, precision, steps))
     weights = weights_digest(trainer.model_parts.models[0])
     seen: list[torch.Tensor] = []
     take_step = trainer.train_step
@@ -86,19 +86,19 @@ def train(folder: str, row: layouts.Row, precision: str = "float32") -> Run:
         trainer.train()
     return {
         "weights": weights,
-        "samples": _samples(torch.cat(seen), trainer.mesh.dp_rank),
+        "samples": _samples(torch.cat(seen), trainer.mesh.dp_rank, steps),
         "accumulation": trainer.batch.accumulation,
         "losses": [record["loss"] for record in trainer.history],
         "norms": [record["grad_norm"] for record in trainer.history],
     }
 
 
-def train_all(folder: str, jobs: Sequence[tuple[layouts.Row, str]]) -> list[Run]:
+def train_all(folder: str, jobs: Sequence[tuple[layouts.Row, str]], steps: int) -> list[Run]:
     """Run one row and precision after the other, all of them of as many ranks as the world has."""
     runs = []
     for row, precision in jobs:
         with in_layout(f"{layouts.name(row)}, {precision}"):
-            runs.append(train(folder, row, precision))
+            runs.append(train(folder, row, precision, steps))
     return runs
 
 
@@ -107,9 +107,9 @@ def differences(values: Sequence[float], expected: Sequence[float]) -> list[floa
     return [abs(value / other - 1) for value, other in zip(values, expected, strict=True)]
 
 
-def _samples(mine: torch.Tensor, dp_rank: int) -> list[str]:
+def _samples(mine: torch.Tensor, dp_rank: int, steps: int) -> list[str]:
     """Digest of every global batch, its rows in the order of the data-parallel ranks."""
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (dp_rank, mine.view(STEPS, -1, mine.shape[-1])))
+    dist.all_gather_object(parts, (dp_rank, mine.view(steps, -1, mine.shape[-1])))
     whole = torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0])], dim=1)
     return [hashlib.sha256(step.numpy().tobytes()).hexdigest() for step in whole]

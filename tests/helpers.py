@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -18,9 +19,12 @@ _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distr
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port that nothing listens at, below those of Linux's own choice: no connection takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_768)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _rank_main(connection: Any, fn: Callable[..., Any], rank: int, size: int, port: int, args: tuple) -> None:
@@ -44,7 +48,7 @@ def _rank_main(connection: Any, fn: Callable[..., Any], rank: int, size: int, po
         connection.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def in_layout(layout: str) -> Iterator[None]:
     """Names the layout in which something fails, where a world runs one after the other."""
     try:

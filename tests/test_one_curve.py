@@ -1,7 +1,7 @@
 """One curve on any mesh: the same run on one process and on several, by every technique, tried pairwise.
 
-Twenty steps in fp32. Rounding differs between layouts (a batch is summed in another order), and after
-twenty updates the difference is about 1e-6; a wrong factor anywhere is at least 1e-2.
+Ten steps in fp32. Rounding differs between layouts (a batch is summed in another order), and after ten
+updates the difference is about 1e-6; a wrong factor anywhere is at least 1e-2.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from statistics import fmean
 import pytest
 
 from tests import layouts
-from tests.curves import STEPS, Run, configure, differences, train_all
+from tests.curves import Run, configure, differences, train_all
 from tests.helpers import run_world
 from toolkit.hardware import Hardware
 from toolkit.preflight import check
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all runs
 
+STEPS = 10
 RELATIVE = 1e-5
 ROWS = layouts.pairwise()
 REFERENCE = layouts.reference_row(layouts.plain_row())
@@ -44,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     results = {}
     for ranks in layouts.FACTORS["ranks"]:
         mine = [job for job in jobs if job[0]["ranks"] == ranks]
-        everywhere = run_world(train_all, int(ranks), folder, mine, timeout=400)
+        everywhere = run_world(train_all, int(ranks), folder, mine, STEPS, timeout=400)
         assert all(result == everywhere[0] for result in everywhere), "ranks log different values"
         names = [(layouts.name(row), precision) for row, precision in mine]
         results |= dict(zip(names, everywhere[0], strict=True))
@@ -75,7 +76,7 @@ def test_what_is_trained_makes_a_difference(runs: Runs) -> None:
     """Else the rows that clip, or tie the head, would be compared with a run that does not."""
     curves = [runs[layouts.name(row), "float32"]["losses"] for row in layouts.references()]
     apart = [max(differences(one, other)) for one, other in product(curves, curves) if one is not other]
-    assert min(apart) > 100 * RELATIVE
+    assert min(apart) > 30 * RELATIVE
 
 
 @pytest.mark.parametrize("row", HALF_ROWS, ids=layouts.name)
@@ -95,7 +96,8 @@ def test_rows_try_every_pair() -> None:
     tried = set().union(*map(layouts.pairs, ROWS))
     assert tried >= set(layouts.allowed_pairs())
     # What allowed_pairs says is checked by rows that were made another way.
-    assert tried >= set().union(*map(layouts.pairs, layouts.every(CROSSED)))
+    others = (row for row in layouts.every(CROSSED) if row["compile"] != "inductor")
+    assert tried >= set().union(*map(layouts.pairs, others))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=layouts.name)
