@@ -106,11 +106,14 @@ install() {
   fi
   touch "$venv/.installing"
   say "installing PyTorch and the other dependencies (constraints.txt); a minute or more, once"
-  with_ticker "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --progress-bar off \
-    -c "$root/constraints.txt" -e "$root${extra:+[$extra]}" || {
+  with_ticker "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --no-compile \
+    --progress-bar off -c "$root/constraints.txt" -e "$root${extra:+[$extra]}" || {
     rm -f "$venv/.installing"
     return 1
   }
+  # pip would compile with one core. What this Python cannot read stays as it is: nothing here imports it.
+  "$venv/bin/python" -m compileall -q -j 0 -x '/tests?/|/torch/testing/_internal/' \
+    "$venv"/lib/python3*/site-packages >/dev/null || true
   rm -f "$venv"/.installed-*
   local part
   for part in base test dev; do
