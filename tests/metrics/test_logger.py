@@ -84,11 +84,14 @@ def test_a_new_run_sets_files_of_ranks_that_it_has_not_aside(tmp_path):
     assert all((tmp_path / f"metrics.rank-{rank}.previous.jsonl").exists() for rank in (1, 2))
 
 
-def test_tensorboard_can_be_off_or_elsewhere(tmp_path):
+def test_tensorboard_can_be_off_or_elsewhere(tmp_path, monkeypatch):
     _run(tmp_path / "off", [1], options=Metrics(enable_tensorboard=False))
     assert [path.name for path in (tmp_path / "off").iterdir()] == ["metrics.jsonl"]
     _run(tmp_path / "on", [1], options=Metrics(save_tb_folder="events"))
     assert _scalars(_events(tmp_path / "on" / "events"), "train/loss") == [(1, 1.0)]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _run(tmp_path / "home", [1], options=Metrics(save_tb_folder="~/events"))
+    assert _scalars(_events(tmp_path / "events"), "train/loss") == [(1, 1.0)]
 
 
 def test_other_ranks_are_silent_unless_asked(tmp_path, capsys):

@@ -177,6 +177,12 @@ FILES = [
         "profiling.save_traces_folder=/dev/null profiling.enable_profiling",
         "is not a folder",
     ),
+    bad(
+        "folders_writable",
+        "profiling.save_memory_snapshot_folder=/dev/null profiling.enable_memory_snapshot",
+        "is not a folder",
+        also="memory_snapshot_on_cuda",
+    ),
     bad("folders_writable", "comm.save_traces_folder=/dev/null/x", "/dev/null is not a folder", world=2),
     bad("folders_writable", "metrics.prometheus_file=/dev/null/a.prom", "/dev/null is not a folder"),
     bad("folders_writable", "job.save_config_file=/dev/null/a.toml", "/dev/null is not a folder"),

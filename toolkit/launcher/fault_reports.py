@@ -31,7 +31,8 @@ def traces_prefix(job: Job, comm: Comm) -> Path:
     """The beginning of the names of the files in which ranks tell of failed collectives."""
     from toolkit.config.local_paths import expand_user  # tables are read by then; reports need no package
 
-    return expand_user(job.dump_folder) / comm.save_traces_folder / comm.save_traces_file_prefix
+    folder = expand_user(comm.save_traces_folder, inside=expand_user(job.dump_folder))
+    return folder / comm.save_traces_file_prefix
 
 
 @dataclass(frozen=True)

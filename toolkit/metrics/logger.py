@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.job import Metrics
+from toolkit.config.local_paths import expand_user
 from toolkit.errors import printable
 from toolkit.io import standard_streams
 from toolkit.metrics.console import Console
@@ -65,7 +66,7 @@ class MetricLogger:
             writers = world_size if options.save_for_all_ranks else 1
             self._attempt(_OTHERS, lambda: _set_others_aside(folder, writers))
         if options.enable_tensorboard:
-            events = folder / options.save_tb_folder
+            events = expand_user(options.save_tb_folder, inside=folder)
             self._tensorboard = TensorBoard(
                 events if chief else events / f"rank-{rank}",
                 resume_step=resume_step,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.config.job import Profiling
+from toolkit.config.local_paths import expand_user
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def profiling(
 
             profiler = StepProfiler(
                 options,
-                folder / options.save_traces_folder,
+                expand_user(options.save_traces_folder, inside=folder),
                 first_step=first_step,
                 rank=rank,
                 device=device,
@@ -36,7 +37,9 @@ def profiling(
             from toolkit.metrics.memory_snapshot import MemorySnapshots
 
             snapshots = MemorySnapshots(
-                folder / options.save_memory_snapshot_folder, freq=options.profile_freq, rank=rank
+                expand_user(options.save_memory_snapshot_folder, inside=folder),
+                freq=options.profile_freq,
+                rank=rank,
             )
             told.append(stack.enter_context(snapshots).after_step)
 

@@ -45,13 +45,14 @@ def folders_writable(run: PlannedRun) -> list[Problem]:
         folders["data.cache_folder"] = str(cache)
     if config.checkpoint.enable and isinstance(run.checkpoints, Path):
         folders["checkpoint.folder"] = str(run.checkpoints)
-    if config.metrics.enable_tensorboard:
-        folders["metrics.save_tb_folder"] = str(run.dump_folder / config.metrics.save_tb_folder)
-    if config.profiling.enable_profiling:
-        traces = run.dump_folder / config.profiling.save_traces_folder
-        folders["profiling.save_traces_folder"] = str(traces)
-    if run.world_size > 1:
-        folders["comm.save_traces_folder"] = str(run.dump_folder / config.comm.save_traces_folder)
+    for key, is_made in {
+        "metrics.save_tb_folder": config.metrics.enable_tensorboard,
+        "profiling.save_traces_folder": config.profiling.enable_profiling,
+        "profiling.save_memory_snapshot_folder": config.profiling.enable_memory_snapshot,
+        "comm.save_traces_folder": run.world_size > 1,
+    }.items():
+        if is_made:
+            folders[key] = str(expand_user(config.value(key), inside=run.dump_folder))
     for key in ("metrics.prometheus_file", "job.save_config_file"):
         if file := config.value(key):
             folders[key] = str(expand_user(file, inside=run.dump_folder).parent)
