@@ -19,7 +19,7 @@ _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distr
 
 
 def free_port() -> int:
-    """A port that nothing listens at, below those of Linux's own choice: no connection takes it meanwhile."""
+    """Find a port that nothing listens at, below those of Linux's own choice: no connection takes it."""
     while True:
         port = random.SystemRandom().randrange(15_000, 32_768)
         with socket.socket() as listener, contextlib.suppress(OSError):

@@ -97,7 +97,7 @@ INDUCTOR: list[Row] = [
     {"strategy": "SHARD_GRAD_OP", "accumulation": "4", "checkpointing": "memory budget", "head": "tied"},
     {"strategy": "HYBRID_SHARD", "checkpointing": "op", "wrap": "size", "loss": "whole"},
 ]
-"""What is not plain in the rows that inductor compiles, on two ranks."""
+"""Levels that are not plain in the rows that inductor compiles, on two ranks."""
 
 SEED = 442
 """Tried out for few rows; any other gives as good a test."""
