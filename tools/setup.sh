@@ -112,7 +112,7 @@ install() {
     return 1
   }
   # pip would compile with one core. What this Python cannot read stays as it is: nothing here imports it.
-  "$venv/bin/python" -m compileall -q -j 0 -x '/tests?/|/torch/testing/_internal/' \
+  "$venv/bin/python" -m compileall -q -j 0 -x '/site-packages/(.*/tests?|torch/testing/_internal)/' \
     "$venv"/lib/python3*/site-packages >/dev/null || true
   rm -f "$venv"/.installed-*
   local part
