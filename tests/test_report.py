@@ -78,5 +78,8 @@ def test_what_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert report.main([str(tmp_path)]) == 3
     assert "is not the folder of a run" in capsys.readouterr().err
     write_rank(tmp_path, 0, 0.2)
-    assert report.main([str(tmp_path), "-o", str(tmp_path / "no" / "x.html")]) == 1
-    assert "no/x.html cannot be written" in capsys.readouterr().err
+    for output, why in ((tmp_path / "no" / "x.html", "is not there"), (tmp_path, "it is a folder")):
+        with pytest.raises(SystemExit):
+            report.main([str(tmp_path), "-o", str(output)])
+        error = capsys.readouterr().err
+        assert f"{output} cannot be written" in error and why in error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,23 @@ def local_path(text: str) -> Path:
 def any_path(text: str) -> Path:
     """The type of an argument that is one path, here or in object storage."""
     return expand_user(local_path_text(text, storage=True))
+
+
+def output_file(text: str) -> Path:
+    """The type of an argument that is a file to write, so that it is told before the work whose result it is."""
+    path = local_path(text)
+    if problem := output_problem(path):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: {problem}")
+    return path
+
+
+def output_problem(path: Path) -> str:
+    """Say why no file can be written at ``path``; empty where one can."""
+    if path.is_dir():
+        return "it is a folder"
+    place = path if path.exists() else path.parent
+    fits = os.access(place, os.W_OK) and (place is path or place.is_dir())
+    return "" if fits else f"{place} is not there, or not to be written"
 
 
 def count(text: str) -> int:

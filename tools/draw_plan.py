@@ -24,7 +24,7 @@ from toolkit.hardware import Hardware
 from toolkit.io import standard_streams
 from toolkit.planner.machines import Machine, machine_named
 from toolkit.preflight.planned_run import PlannedRun
-from tools.arguments import add_custom_import, local_path, ranks
+from tools.arguments import add_custom_import, local_path, output_file, ranks
 from tools.plot import pyplot, write_html
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("config", metavar="CONFIG", type=local_path, help="a TOML")
     parser.add_argument("--gpu", required=True, metavar="KIND", help="such as h100")
     parser.add_argument("--gpus", required=True, type=ranks, metavar="N", help="in all")
-    parser.add_argument("-o", "--output", type=local_path, required=True, help="an .html or a .png")
+    parser.add_argument("-o", "--output", type=output_file, required=True, help="an .html or a .png")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     asked, words = parser.parse_known_args(argv)
     if asked.output.suffix not in (".html", ".png"):

@@ -39,7 +39,7 @@ from toolkit.evaluation.perplexity import Evaluator, Loss, documents, text_loss
 from toolkit.generation.load import Loaded, needed_tokenizer
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
-from tools.arguments import count, flags_named, local_path, local_path_text
+from tools.arguments import count, flags_named, local_path, local_path_text, output_problem
 from tools.cli import add_bos_argument, add_model_arguments, load_as_asked
 
 _WINDOW = 4096
@@ -207,9 +207,7 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
         fix = "name the folder of the YAML files"
         raise ConfigError(Problem("there is no such folder", fix, "--task-folder", str(asked.task_folder)))
     if asked.output and _is_chief():
-        place = asked.output if asked.output.exists() else asked.output.parent
-        if asked.output.is_dir() or not os.access(place, os.W_OK):
-            why = "it is a folder" if asked.output.is_dir() else f"{place} is not there, or not to be written"
+        if why := output_problem(asked.output):
             raise DataError(f"cannot write {asked.output}: {why}")
     if asked.text:
         with flags_named(_TEXT_FLAGS):

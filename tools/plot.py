@@ -22,7 +22,7 @@ from typing import Any
 
 from toolkit.errors import ConfigError, DataError, Problem, ToolkitError, install, printable
 from toolkit.io import standard_streams
-from tools.arguments import local_path
+from tools.arguments import local_path, output_file
 
 Record = dict[str, Any]
 Points = tuple[list[float], list[float]]
@@ -256,7 +256,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("runs", nargs="+", type=local_path, metavar="RUN", help="folder of a run")
     parser.add_argument(
-        "-o", "--output", type=local_path, help="PNG to write (default: curves.png in the first run)"
+        "-o", "--output", type=output_file, help="PNG to write (default: curves.png in the first run)"
     )
     parser.add_argument("--x", choices=list(X_LABELS), default="step")
     options = parser.parse_args(argv)

@@ -23,7 +23,7 @@ from typing import Any
 from toolkit.errors import DataError
 from toolkit.io import standard_streams
 from toolkit.metrics.jsonl import rank_files
-from tools.arguments import local_path
+from tools.arguments import local_path, output_file
 from tools.plot import (
     COLORS,
     PANELS,
@@ -241,7 +241,7 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=local_path, metavar="RUN", help="folder of a run")
-    parser.add_argument("-o", "--output", type=local_path, help="file to write (default: RUN/report.html)")
+    parser.add_argument("-o", "--output", type=output_file, help="file to write (default: RUN/report.html)")
     options = parser.parse_args(argv)
     output = options.output or options.run / "report.html"
     return written(output, lambda: write_report(options.run, output))

@@ -196,6 +196,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.text_column is not None and not arguments.corpus:
         parser.error("--text-column does nothing without --corpus")
+    path = arguments.output / FILE_NAMES[arguments.format]
+    if any(folder.exists() and not folder.is_dir() for folder in path.parents):
+        parser.error(f"--output {arguments.output}: no folder can be made there")
 
     try:
         with flags_named({"training.dataset_path": "--corpus", "data.text_column": "--text-column"}):
@@ -204,7 +207,6 @@ def main() -> int:
     except ToolkitError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
-    path = arguments.output / FILE_NAMES[arguments.format]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

@@ -131,17 +131,17 @@ def load_model(
             "tokens\n  fix:  name a language model"
         )
     mesh = _mesh(device, source.args, tp)
+    trained = of_base.adapters.get(_OWN, source)
+    run = run_of(trained)
+    seq_len = saved_settings(run).get("training.seq_len")
+    beside = next((it for it in (trained, source) if tokenizer_of(it)), source)
+    tokenizer = _tokenizer(beside, tokenizer_path, asked_bos(run) if add_bos is None else add_bos)
     prefix = any(it.options.adapter == "prefix_tuning" for it in of_base.adapters.values())
     attention = attention_choice("auto", "", device=device.type, documents=False, prefix=prefix)
     model = meta_decoder(source.args, attention=attention).to(dtype)
     note = _shard(model, mesh, device, dtype) if mesh is not None else ""
     model.to_empty(device=device).requires_grad_(False)
     of_base.load(model, next(iter(of_base.adapters), None), mesh.tp if mesh else None)
-    trained = of_base.adapters.get(_OWN, source)
-    run = run_of(trained)
-    seq_len = saved_settings(run).get("training.seq_len")
-    beside = next((it for it in (trained, source) if tokenizer_of(it)), source)
-    tokenizer = _tokenizer(beside, tokenizer_path, asked_bos(run) if add_bos is None else add_bos)
     return Loaded(
         model.eval(),
         source.args,
