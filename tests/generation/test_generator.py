@@ -15,6 +15,7 @@ from toolkit.config.finetune import Finetune, PrefixTuning
 from toolkit.errors import ConfigError, DataError
 from toolkit.finetune.converters import apply_finetune
 from toolkit.generation import generator as module
+from toolkit.generation import kv_cache
 from toolkit.generation.compiled import Step, compiler_for
 from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator
@@ -80,9 +81,12 @@ WINDOWED = small("mistral0.1", n_layers=2)
 
 
 @pytest.mark.parametrize("args", [ARGS, WINDOWED], ids=["all", "window"])
-@pytest.mark.parametrize("attention", ["sdpa", "blockwise"])
-def test_a_chunk_after_others(args: ModelArgs, attention: str) -> None:
+@pytest.mark.parametrize(("attention", "products"), [("sdpa", False), ("blockwise", False), ("sdpa", True)])
+def test_a_chunk_after_others(
+    args: ModelArgs, attention: str, products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens that come several at a time, to rows of unequal lengths: the logits of each row by itself."""
+    monkeypatch.setattr(kv_cache, "_in_products", lambda *_: products)
     model = build(args, attention=attention)
     rows = [torch.arange(30) * 7 % VOCAB, torch.arange(25) * 11 % VOCAB]
     padding = [0, 5]
@@ -103,9 +107,13 @@ def test_a_chunk_after_others(args: ModelArgs, attention: str) -> None:
                 torch.testing.assert_close(found[begin:], alone, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("padding", [(0, 0), (0, 5)])
-def test_a_window_does_not_hide_a_prefix(padding: tuple[int, int]) -> None:
+def test_a_window_does_not_hide_a_prefix(
+    padding: tuple[int, int], products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One token at a time, the logits are those of the whole rows, which see the prefix everywhere."""
+    monkeypatch.setattr(kv_cache, "_in_products", lambda *_: products)
     model = build(WINDOWED)
     options = Finetune(adapter="prefix_tuning", prefix_tuning=PrefixTuning(num_virtual_tokens=3))
     apply_finetune(model, options, frozen_dtype=torch.float64)
@@ -123,6 +131,17 @@ def test_a_window_does_not_hide_a_prefix(padding: tuple[int, int]) -> None:
             cache.advance(chunk.shape[1])
         for pad, row, found in zip(padding, columns, logits, strict=True):
             torch.testing.assert_close(found[-1], model(row[None, pad:])[0, -1], rtol=0, atol=1e-12)
+
+
+def test_products_of_a_token_where_torchs_kernel_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 without tiles, or of many columns whose keys several heads share."""
+    query, shared, own = (torch.empty(1, 1, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 8))
+    monkeypatch.setattr(kv_cache, "has_tiles", lambda: False)
+    assert kv_cache._in_products(query, own, 100)
+    assert not kv_cache._in_products(query.float(), own.float(), 100)
+    monkeypatch.setattr(kv_cache, "has_tiles", lambda: True)
+    assert kv_cache._in_products(query, shared, 10_000)
+    assert not kv_cache._in_products(query, shared, 100) and not kv_cache._in_products(query, own, 10_000)
 
 
 @pytest.mark.parametrize("args", [ARGS, WINDOWED], ids=["all", "window"])

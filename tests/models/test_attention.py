@@ -87,7 +87,7 @@ def _one_row(qkv: list[Tensor]) -> tuple[Tensor, Tensor]:
 def test_blockwise_loses_no_more_in_16_bits_than_sdpa(
     monkeypatch: pytest.MonkeyPatch, documents: Tensor | None, tiles: bool
 ) -> None:
-    monkeypatch.setattr(attention_blockwise, "_has_tiles", lambda: tiles)
+    monkeypatch.setattr(attention_blockwise, "has_tiles", lambda: tiles)
     rounded = inputs(8, 2, torch.bfloat16)
     truth = with_gradients("sdpa", [x.double() for x in rounded], documents)
     distances = [

@@ -120,7 +120,9 @@ class Generator:
         running = set(range(len(prompts)))
         tokens_BS = state.prompts
         for step in range(steps):
-            tokens_B = chooser.choose(state.logits(tokens_BS))
+            # Inference mode takes less time, and FSDP counts the versions of tensors, which have none there.
+            with torch.inference_mode() if self.group is None else torch.no_grad():
+                tokens_B = chooser.choose(state.logits(tokens_BS))
             tokens: list[int | None] = list(tokens_B.tolist())
             for row in range(len(prompts)):
                 token = tokens[row]
@@ -182,7 +184,6 @@ class _Batch:
         rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         self.prompts = torch.tensor(rows, device=cache.padding.device)
 
-    @torch.no_grad()
     def logits(self, tokens_BS: Tensor) -> Tensor:
         """Logits (B, V) after these, the next tokens of each row."""
         count = tokens_BS.shape[1]
@@ -234,7 +235,6 @@ class _Chooser:
             for seen_V, prompt in zip(self.seen_BV, prompts, strict=True):
                 seen_V[list(prompt)] = True
 
-    @torch.no_grad()
     def choose(self, logits_BV: Tensor) -> Tensor:
         """The next token (B,) of each row.
 

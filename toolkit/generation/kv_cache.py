@@ -19,19 +19,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.models.common.attention import AttentionBackend, AttentionMask, Prefix
+from toolkit.models.common.attention import AttentionBackend, AttentionMask, Prefix, has_tiles
 from toolkit.models.common.attention_sdpa import SDPA
 from toolkit.models.common.decoder import Decoder, TransformerBlock
 
 _COLUMNS = 64
-"""On CPUs a token attends to so many columns or a multiple, the last ones masked: oneDNN compiles a product
-for each number of columns, at ten times the product's time."""
+"""In products a token attends to so many columns or a multiple, the last ones masked: oneDNN compiles a
+product for each number of columns, at ten times the product's time."""
+_MANY = 1 << 20
+"""Numbers of the keys that a token attends to."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +182,14 @@ class _CachedAttention(AttentionBackend):
                 buffer[:, :, :first] = x_PKE.transpose(0, 1)
         if q_BSHE.shape[1] == 1:
             begin = first + mask.oldest if mask.oldest else 0
-            last = min(begin + _rounded(end - begin), k_BKTE.shape[2]) if _in_products(q_BSHE) else end
+            products = _in_products(q_BSHE, k_BSKE, end - begin)
+            last = min(begin + _rounded(end - begin), k_BKTE.shape[2]) if products else end
             keys, values = k_BKTE[:, :, begin:last], v_BKTE[:, :, begin:last]
             if first and begin:  # a window does not hide the prefix
                 keys = torch.cat([k_BKTE[:, :, :first], keys], dim=2)
                 values = torch.cat([v_BKTE[:, :, :first], values], dim=2)
-            return _attend_one(q_BSHE, keys, values, seen, unseen=last - end)
+            attend = partial(_attend_in_products, unseen=last - end) if products else _attend_one
+            return attend(q_BSHE, keys, values, seen)
         if mask.start:
             k_BSKE, v_BSKE = (x[:, :, first:end].transpose(1, 2) for x in (k_BKTE, v_BKTE))
         learned = () if prefix is None else (prefix,)
@@ -208,38 +213,43 @@ class _CachedAttention(AttentionBackend):
         return self.keys, self.values
 
 
-def _in_products(q: Tensor) -> bool:
-    """Say if attention of a token is two plain products here."""
-    return not (q.is_cuda or torch.compiler.is_compiling())
+def _in_products(q_B1HE: Tensor, k_B1KE: Tensor, columns: int) -> bool:
+    """Say if attention of a token to so many columns is two plain products: on CPUs in bfloat16, for which
+    torch's own kernel takes up to five times as long; where there are tiles of AMX only for many columns, of
+    heads that share keys (benchmarks/LOG.md)."""
+    if q_B1HE.is_cuda or q_B1HE.dtype != torch.bfloat16:
+        return False
+    shared = q_B1HE.shape[2] > k_B1KE.shape[2]
+    return not has_tiles() or (shared and k_B1KE.numel() * columns > _MANY)
 
 
 def _rounded(columns: int) -> int:
     return -(-columns // _COLUMNS) * _COLUMNS
 
 
-def _attend_one(
-    q_B1HE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, *, unseen: int = 0
-) -> Tensor:
-    """Attention of one new token a row to all of its row but the last ``unseen`` columns, of which ``mask``
-    says nothing. Heads that share keys count as queries of one head, so that shared keys are read once and
-    any kernel takes them.
-
-    On a CPU as plain products, over which torch's own kernel takes up to five times as long in bf16. Keys are
-    the first factor, since a product with a transposed second one copies it."""
+def _attend_one(q_B1HE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of one new token a row to all of its row. Heads that share keys count as queries of one head,
+    so that shared keys are read once and any kernel takes them."""
     q_BKGE = q_B1HE.squeeze(1).unflatten(1, (k_BKTE.shape[1], -1))
-    if not _in_products(q_BKGE):
-        out_BKGE = F.scaled_dot_product_attention(q_BKGE, k_BKTE, v_BKTE, attn_mask=mask)
-    else:
-        products = q_BKGE.new_empty(()), k_BKTE.flatten(0, 1), q_BKGE.flatten(0, 1).mT
-        scores_NTG = torch.baddbmm(*products, beta=0, alpha=q_BKGE.shape[-1] ** -0.5)
-        scores_BKGT = scores_NTG.mT.unflatten(0, q_BKGE.shape[:2])
-        seen_BKGT = scores_BKGT[..., : k_BKTE.shape[2] - unseen]
-        if mask is not None:
-            seen_BKGT.masked_fill_(~mask, -torch.inf)
-        if unseen:
-            scores_BKGT[..., -unseen:] = -torch.inf
-        out_BKGE = scores_BKGT.softmax(-1) @ v_BKTE
+    out_BKGE = F.scaled_dot_product_attention(q_BKGE, k_BKTE, v_BKTE, attn_mask=mask)
     return out_BKGE.flatten(1, 2)[:, None]
+
+
+def _attend_in_products(
+    q_B1HE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, *, unseen: int
+) -> Tensor:
+    """The same, save for the last ``unseen`` columns, of which ``mask`` says nothing. Keys are the first
+    factor, since a product with a transposed second one copies it."""
+    q_BKGE = q_B1HE.squeeze(1).unflatten(1, (k_BKTE.shape[1], -1))
+    products = q_BKGE.new_empty(()), k_BKTE.flatten(0, 1), q_BKGE.flatten(0, 1).mT
+    scores_NTG = torch.baddbmm(*products, beta=0, alpha=q_BKGE.shape[-1] ** -0.5)
+    scores_BKGT = scores_NTG.mT.unflatten(0, q_BKGE.shape[:2])
+    seen_BKGT = scores_BKGT[..., : k_BKTE.shape[2] - unseen]
+    if mask is not None:
+        seen_BKGT.masked_fill_(~mask, -torch.inf)
+    if unseen:
+        scores_BKGT[..., -unseen:] = -torch.inf
+    return (scores_BKGT.softmax(-1) @ v_BKTE).flatten(1, 2)[:, None]
 
 
 def _block(module: torch.nn.Module) -> TransformerBlock:

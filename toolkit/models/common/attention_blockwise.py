@@ -19,14 +19,13 @@ rows of scores, and W keys, of which the last Q are the queries' own; some queri
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.models.common.attention import AttentionBackend
+from toolkit.models.common.attention import AttentionBackend, has_tiles
 
 _QUERY_BYTES = 256
 """Queries of a block times the bytes of a number: 128 in bfloat16, 64 in fp32. Fewer waste less on what
@@ -68,7 +67,7 @@ def document_starts(documents_BS: Tensor) -> Tensor:
 def attend(q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | None) -> Tensor:
     """softmax(q kᵀ / √E) v, (B, Q, H, E), over the keys from ``starts_BQ`` on, or all, up to each query's."""
     whole = starts_BQ is None and q_BQHE.shape[1] == k_BSKE.shape[1]
-    if whole and q_BQHE.dtype == torch.bfloat16 and _has_tiles():
+    if whole and q_BQHE.dtype == torch.bfloat16 and has_tiles():
         q_BHQE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BQHE, k_BSKE, v_BSKE))
         out_BHQE = F.scaled_dot_product_attention(q_BHQE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=True)
         return out_BHQE.transpose(1, 2).contiguous()
@@ -135,11 +134,6 @@ def _backward(ctx: Any, grad_BQHE: Tensor) -> tuple[Tensor, Tensor, Tensor, None
 
 
 attend.register_autograd(_backward, setup_context=_keep_inputs)
-
-
-@cache
-def _has_tiles() -> bool:
-    return torch.cpu._is_amx_tile_supported()
 
 
 class _Block(NamedTuple):
