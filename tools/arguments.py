@@ -36,7 +36,7 @@ def any_path(text: str) -> Path:
 
 
 def output_file(text: str) -> Path:
-    """The type of an argument that is a file to write, so that it is told before the work whose result it is."""
+    """The type of an argument that is a file to write; where none can be, that is told before the work."""
     path = local_path(text)
     if problem := output_problem(path):
         raise argparse.ArgumentTypeError(f"{path} cannot be written: {problem}")

@@ -206,9 +206,8 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
     if asked.task_folder and not asked.task_folder.is_dir():
         fix = "name the folder of the YAML files"
         raise ConfigError(Problem("there is no such folder", fix, "--task-folder", str(asked.task_folder)))
-    if asked.output and _is_chief():
-        if why := output_problem(asked.output):
-            raise DataError(f"cannot write {asked.output}: {why}")
+    if asked.output and _is_chief() and (why := output_problem(asked.output)):
+        raise DataError(f"cannot write {asked.output}: {why}")
     if asked.text:
         with flags_named(_TEXT_FLAGS):
             open_text(asked.text, asked.text_column or _COLUMN)

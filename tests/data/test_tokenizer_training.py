@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
-from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, ConfigError
+from toolkit.errors import EXIT_CONFIG, EXIT_DATA, ConfigError
 from tools import make_embedded_corpus, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
