@@ -35,11 +35,12 @@ from toolkit.distributed import process_group
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_FINISHED, DataError, ToolkitError, printable, report
 from toolkit.generation.generator import Generator
-from toolkit.generation.load import Loaded, needed_tokenizer
+from toolkit.generation.load import Loaded, fitting_tokenizer, needed_tokenizer
 from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
+from toolkit.models.common.args import ModelArgs
 from toolkit.models.registry import chat_formats
 from tools.cli import (
     add_model_arguments,
@@ -247,7 +248,11 @@ def _run(asked: argparse.Namespace) -> None:
     sampling = sampling_as_asked(asked)
     if asked.format:
         check_asked(asked.format, {})
-    loaded = load_as_asked(asked)
+
+    def check(tokenizer: Tokenizer | None, args: ModelArgs) -> None:
+        chat_format(fitting_tokenizer(tokenizer, args), asked.format)
+
+    loaded = load_as_asked(asked, check=check)
     tokenizer = needed_tokenizer(loaded)
     form = chat_format(tokenizer, asked.format)
     dialog = Dialog(

@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from toolkit.config.local_paths import expand_user
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import native_dtype
 from toolkit.errors import ConfigError, Problem
 from toolkit.generation.load import Loaded, load_model
 from toolkit.generation.sampling import Sampling
 from toolkit.launcher.environment import is_reporting_rank, rank_environment
+from toolkit.models.common.args import ModelArgs
 from tools.arguments import add_custom_import, count, flags_named, local_path_text
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -67,9 +70,15 @@ def add_bos_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_as_asked(arguments: argparse.Namespace, *, add_bos: bool | None = None) -> Loaded:
+def load_as_asked(
+    arguments: argparse.Namespace,
+    *,
+    add_bos: bool | None = None,
+    check: Callable[[Tokenizer | None, ModelArgs], object] | None = None,
+) -> Loaded:
     """The model of :func:`add_model_arguments`, on this process's device; over all ranks of torchrun, whose
-    group is formed here. ``add_bos`` is what :func:`add_bos_argument` asked for.
+    group is formed here. ``add_bos`` is what :func:`add_bos_argument` asked for, ``check`` as that of
+    :func:`load_model`.
 
     Raises:
         ConfigError, DataError, CheckpointError: as :func:`load_model`.
@@ -87,6 +96,7 @@ def load_as_asked(arguments: argparse.Namespace, *, add_bos: bool | None = None)
             tokenizer_path=arguments.tokenizer,
             add_bos=add_bos,
             adapters=adapters_as_asked(arguments),
+            check=check,
         )
     if loaded.note and is_reporting_rank(os.environ):
         print(loaded.note, file=sys.stderr)

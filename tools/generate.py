@@ -35,12 +35,13 @@ from toolkit.distributed import process_group
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
 from toolkit.generation.generator import Generator
-from toolkit.generation.load import needed_tokenizer
+from toolkit.generation.load import fitting_tokenizer, needed_tokenizer
 from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
 from toolkit.io.json_fields import parse_json
 from toolkit.launcher.environment import is_reporting_rank, rank_environment
+from toolkit.models.common.args import ModelArgs
 from tools.arguments import count, local_path
 from tools.cli import (
     add_bos_argument,
@@ -183,10 +184,14 @@ def _run(arguments: argparse.Namespace) -> None:
     sampling = sampling_as_asked(arguments)
     # Standard input is rank 0's.
     of_rank_0 = _prompts(arguments) if rank_environment(os.environ).rank == 0 else []
-    loaded = load_as_asked(arguments, add_bos=arguments.add_bos_token)
+    named: set[int] = set()
+
+    def check(tokenizer: Tokenizer | None, args: ModelArgs) -> None:
+        named.update(_named_ids(fitting_tokenizer(tokenizer, args), arguments.stop_token))
+
+    loaded = load_as_asked(arguments, add_bos=arguments.add_bos_token, check=check)
     tokenizer = needed_tokenizer(loaded)
     prompts = Ranks().on_rank_0(lambda: of_rank_0)
-    named = _named_ids(tokenizer, arguments.stop_token)
     stop_ids = named.union(tokenizer.stop_ids, loaded.eos_ids)
     encoded = [tokenizer.encode(prompt, bos=tokenizer.adds_bos) for prompt in prompts]
     adapters = list(loaded.adapters.adapters) if loaded.adapters else []

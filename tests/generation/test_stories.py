@@ -168,6 +168,21 @@ def test_program_refuses(flags: list[str], code: int, told: str, capsys: pytest.
     assert (found, out) == (code, "") and told in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--stop-token", "<none>"], "--stop-token = '<none>'"),
+        (["--tokenizer", str(ASSETS / "tokenizers/llama2")], "32,000 entries"),
+    ],
+)
+def test_program_refuses_before_the_weights_are_read(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.generation.load.meta_decoder", None)
+    code, _, err = _main(capsys, STORIES / "hf", "--prompt", "x", *flags)
+    assert code in (2, 3) and told in err
+
+
 def test_program_reads_its_prompts_before_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = _main(capsys, "/no/model", "--prompt-file", "/nowhere.txt")
     assert code == 3 and "/nowhere.txt" in err

@@ -7,7 +7,7 @@ and features among ``tp`` of them, whose hidden states are whole (:func:`apply_t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,6 +106,7 @@ def load_model(
     add_bos: bool | None = None,
     verify: bool = True,
     adapters: Mapping[str, Path | str] | None = None,
+    check: Callable[[Tokenizer | None, ModelArgs], object] | None = None,
 ) -> Loaded:
     """The model at ``path``, in any form that :func:`toolkit.weights.open.open_weights` opens, or an adapter,
     PEFT's folder or a checkpoint of ours, with the base that it names.
@@ -117,7 +118,8 @@ def load_model(
     all ranks have room for it. With ``verify`` a checkpoint is compared with its hashes, of which each rank
     takes its share. The tokenizer is that at ``tokenizer_path``, else the one
     beside the weights, else the one that the checkpoint was trained with; ``add_bos`` says whether plain
-    texts begin with BOS, else the checkpoint's run, else the tokenizer's files.
+    texts begin with BOS, else the checkpoint's run, else the tokenizer's files. ``check`` raises what is
+    wrong with the tokenizer, on every rank alike, before weights are read.
 
     Raises:
         ConfigError: ``tp`` does not divide the ranks, or a dimension of the model; or a user's decoder has
@@ -136,6 +138,8 @@ def load_model(
     seq_len = saved_settings(run).get("training.seq_len")
     beside = next((it for it in (trained, source) if tokenizer_of(it)), source)
     tokenizer = _tokenizer(beside, tokenizer_path, asked_bos(run) if add_bos is None else add_bos)
+    if check:
+        check(tokenizer, source.args)
     prefix = any(it.options.adapter == "prefix_tuning" for it in of_base.adapters.values())
     attention = attention_choice("auto", "", device=device.type, documents=False, prefix=prefix)
     model = meta_decoder(source.args, attention=attention).to(dtype)
@@ -254,17 +258,21 @@ def _refuse_smaller(tokenizer: Tokenizer, own: Path | None) -> None:
 
 
 def needed_tokenizer(loaded: Loaded) -> Tokenizer:
-    """The tokenizer of ``loaded``.
+    """The tokenizer of ``loaded``, as :func:`fitting_tokenizer`."""
+    return fitting_tokenizer(loaded.tokenizer, loaded.args)
+
+
+def fitting_tokenizer(tokenizer: Tokenizer | None, args: ModelArgs) -> Tokenizer:
+    """Return ``tokenizer``.
 
     Raises:
         DataError: there is none, or it has more entries than the model.
     """
-    tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise DataError("no tokenizer lies beside the weights: name its folder or file with --tokenizer")
-    if tokenizer.n_words > loaded.args.vocab_size:
+    if tokenizer.n_words > args.vocab_size:
         raise DataError(
             f"the tokenizer {tokenizer.path} has {tokenizer.n_words:,} entries and the model "
-            f"{loaded.args.vocab_size:,}: name the one it was trained with, with --tokenizer"
+            f"{args.vocab_size:,}: name the one it was trained with, with --tokenizer"
         )
     return tokenizer
