@@ -31,6 +31,12 @@ def with_gradients(norm: nn.RMSNorm, x: Tensor, weight: nn.Parameter, grad: Tens
     return [out.detach(), *torch.autograd.grad(out, [x, weight], grad)]
 
 
+@pytest.fixture(autouse=True)
+def pieces_before_2_12(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not taken there for the sake of pipelines alone."""
+    monkeypatch.setattr(rms_norm, "_FUNCTIONS_OF_PARAMETERS", True)
+
+
 @pytest.mark.parametrize("shape", [(3, 700, 48), (2, 300, 4, 16), (40_000, 1)])
 def test_pieces_are_what_torch_computes(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rms_norm, "_PIECE", 1 << 10)  # the last piece is shorter than others
