@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from toolkit.errors import DataError, ToolkitError, report
+from toolkit.launcher.node_terms import Terms
 from toolkit.launcher.nodes import supervise_nodes
-from toolkit.launcher.roll_call import Terms
 from toolkit.launcher.supervisor import Launch
 
 RANK = """

@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 
 from tests.nodes import PORT, TINY, Cluster, Node, Started, cluster, eventually, why_not
-from toolkit.launcher.node_link import interface_of
+from toolkit.launcher.node_link import Link, Message, interface_of
+from toolkit.launcher.node_terms import Terms
+from toolkit.launcher.roll_call import RollCall
 
 SKIP = why_not()
 pytestmark = [pytest.mark.skipif(bool(SKIP), reason=SKIP), pytest.mark.timeout(300)]
@@ -121,6 +123,28 @@ def test_a_node_that_cannot_prepare_ends_all(three: Cluster, folder: Path) -> No
     other = _start(three.nodes[1], folder, broken="the corpus is not on this disk")
     _ended(three.nodes, [first, other], 3, "the corpus is not on this disk")
     assert "node 1 (host1): the corpus is not on this disk" in first.text
+
+
+@pytest.mark.parametrize("kind", ["hello", "leave"])
+def test_node_0_hears_what_ended_all_before_it_came(kind: str) -> None:
+    """Its launcher listens before it comes itself, so that another node may be there and fail first."""
+    calls = RollCall(Terms(least=2, most=2), {}, lambda nodes: [], lambda: 0, lambda nodes, known: "")
+    port = calls.listen(0)
+
+    def come(node: int, kind: str, **said: Any) -> Message:
+        link = Link(socket.create_connection(("127.0.0.1", port), timeout=5), 5)
+        link.send(kind, node=node, host=f"host{node}", **said)
+        answer = link.receive() if kind == "hello" else {}
+        if answer.get("kind") == "welcome":
+            link.send("leave", code=3, text="no such corpus")
+        link.finish(5)
+        return answer
+
+    come(1, kind, facts={}, code=3, text="no such corpus")
+    assert eventually(lambda: calls._phase == "over", 5)
+    assert come(0, "hello", facts={}) == {"kind": "exit", "code": 3, "text": "node 1 (host1): no such corpus"}
+    calls.close()
+    assert not calls.thread.is_alive()
 
 
 def test_what_one_node_lacks_ends_all_before_the_start(three: Cluster, folder: Path) -> None:

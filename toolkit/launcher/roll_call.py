@@ -75,7 +75,9 @@ class RollCall:
     events: SimpleQueue[tuple[Link, Message]] = field(default_factory=SimpleQueue)
 
     def __post_init__(self) -> None:
-        self.opened = False  # node 0 has come
+        self._awaited = True  # node 0 has not come
+        self._given_up = False  # and will not
+        self._said: dict[str, object] = {}  # to all, once the run is over
         self._strangers: list[Link] = []
         self._phase = "gathering"  # then running, ending, and over
         self._began = self._told = time.monotonic()
@@ -107,8 +109,7 @@ class RollCall:
 
     def close(self) -> None:
         """Wait until all have read what they were sent last, or end at once where node 0 never came."""
-        if not self.opened:
-            self._phase = "over"
+        self._given_up = self._awaited
         self.thread.join(timeout=2 * FAREWELL_SECONDS)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -126,7 +127,8 @@ class RollCall:
 
     def _run(self, listener: socket.socket) -> None:
         try:
-            while self._phase != "over":
+            # Node 0 may be the last to hear that all is over.
+            while not self._given_up and (self._phase != "over" or self._awaited):
                 self._ping()
                 with suppress(Empty):
                     self._take(*self.events.get(timeout=0.2))
@@ -206,6 +208,10 @@ class RollCall:
             self._gone(old, {"kind": "lost", "why": "another launcher has come from there"})
             old = None
         problem = ""
+        self._awaited = self._awaited and number != 0
+        if self._phase == "over":
+            self._turn_away(link, **self._said)
+            return
         if not 0 <= number < self.terms.most:
             problem = f"{node} is none of NNODES = {self.terms.most}: NODE_RANK is below it"
         elif old:
@@ -215,20 +221,21 @@ class RollCall:
             problem += "\n".join(f"  {line}" for line in apart)
         if problem:
             say(problem)
-            link.send("exit", code=EXIT_CONFIG, text=problem)
-            link.finish()
-            self._strangers.append(link)
+            self._turn_away(link, code=EXIT_CONFIG, text=problem)
             if not self.terms.elastic and self._phase == "gathering" and self._round == 0:
                 self._exit(EXIT_CONFIG, problem)
             return
         self.nodes[number] = node
-        if number == 0:
-            self.opened = True
-        else:
+        if number:
             self._own_address = link.own_address
         link.send("welcome", node_timeout=self.terms.node_timeout)
         if self.terms.most > 1:
             say(f"{node} is here")
+
+    def _turn_away(self, link: Link, **said: object) -> None:
+        link.send("exit", **said)
+        link.finish()
+        self._strangers.append(link)
 
     def _gone(self, node: Node, message: Message) -> None:
         if self.nodes.get(node.number) is node:
@@ -242,6 +249,8 @@ class RollCall:
                 return
         else:
             why = f"it is lost: {message['why']}"
+        if self._phase == "over":  # it has been told so
+            return
         say(f"{node}: {why}")
         if node.playing and node.outcome is None:
             self._lost.append(f"{node} is lost: {message.get('why', why)}")
@@ -389,9 +398,7 @@ class RollCall:
             left = len(self.nodes) - len(signalled)
             if 0 not in signalled and self._most_that_fit(left):
                 for node in [node for node in playing if node.number in signalled]:
-                    node.link.send("exit", code=EXIT_REQUEUE, text="")
-                    node.link.finish()
-                    self._strangers.append(node.link)
+                    self._turn_away(node.link, code=EXIT_REQUEUE, text="")
                     del self.nodes[node.number]
                     say(f"{node} left after {signalled[node.number]}")
                 self._again(staying, "")
@@ -420,8 +427,9 @@ class RollCall:
         self._enough_since = None
 
     def _exit(self, code: int, text: str) -> None:
-        self._send(self.nodes.values(), "exit", code=code, text=text)
-        self._phase = "over"
+        if self._phase != "over":
+            self._phase, self._said = "over", {"code": code, "text": text}
+            self._send(self.nodes.values(), "exit", **self._said)
 
 
 def _apart(theirs: Mapping[str, Any], ours: Mapping[str, object]) -> list[str]:
