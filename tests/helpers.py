@@ -41,6 +41,7 @@ def _rank_main(connection: Any, fn: Callable[..., Any], rank: int, size: int, po
         process_group.start(torch.device("cpu"), timeout_seconds=1800)
         # By value: torch would hand tensors over as files that this process keeps open, and it ends.
         connection.send_bytes(pickle.dumps((True, fn(*args))))
+        connection.recv_bytes()  # the others may still want rank 0's store
         process_group.stop()
     except BaseException:
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
@@ -69,11 +70,11 @@ def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     deadline = time.monotonic() + timeout
     try:
         for rank in range(world_size):
-            receiver, sender = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(target=_rank_main, args=(sender, fn, rank, world_size, port, args))
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=_rank_main, args=(theirs, fn, rank, world_size, port, args))
             process.start()
-            sender.close()
-            pipes.append(receiver)
+            theirs.close()
+            pipes.append(ours)
             processes.append(process)
         while len(results) < world_size:
             pending = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
@@ -90,6 +91,8 @@ def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                 if not succeeded:
                     raise RuntimeError(f"rank {rank} of {world_size} failed:\n{value}")
                 results[rank] = value
+        for pipe in pipes:
+            pipe.send_bytes(b"all have finished")
     finally:
         finished = len(results) == world_size
         for process in processes:
