@@ -83,6 +83,20 @@ def test_the_manifest_holds_the_hashes_of_what_is_on_disk(saved):
         assert entry == {"bytes": len(content), "blake3": blake3(content).hexdigest()}
 
 
+def test_all_of_each_file_is_on_the_disk_before_the_commit(saved, monkeypatch):
+    synced, sync = {}, os.fsync
+
+    def fsync(descriptor):
+        sync(descriptor)
+        state = os.fstat(descriptor)
+        synced[state.st_ino] = state.st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    saved.save(6, _tensors(), {})
+    for path in (saved.folder / "step-6").iterdir():
+        assert synced[path.stat().st_ino] == path.stat().st_size, path.name
+
+
 def test_plain_dcp_reads_what_we_write(saved):
     target = _empty()
     with warnings.catch_warnings():

@@ -74,6 +74,7 @@ class _HashingStream:
         self._file.flush()
 
     def fileno(self) -> int:  # without it DCP calls os.sync(), which flushes the whole machine
+        self._file.flush()  # DCP asks for it to sync the file, and does not flush what it has written
         return self._file.fileno()
 
     def close(self) -> None:
