@@ -35,6 +35,7 @@ DPO = f"finetune.objective=dpo {LORA}"
 _PAIR = write("a.jsonl", json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}))
 CASES: list[Bad] = [
     bad("lora_has_targets", f"finetune.lora.target_modules=qproj {LORA}", "none of the linear", "q_proj"),
+    bad("lora_has_targets", f"finetune.lora.target_modules=attention_norm {LORA}", "none of the linear"),
     bad("lora_rank_is_low", f"finetune.lora.rank=300 {LORA}", "is 256", "at most 256"),
     bad("blocks_are_there", "finetune.freeze_first_layers=7", "6 blocks", "at most 6"),
     bad(

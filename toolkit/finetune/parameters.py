@@ -100,9 +100,12 @@ def linear_layers(args: ModelArgs) -> list[str]:
 
 
 def hf_linear_names(args: ModelArgs) -> Mapping[str, str]:
-    """Hugging Face's last names of a block's modules by ours, as q_proj for wq."""
+    """Hugging Face's last names of a block's linear layers by ours, as q_proj for wq."""
     names = spec(args.family).adapter().in_block
-    return {ours.rpartition(".")[2]: theirs.rpartition(".")[2] for ours, theirs in names.items()}
+    linear = {layer.split(".", 2)[2] for layer in linear_layers(args)}
+    return {
+        ours.rpartition(".")[2]: theirs.rpartition(".")[2] for ours, theirs in names.items() if ours in linear
+    }
 
 
 def _lora(args: ModelArgs, options: Finetune) -> Shapes:
