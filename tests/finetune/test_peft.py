@@ -278,12 +278,17 @@ def test_a_prefix_before_a_window_has_no_form_there(tmp_path: Path) -> None:
         open_adapter(tmp_path / "peft", args)
 
 
-def test_biases_alone_targets_of_their_own_and_prompts_beside_biases_have_no_form_there(
+def test_halves_of_layers_targets_of_their_own_and_prompts_beside_biases_have_no_form_there(
     tmp_path: Path,
 ) -> None:
     args = small("qwen2.5", head_dim=8)
     for kind, change, said in (
         ("lora", {"trainable": ["*.wq.bias"]}, "of layers.0.attention.wq the bias alone is trained"),
+        (
+            "lora",
+            {"trainable": ["*.wk.weight"], "lora": {"target_modules": ["w2"]}},
+            "of layers.0.attention.wk the weight alone is trained",
+        ),
         ("lora", TARGETS_TOO, "layers.0.attention.wq is trained both ways"),
         ("adaption prompt", {}, "without norms and biases"),
     ):

@@ -322,8 +322,11 @@ def without_peft_form(args: ModelArgs, options: Finetune, replaced: Iterable[str
         )
     if args.tie_embeddings and "tok_embeddings" in kinds:
         return "it would leave the head, which is tied to the embedding, untrained (finetune.trainable)"
-    if alone := [module for module, found in kinds.items() if found == {"bias"}]:
-        return f"it keeps whole modules, and of {min(alone)} the bias alone is trained (finetune.trainable)"
+    biased = {name.removesuffix(".bias") for name in parameter_shapes(args) if name.endswith(".bias")}
+    if partly := [module for module, found in kinds.items() if module in biased and len(found) == 1]:
+        module = min(partly)
+        [kind] = kinds[module]
+        return f"it keeps whole modules, and of {module} the {kind} alone is trained (finetune.trainable)"
     return ""
 
 
