@@ -19,11 +19,13 @@ from tests.helpers import run_world
 from tests.weights.folders import FAMILY, save_meta, save_transformers
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, DataError
 from toolkit.io.locks import claim
 from toolkit.weights import convert as conversion_module
 from toolkit.weights import dcp_write, folder_write, hf_write
 from toolkit.weights.convert import convert, prepare
+from toolkit.weights.folder_write import no_progress
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.open import CheckpointWeights, open_weights
 from toolkit.weights.safetensors import SafetensorsFolder
@@ -261,6 +263,24 @@ def test_another_source_does_not_go_on_with_what_is_there(tmp_path: Path) -> Non
 
 
 _EMPTY = folder_write.Folder({}, {}, lambda path, names: None, SafetensorsFolder)
+
+
+def test_another_tokenizer_goes_on_without_the_files_of_the_one_before(tmp_path: Path) -> None:
+    save_transformers("llama3", tmp_path / "hf")
+    source, out = open_weights(tmp_path / "hf"), tmp_path / "out"
+
+    def write(*names: str, check: Any = None) -> None:
+        folder = replace(_EMPTY, others={name: b"" for name in names}, opened=lambda _: source)
+        ranks = Ranks(alone=True)
+        folder_write.write_folder(source, out, folder, ranks=ranks, progress=no_progress, check=check)
+
+    def stop(_: WeightSource) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write("tokenizer.json", check=stop)
+    write("tokenizer.model")
+    assert [path.name for path in out.iterdir()] == ["tokenizer.model"]
 
 
 @pytest.mark.parametrize("way", ["hf-to-meta", "hf-to-dcp"])

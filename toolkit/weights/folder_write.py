@@ -125,6 +125,9 @@ def _end(
     work: Path, out: Path, folder: Folder, check: Callable[[WeightSource], None] | None, replace: bool
 ) -> None:
     try:
+        for path in work.iterdir():  # of a try that was stopped, whose companions may have been others
+            if path.name not in {*folder.files, *folder.others}:
+                path.unlink()
         for name, content in folder.others.items():
             with (work / name).open("wb") as file:
                 file.write(content)
