@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.checkpoint.manifest import committed_steps, step_folder
+from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
 from toolkit.config import Config
 from toolkit.data.build import tokenizer_place
 from toolkit.errors import CheckpointError, DataError
@@ -78,13 +79,19 @@ class Exporter:
             lambda: step in committed_steps(self._manager.folder)
         ):
             return
-        if not ranks.on_rank_0(out.is_dir):
+        if not ranks.on_rank_0(lambda: self._is_written(step)):
             self.export(step, final=last)
             return
         if remote and not ranks.on_rank_0(lambda: is_whole(remote)):
             self._upload(out, remote, final=last)
         if last and self._options.push_to_hub:
             self._push(out, self._options.push_to_hub)
+
+    def _is_written(self, step: int) -> bool:
+        """Say if the folder of ``step`` is there, and not of a checkpoint that another has replaced since."""
+        out, saved = self._place(step), step_folder(self._manager.folder, step)
+        saved_at = datetime.fromisoformat(read_manifest(saved)["saved_at"])
+        return out.is_dir() and out.stat().st_mtime >= saved_at.timestamp()
 
     def _place(self, step: int) -> Path:
         return self.folder / f"step-{step}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from toolkit.build import build_model
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError
+from toolkit.exporter import Exporter
 from toolkit.models.from_config import model_args
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
@@ -167,3 +169,27 @@ def test_what_cannot_be_handed_on_fails_alike_on_all_ranks(tmp_path: Path) -> No
     assert first == second
     assert first[0].startswith(CheckpointError.__name__) and "cannot be written" in first[0]
     assert first[1].startswith("DataError") and "does not exist" in first[1]
+
+
+def test_the_next_start_exports_a_step_that_was_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes back and is killed between a save and its export has the folder of the step before."""
+    written = []
+
+    def write(self: Exporter, step: int, out: Path) -> str:
+        out.mkdir(parents=True, exist_ok=True)
+        written.append(step)
+        return "a model"
+
+    monkeypatch.setattr(Exporter, "_write", write)
+    config = small_config(tmp_path, checkpoint={"enable": True, "last_save_in_hf": True})
+    manager = CheckpointManager(tmp_path / "checkpoint")
+    manager.save(1, {"model.weight": torch.ones(2)}, {})
+    exporter = Exporter(config, tmp_path / "hf", manager, say=print)
+    exporter.export(1, final=True)
+    exporter.export_missed(1, last=True)
+    assert written == [1]
+    os.utime(tmp_path / "hf" / "step-1", (0, 0))  # before the save
+    exporter.export_missed(1, last=True)
+    assert written == [1, 1]
