@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -199,11 +200,13 @@ class Checkpointer:
         return manifest
 
     def _new_head(self, source: Path) -> list[str]:
-        """Names of what a classifier does not take from a language model: its head."""
-        if self._about["model"]["classifier"] is None:
+        """Names of what a classifier does not take from a language model or from a classifier of other
+        classes: its head."""
+        here = json.loads(json.dumps(self._about["model"]["classifier"]))  # as a manifest has it
+        if here is None:
             return []
         saved = self.manager.ranks.on_rank_0(lambda: read_manifest(source)["run"]["model"])
-        return [] if saved.get("classifier") else ["model.output"]
+        return [] if saved.get("classifier") == here else ["model.output"]
 
     def _resume(self, where: int | Path) -> None:
         excluded, state = self._left_out(where), self._state

@@ -132,6 +132,9 @@ def _runs(base: str) -> dict[str, Any]:
         start = {"enable": True, **starts["classifier"]}
         config = _config(folder, "-".join(names), classification=classes, checkpoint=start)
         found["-".join(names)] = _weights(small_trainer(config))
+        start = {"enable": True, "initial_load_path": str(folder / f"whole/checkpoint/step-{STEPS}")}
+        config = _config(folder, f"{names}, dcp", classification=classes, checkpoint=start)
+        found["-".join(names) + ", dcp"] = _weights(small_trainer(config))
     lora = {"adapter": "lora", "lora": {"target_modules": ["all-linear"]}}
     for name in ("dcp", "hf"):
         load = saving | starts[name]
@@ -222,6 +225,8 @@ def test_a_classifier_of_other_classes_has_a_new_head(
     assert [name for name in whole if not torch.equal(found[name], whole[name])] == ["output.weight"]
     head = found["output.weight"]
     assert head.shape == (len(names), 64) and 0.015 < head.std() < 0.025
+    from_checkpoint = runs["-".join(names) + ", dcp"]
+    assert all(torch.equal(from_checkpoint[name], found[name]) for name in found)
     start = {"initial_load_path": str(folder / f"whole/hf/step-{STEPS}"), "initial_load_in_hf": True}
     classes = {"num_labels": len(names), "label_names": names}
     config = _config(folder, "new", classification=classes, checkpoint={"enable": True, **start})

@@ -59,6 +59,20 @@ def test_a_checkpoint_of_another_run_among_its_own_is_told(folder: Path) -> None
     assert note == "outputs/checkpoint/step-20 is of another run than step-5, step-10 beside it"
 
 
+def test_a_classifier_of_other_classes_is_told_to_be_without_its_head(folder: Path) -> None:
+    save(folder, 5, model={"classifier": {"labels": ["a", "b", "c"], "hidden_sizes": []}})
+    (folder / "a.jsonl").write_text('{"text": "hello", "label": 1}\n')
+    flags = [
+        "--checkpoint.enable", "--checkpoint.initial_load_path=outputs/checkpoint/step-5",
+        "--job.dump_folder=new", "--finetune.classification.num_labels=3",
+        "--training.dataset_path=a.jsonl",
+    ]  # fmt: skip
+    [note] = _told(flags)
+    assert "the classes are LABEL_0, LABEL_1, LABEL_2, and outputs/checkpoint/step-5 has" in note
+    assert check(configure(flags), world_size=1, hardware=CPU) == []
+    assert _told([*flags, "--finetune.classification.label_names=a,b,c"]) == []
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -17,6 +17,7 @@ _CURVE = ("model", "finetune", "data", "training", "validation", "optimizer", "l
 """Tables that a run which goes on is expected to share with the run so far."""
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "head_dim", "tie_embeddings")
 _FREEZING = ("trainable", "frozen", "freeze_first_layers", "freeze_last_layers")
+_SHOWN = 8
 _AS_BEFORE = "set it as in that run, or name another job.dump_folder"
 _SINCE_0_2 = {
     field.name: field.default
@@ -56,8 +57,8 @@ def checkpoint_fits_model(run: PlannedRun) -> list[Problem]:
     saved = saved and _SINCE_0_2 | saved
     changed = [name for name, key in CHANGEABLE.items() if run.config.value(f"model.{key}") is not None]
     names = [*_SHAPE, *_SINCE_0_2, *(name for name in CHANGEABLE if name not in changed)]
-    if run.model.classifier and not start.resumes and not saved.get("classifier"):  # is put on top of it
-        changed += ["classifier", "tie_embeddings"]
+    if run.model.classifier and not start.resumes and saved.get("classifier") != here["classifier"]:
+        changed += ["classifier", "tie_embeddings"]  # of its own, put on top of the backbone
     differing = [
         name for name in names if name in saved and name not in changed and saved[name] != here[name]
     ]
@@ -276,6 +277,21 @@ def checkpoint_notes(run: PlannedRun) -> list[str]:
     if strange and start.loaded.parent == run.checkpoints:
         said.append(f"{start.loaded} is of another run than {first_few(strange, 3)} beside it")
     return said
+
+
+@note
+def new_head_notes(run: PlannedRun) -> list[str]:
+    """Tell that the head of a classifier of other classes is not taken."""
+    start, ours = run.start, run.model.classifier if run.model else None
+    if start.manifest is None or start.resumes or ours is None:
+        return []
+    theirs = start.manifest["run"].get("model", {}).get("classifier")
+    if theirs is None or theirs == json.loads(json.dumps(asdict(ours))):
+        return []
+    return [
+        f"finetune.classification: the classes are {first_few(ours.labels, _SHOWN)}, and {start.loaded} has "
+        f"{shown(theirs)}: the head is drawn from debug.seed"
+    ]
 
 
 def _left_out(run: PlannedRun) -> Iterator[str]:
