@@ -30,7 +30,7 @@ from toolkit.preflight import check
 from toolkit.storage import remote_calls, remote_upload
 from toolkit.storage.remote_calls import StorageError
 from toolkit.storage.remote_path import RemotePath
-from toolkit.weights.open import open_weights
+from toolkit.weights.open import find_checkpoint, open_weights
 from toolkit.weights.remote_folder import upload_folder
 from tools import checkpoint as tool
 from tools import convert_weights, make_random_model
@@ -133,6 +133,14 @@ def test_what_a_killed_save_leaves_counts_for_nothing_and_goes(
     assert [path.name for path in manager.folder.iterdir()] == ["step-1"]
     manager.remove_leftovers()
     assert len(said) == 1
+
+
+def test_a_folder_may_have_the_name_of_the_one_that_it_is_in(url: str) -> None:
+    folder = expand_user(url)
+    manager = _manager(f"{url}/{folder.name}")
+    manager.save(1, _tensors(), {})
+    assert list(folder.iterdir()) == [manager.folder]
+    assert find_checkpoint(folder) == manager.folder / "step-1"
 
 
 def test_a_store_that_stumbles_is_asked_again(server: Server, url: str) -> None:

@@ -130,8 +130,9 @@ class RemotePath:
             found = self._call("ls", f"{self}/", detail=False)
         except FileNotFoundError:
             return
-        names = {path.rstrip("/").rpartition("/")[2] for path in found} - {self._names[-1], ""}
-        yield from (self / name for name in sorted(names))
+        own = self.file_system._strip_protocol(str(self)).strip("/")  # which some stores list, too
+        paths = {path.strip("/") for path in found} - {own, ""}
+        yield from (self / name for name in sorted(path.rpartition("/")[2] for path in paths))
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
         """Paths whose names match, one by one, what is between the slashes of ``pattern``."""
