@@ -143,6 +143,17 @@ def test_a_folder_may_have_the_name_of_the_one_that_it_is_in(url: str) -> None:
     assert find_checkpoint(folder) == manager.folder / "step-1"
 
 
+def test_uploads_that_a_killed_save_left_in_a_bucket_without_a_folder_are_ended(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = RemotePath("s3://bucket")
+    monkeypatch.setattr(remote_upload, "PART", 5 << 20)
+    upload = (bucket / "step-2" / "__0_0.distcp").open("wb")
+    upload.write(bytes(6 << 20))
+    assert remote_upload.end_uploads(bucket) == 1
+    assert remote_upload.end_uploads(bucket) == 0
+
+
 def test_a_store_that_stumbles_is_asked_again(server: Server, url: str) -> None:
     manager = _manager(url)
     server.fail("PUT", "step-1/__0_0", status=503, code="SlowDown", times=2)

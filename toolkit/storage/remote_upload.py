@@ -181,10 +181,10 @@ def end_uploads(folder: RemotePath) -> int:
     fs = folder.file_system
     if not hasattr(fs, "call_s3"):
         return 0
-    bucket, key, _ = fs.split_path(str(folder))
+    bucket, prefix, _ = fs.split_path(f"{folder}/step-")
     try:
         found = again(
-            lambda: run_call(fs, "call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/step-"),
+            lambda: run_call(fs, "call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix),
             str(folder),
         )
     except StorageError:  # what is not allowed everywhere, and costs only storage
