@@ -108,9 +108,9 @@ def test_a_save_that_fails_leaves_the_one_before(server: Server, url: str, momen
     assert manager.latest() == 2
 
 
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("large", ["", "step-2/__0_0.distcp", "hf/step-2/model.safetensors"])
 def test_what_a_killed_save_leaves_counts_for_nothing_and_goes(
-    url: str, large: bool, monkeypatch: pytest.MonkeyPatch
+    url: str, large: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager, said = _manager(url), []
     manager.say = said.append
@@ -119,7 +119,7 @@ def test_what_a_killed_save_leaves_counts_for_nothing_and_goes(
         for name in ("discard", "commit"):  # of a process that is gone there is neither
             patch.setattr(f"toolkit.checkpoint.remote_steps.{name}", lambda *_: None)
         if large:  # an upload that has not ended
-            upload = (manager.folder / "step-2" / "__0_0.distcp").open("wb")
+            upload = (manager.folder / large).open("wb")
             patch.setattr(remote_upload, "PART", 5 << 20)
             upload.write(bytes(6 << 20))
         else:

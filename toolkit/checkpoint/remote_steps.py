@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from toolkit.checkpoint.manifest import MANIFEST, step_folder
+from toolkit.models.on_disk import EXPORTS
 from toolkit.storage.remote_calls import StorageError
 from toolkit.storage.remote_path import RemotePath
 from toolkit.storage.remote_upload import check_size, end_uploads
@@ -66,11 +67,11 @@ def leftovers(folder: RemotePath) -> list[RemotePath]:
 
 
 def clear(folder: RemotePath) -> Iterator[str]:
-    """Remove the leftovers and end what killed uploads have begun; tell of each."""
+    """Remove the leftovers and end what killed uploads have begun, of exports too; tell of each."""
     for path in leftovers(folder):
         _remove(path)
         yield f"removed {path.name}, left by a save that was killed"
-    if ended := end_uploads(folder):
+    if ended := end_uploads(folder) + end_uploads(folder / EXPORTS):
         yield f"ended {ended} uploads, left by a save that was killed"
 
 
