@@ -51,8 +51,10 @@ class Exporter:
         Raises:
             CheckpointError, DataError: the ``final`` one failed.
         """
-        out = self._place(step)
+        out, remote = self._place(step), self._remote_place(step)
         try:
+            if remote:
+                self._withdraw(remote)
             what = self._write(step, out)
         except (CheckpointError, DataError) as error:
             if final:
@@ -60,7 +62,7 @@ class Exporter:
             self._say(f"NOT EXPORTED: {error}\n  Training goes on.")
         else:
             self._say(f"wrote {what}: {out}")
-            if remote := self._remote_place(step):
+            if remote:
                 self._upload(out, remote, final=final)
             if final and self._options.push_to_hub:
                 self._push(out, self._options.push_to_hub)
@@ -120,6 +122,12 @@ class Exporter:
             return f"the model of step {step}, with its adapter merged, as a Hugging Face folder"
         export_peft(saved, out, **arguments)
         return f"the adapter of step {step} as a folder of PEFT's"
+
+    def _withdraw(self, out: RemotePath) -> None:
+        """Have the store say that it lacks the folder, which may be there of a step that is saved again."""
+        from toolkit.weights.remote_folder import withdraw
+
+        self._manager.ranks.on_rank_0(lambda: withdraw(out))
 
     def _upload(self, folder: Path, out: RemotePath, *, final: bool) -> None:
         """Bring the folder to where the checkpoints are, or tell why not.

@@ -434,6 +434,31 @@ def test_the_next_start_uploads_an_export_that_the_store_has_not(
     assert sum("PUT" in line and "adapter_model" in line for line in server.requests()) == 2
 
 
+def test_the_next_start_uploads_an_export_of_a_step_that_was_saved_again(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(self: Exporter, step: int, out: Path) -> str:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").write_text(content)
+        return "a model"
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Exporter, "_write", write)
+    config = load_config([f"--checkpoint.folder={url}", "--checkpoint.last_save_in_hf"])
+    manager, content = _manager(url), "old"
+    manager.save(1, _tensors(), {})
+    exporter = Exporter(config, tmp_path / "hf", manager, say=print)
+    exporter.export(1, final=True)
+    content = "new"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("toolkit.weights.remote_folder.upload_folder", stop)
+        exporter.export(1, final=True)
+    exporter.export_missed(1, last=True)
+    assert (manager.folder / "hf" / "step-1" / "config.json").read_bytes() == b"new"
+
+
 def test_a_run_saves_to_a_url_and_goes_on_from_there(url: str, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "toolkit.train", "--job.config_file=train_configs/debug_model.toml",

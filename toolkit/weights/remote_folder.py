@@ -40,6 +40,12 @@ def upload_folder(folder: Path, out: RemotePath, *, replace: bool) -> None:
         raise
 
 
+def withdraw(out: RemotePath) -> None:
+    """Delete the files by which a folder at ``out`` would be read, before another takes its place."""
+    for name in _LAST:
+        (out / name).unlink()
+
+
 def is_whole(out: RemotePath) -> bool:
     """Say if a folder that was brought to ``out`` is there, complete."""
     return any((out / name).is_file() for name in _MARKS)
