@@ -358,8 +358,15 @@ class Checkpointer:
             with apart("checkpoint"):
                 self.save(model_only=last and self._options.last_save_model_only, final=last or stop)
                 if self.exporter.due(self._state.step, last=last) and (last or not stop):
-                    self.end_save(wait=True)
-                    self.exporter.export(self._state.step, final=last)
+                    self._export(final=last)
+
+    def _export(self, *, final: bool) -> None:
+        step = self._state.step
+        self.end_save(wait=True)
+        if step in self.manager.saved:
+            self.exporter.export(step, final=final)
+        else:  # what is there of this step, if anything, is of the course before a rewind
+            self.say(f"NOT EXPORTED: step {step} was not saved.")
 
 
 def about_run(config: Config, args: ModelArgs, mesh: Mesh, batch: BatchShape) -> dict[str, Any]:

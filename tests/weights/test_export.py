@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from tests.helpers import run_world
 from tests.training import small_config
 from toolkit.build import build_model
 from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.checkpointer import Checkpointer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError
 from toolkit.exporter import Exporter
@@ -24,6 +27,7 @@ from toolkit.models.from_config import model_args
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import ModelParts
+from toolkit.train_step import TrainState
 from toolkit.weights.convert import convert, prepare
 from toolkit.weights.export import export_hf
 
@@ -193,3 +197,32 @@ def test_the_next_start_exports_a_step_that_was_saved_again(
     os.utime(tmp_path / "hf" / "step-1", (0, 0))  # before the save
     exporter.export_missed(1, last=True)
     assert written == [1, 1]
+
+
+def test_a_step_that_could_not_be_saved_is_not_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a rewind the checkpoint of the same step is another model's."""
+    exported: list[int] = []
+    monkeypatch.setattr(Exporter, "export", lambda self, step, *, final: exported.append(step))
+    parameter = torch.nn.Parameter(torch.ones(2))
+    config = small_config(tmp_path, checkpoint={"enable": True, "interval": 1, "hf_export_interval": 1})
+
+    def save() -> None:
+        parts: Any = SimpleNamespace(named_parameters=lambda: [("weight", parameter)])
+        position: Any = SimpleNamespace(state_dict=dict)
+        optimizer, state = torch.optim.AdamW([parameter]), TrainState(step=1)
+        Checkpointer(
+            config, tmp_path, model_parts=parts, optimizer=optimizer, position=position, state=state,
+            about={}, group=None,  # type: ignore[arg-type]
+        ).after_step(lambda name: nullcontext(), last=False, stop=False)  # fmt: skip
+
+    def fail(*_: Any) -> None:
+        raise CheckpointError("the disk is full")
+
+    save()
+    assert exported == [1]
+    monkeypatch.setattr(CheckpointManager, "_write", fail)
+    save()
+    assert exported == [1]
+    assert "NOT EXPORTED: step 1 was not saved" in capsys.readouterr().out
