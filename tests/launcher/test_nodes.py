@@ -12,16 +12,20 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.nodes import PORT, TINY, Cluster, Node, Started, cluster, eventually, why_not
+from toolkit.launcher import supervisor
 from toolkit.launcher.node_link import Link, Message, interface_of
 from toolkit.launcher.node_terms import Terms
+from toolkit.launcher.nodes import Member
 from toolkit.launcher.roll_call import RollCall
+from toolkit.launcher.supervisor import Launch
 
 SKIP = why_not()
 pytestmark = [pytest.mark.skipif(bool(SKIP), reason=SKIP), pytest.mark.timeout(300)]
@@ -145,6 +149,51 @@ def test_node_0_hears_what_ended_all_before_it_came(kind: str) -> None:
     assert come(0, "hello", facts={}) == {"kind": "exit", "code": 3, "text": "node 1 (host1): no such corpus"}
     calls.close()
     assert not calls.thread.is_alive()
+
+
+def _end_of_a_round(node_0: Callable[[Link], None], *, sleeps: float) -> int:
+    """The code of a node whose ranks end with 75 after these seconds, once ``node_0`` has had its say."""
+    with socket.create_server(("127.0.0.1", 0)) as door, supervisor.signals() as arrived:
+
+        def serve() -> None:
+            link = Link(door.accept()[0], 5)
+            assert link.receive()["kind"] == "hello"
+            link.send("welcome", node_timeout=5)
+            assert link.receive()["kind"] == "ready"
+            link.send("start", place=1, nodes=2, port=PORT, flags=[], own_address="")
+            node_0(link)
+            link.close()
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        rank = [sys.executable, "-S", "-c", f"import sys, time; time.sleep({sleeps}); sys.exit(75)"]
+        launch = Launch(1, nodes=2, node_rank=1)
+        member = Member(rank, launch, Terms(least=2, most=2), {}, lambda: None, None, arrived)
+        code = member.take_part("127.0.0.1", door.getsockname()[1])
+        serving.join()
+        return code
+
+
+def test_a_node_whose_ranks_still_end_has_the_code_of_all() -> None:
+    def leave(link: Link) -> None:
+        link.send("exit", code=75, text="node 0 (host0): stopped by SIGTERM")
+        assert link.receive()["kind"] == "ended"
+
+    assert _end_of_a_round(leave, sleeps=0.3) == 75
+
+
+def test_a_signal_after_the_ranks_have_ended_waits_for_those_of_other_nodes() -> None:
+    """A scheduler repeats itself, and others may still save."""
+
+    def signal_late(link: Link) -> None:
+        assert link.receive()["kind"] == "ended"
+        os.kill(os.getpid(), signal.SIGTERM)
+        link.set_timeout(0.3)
+        with pytest.raises(OSError, match="nothing heard"):
+            link.receive()
+        link.send("exit", code=0, text="")
+
+    assert _end_of_a_round(signal_late, sleeps=0.0) == 0
 
 
 def test_what_one_node_lacks_ends_all_before_the_start(three: Cluster, folder: Path) -> None:

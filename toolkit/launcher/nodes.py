@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from signal import SIGCHLD, SIGKILL, SIGUSR1, Signals
+from signal import SIGCHLD, SIGINT, SIGKILL, SIGUSR1, Signals
 
 import toolkit
 from toolkit.errors import EXIT_ERROR, EXIT_REQUEUE, ToolkitError
@@ -60,7 +60,7 @@ class NodeWatch(Watch):
 
     link: Link | None = None
     asked: int = 0  # the first signal that somebody sent to this launcher
-    gone: str = ""  # why node 0 is lost
+    over: Message | None = None  # what node 0 ended the round with, or that it is lost
 
     def _collect(self) -> None:
         known = self.failed
@@ -86,7 +86,7 @@ class NodeWatch(Watch):
             self.plan = [(ask, QUESTION), (ask + self.launch.kill_grace, SIGKILL)]
         elif event["kind"] in ("lost", "exit") or (event["kind"] == "stop" and not event["grace"]):
             self.failed = True
-            self.gone = str(event.get("why", ""))
+            self.over = self.over or (event if event["kind"] != "stop" else None)
             self.plan = [(now + COMMITTING_SECONDS, SIGKILL)]
 
 
@@ -213,23 +213,27 @@ class Member:
                 return self._left(link, Signals[stopped.name]), ""
             self.prepared = True
         link.send("ready")
+        ended, held = False, 0  # a signal that came when the ranks here had ended, and others perhaps save
         while True:
             event = self.arrived.get()
             if isinstance(event, int):
-                if event != SIGCHLD:
-                    return self._left(link, event), ""
+                if event == SIGINT or (event != SIGCHLD and not ended):
+                    return self._left(link, event, ended=ended), ""
+                held = held or event * (event != SIGCHLD)
                 continue
             if event["link"] is not link:
                 continue
             if event["kind"] == "start":
-                if why := self._round(link, event):
-                    return None, why
-            elif event["kind"] == "again":
-                if event["text"]:
-                    say(str(event["text"]))
-                link.send("ready")
-            elif event["kind"] == "exit":
+                event, ended = self._round(link, event) or event, True
+            if event["kind"] == "exit":
                 return self._exit(event), ""
+            if event["kind"] == "again" and event["text"]:
+                say(str(event["text"]))
+            if event["kind"] in ("again", "lost") and held:
+                return self._left(link, held), ""
+            if event["kind"] == "again":
+                ended = False
+                link.send("ready")
             elif event["kind"] == "lost":
                 return None, str(event["why"])
 
@@ -238,15 +242,15 @@ class Member:
             say(str(message["text"]))
         return int(message["code"])
 
-    def _left(self, link: Link | None, signum: int) -> int:
-        name = Signals(signum).name
+    def _left(self, link: Link | None, signum: int, *, ended: bool = False) -> int:
+        name, when = Signals(signum).name, "before all nodes ended" if ended else "before the ranks started"
         if link:
-            link.send("leave", code=EXIT_REQUEUE, text=f"stopped by {name} before its ranks started")
-        say(f"{name}: stopped before the ranks started; the same command starts again")
+            link.send("leave", code=EXIT_REQUEUE, text=f"stopped by {name} {when}")
+        say(f"{name}: stopped {when}; the same command starts again")
         return EXIT_REQUEUE
 
-    def _round(self, link: Link, message: Message) -> str:
-        """Run the ranks of a round and tell how they ended; why node 0 is lost, if it is."""
+    def _round(self, link: Link, message: Message) -> Message | None:
+        """Run the ranks of a round and tell how they ended; what node 0 ended it with, or that it is lost."""
         launch = replace(
             self.launch, nodes=message["nodes"], node_rank=message["place"], master_port=message["port"]
         )
@@ -269,7 +273,7 @@ class Member:
         said = self._said = own.text if own else None
         signum = Signals(watch.asked).name if watch.asked else ""
         link.send("ended", code=code, own=said, signal=signum, known=watch.ended_by_us)
-        return watch.gone
+        return watch.over
 
 
 def stay_away(node_rank: int, address: str, port: int, error: ToolkitError) -> None:
