@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,34 @@ def test_who_is_missing_is_named(three: Cluster, folder: Path) -> None:
     said = r"node 2 of NNODES = 3 did not come in 4 s; here: node 0 \(host0\), node 1 \(host1\)"
     _ended(three.nodes, started, 1, said)
     assert not _places(folder)
+
+
+def test_what_answers_in_place_of_node_0_is_let_go_at_each_try(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("toolkit.launcher.nodes.RETRY_SECONDS", 0.02)
+    reached: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def greet() -> None:
+            with suppress(OSError):
+                while True:
+                    reached.append(door.accept()[0])
+                    reached[-1].sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        greeting = threading.Thread(target=greet)
+        greeting.start()
+        terms = Terms(least=2, most=2, join_timeout=0.2)
+        member = Member([], Launch(1, nodes=2, node_rank=1), terms, {}, lambda: None, None)
+        assert member.take_part("127.0.0.1", door.getsockname()[1]) == 1
+        door.shutdown(socket.SHUT_RDWR)
+        greeting.join()
+    assert len(reached) > 1
+    for connection in reached:
+        connection.settimeout(1)
+        connection.makefile("rb").read()  # to the end, which comes
+        connection.close()
+    assert "(no message of a launcher), for 0 s" in capfd.readouterr().err
 
 
 def test_node_0_is_missed_where_it_should_answer(three: Cluster, folder: Path) -> None:

@@ -70,7 +70,9 @@ class Link:
             raise OSError(f"nothing heard for {self._socket.gettimeout():g} s") from None
         if not line.endswith(b"\n"):
             raise OSError("its launcher has ended" if not line else "cut off within a message")
-        message = json.loads(line)
+        message = None
+        with suppress(ValueError):
+            message = json.loads(line)
         if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
             raise ValueError("no message of a launcher")
         return message

@@ -140,9 +140,9 @@ class Member:
         start = told = time.monotonic()
         patience = self.terms.join_timeout
         while True:
+            link = None
             try:
-                connection = self._reach()
-                link = Link(connection, self.terms.node_timeout)
+                link = Link(self._reach(), self.terms.node_timeout)
                 link.send("hello", node=self.launch.node_rank, host=self.host, facts=self.facts)
                 message = link.receive()
                 if message["kind"] in ("welcome", "exit"):
@@ -150,6 +150,8 @@ class Member:
                 why = "what listens there is no launcher"
             except (OSError, ValueError) as error:
                 why = str(error)
+            if link:
+                link.close()
             where = f"node 0 does not answer at {self.address}:{self.port} ({why})"
             if time.monotonic() > start + patience:
                 say(f"{where}, for {patience:.0f} s")
