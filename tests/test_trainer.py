@@ -8,6 +8,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.helpers import run_world
 from tests.training import small_config, small_trainer, weights_digest
 from toolkit.checkpoint.manifest import committed_steps
 from toolkit.config import Config
-from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ConfigError, TrainingError
+from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ConfigError, OutOfMemory, TrainingError
 from toolkit.trainer import Trainer
 from toolkit.validate import validate
 
@@ -226,6 +227,22 @@ def _stopped_while_compiling(folder: str) -> tuple[int, list[int], int]:
     return code, committed_steps(Path(folder) / "compiled" / "checkpoint"), compiled
 
 
+def _at_home(folder: str) -> tuple[str, str]:
+    """The last words of a run with curves in the home folder, and of one without memory in a used folder."""
+    with contextlib.redirect_stdout(io.StringIO()) as said, mock.patch.dict(os.environ, HOME=folder):
+        metrics = {"enable_tensorboard": True, "save_tb_folder": "~/tb"}
+        small_trainer(_config(Path(folder, "curves"), steps=1, metrics=metrics)).train()
+        config = _config(Path(folder, "full"), steps=1)
+        earlier = Path(folder, "full", config.profiling.save_memory_snapshot_folder, "iteration_1_exit")
+        earlier.mkdir(parents=True, exist_ok=True)
+        (earlier / "rank0_memory_snapshot.pickle").touch()
+        trainer = small_trainer(config)
+        trainer.train_step = mock.Mock(side_effect=torch.OutOfMemoryError)
+        with pytest.raises(OutOfMemory) as error:
+            trainer.train()
+    return said.getvalue(), str(error.value)
+
+
 def _everything(folder: str) -> dict[str, Any]:
     return {
         "resume": _whole_and_halves(folder),
@@ -241,6 +258,7 @@ def _everything(folder: str) -> dict[str, Any]:
         "late": _out_of_time(folder),
         "late, rewound": _out_of_time(folder, load_step=1, keep_latest_k=1),
         "slow start": _slow_start(folder),
+        "home": _at_home(folder),
         "compiling": _stopped_while_compiling(folder),
     }
 
@@ -356,6 +374,12 @@ def test_a_run_out_of_time_saves_and_stops(results: list[dict[str, Any]]) -> Non
 
 def test_a_start_that_takes_long_is_no_slow_step(results: list[dict[str, Any]]) -> None:
     assert [result["slow start"] for result in results] == [3, 3]
+
+
+def test_the_folders_that_are_told_are_those_of_the_run(results: list[dict[str, Any]], folder: str) -> None:
+    said, full = results[0]["home"]
+    assert f"--logdir {folder}/tb\n" in said and Path(folder, "tb").is_dir()
+    assert full.startswith("step 1: out of memory on cpu") and "iteration_1_exit" not in full
 
 
 def test_a_signal_while_the_model_is_compiled_saves_and_stops(results: list[dict[str, Any]]) -> None:

@@ -191,8 +191,9 @@ class Trainer:
                 return self._loop(after_step)
         except torch.OutOfMemoryError as error:  # outside of what watches, which writes its snapshot first
             from toolkit.metrics.out_of_memory import out_of_memory_advice
+            from toolkit.metrics.profiling import snapshot_folder
 
-            snapshots = self.folder / self.config.profiling.save_memory_snapshot_folder
+            snapshots = snapshot_folder(self.config.profiling, self.folder)
             raise OutOfMemory(
                 out_of_memory_advice(self.device, self.train_state.step, error, snapshots=snapshots)
             ) from error
@@ -360,7 +361,7 @@ class Trainer:
         text = summary(
             [{"step": 0, **begun}, *self.history],
             steps=step,
-            tensorboard=self.folder / self.config.metrics.save_tb_folder
+            tensorboard=expand_user(self.config.metrics.save_tb_folder, inside=self.folder)
             if self.config.metrics.enable_tensorboard
             else None,
             checkpoint=saved,

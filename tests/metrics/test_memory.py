@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from toolkit.config.job import Profiling
 from toolkit.metrics.memory_snapshot import MemorySnapshots
 from toolkit.metrics.out_of_memory import out_of_memory_advice
+from toolkit.metrics.profiling import snapshot_folder
 
 ERROR = torch.OutOfMemoryError(
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which …"
@@ -46,6 +48,13 @@ def test_at_the_end_of_memory(tmp_path: Path, allocator: list[Any]) -> None:
         raise ERROR
     written = tmp_path / "iteration_4_exit" / "rank0_memory_snapshot.pickle"
     assert str(written) in out_of_memory_advice(device, 5, ERROR, snapshots=tmp_path)
+
+
+def test_only_snapshots_of_this_run_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = Profiling(enable_memory_snapshot=True, save_memory_snapshot_folder="~/snapshots")
+    assert snapshot_folder(options, tmp_path / "run") == tmp_path / "snapshots"
+    assert snapshot_folder(Profiling(), tmp_path / "run") is None
 
 
 def test_another_error_leaves_no_snapshot(tmp_path: Path, allocator: list[Any]) -> None:

@@ -13,6 +13,13 @@ from toolkit.config.job import Profiling
 from toolkit.config.local_paths import expand_user
 
 
+def snapshot_folder(options: Profiling, folder: Path) -> Path | None:
+    """Where the memory snapshots of a run in ``folder`` are; None where it writes none."""
+    if not options.enable_memory_snapshot:
+        return None
+    return expand_user(options.save_memory_snapshot_folder, inside=folder)
+
+
 @contextmanager
 def profiling(
     options: Profiling, folder: Path, *, first_step: int, device: torch.device, say: Callable[[str], None]
@@ -33,14 +40,10 @@ def profiling(
                 say=say,
             )
             told.append(stack.enter_context(profiler).after_step)
-        if options.enable_memory_snapshot:
+        if snapshots_in := snapshot_folder(options, folder):
             from toolkit.metrics.memory_snapshot import MemorySnapshots
 
-            snapshots = MemorySnapshots(
-                expand_user(options.save_memory_snapshot_folder, inside=folder),
-                freq=options.profile_freq,
-                rank=rank,
-            )
+            snapshots = MemorySnapshots(snapshots_in, freq=options.profile_freq, rank=rank)
             told.append(stack.enter_context(snapshots).after_step)
 
         def after_step(step: int) -> None:
