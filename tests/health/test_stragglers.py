@@ -124,6 +124,16 @@ def test_what_a_gpu_sends_between_steps_is_of_none(found: list[dict[str, Any]]) 
     assert [ranks["on a GPU"] for ranks in found] == [[0.5, 0.5, 0.5]] * 2
 
 
+def _beat_without_steps(folder: Path, checkpoint: dict[str, Any], name: str) -> dict[str, Any]:
+    """The last beat of a run that trains nothing: its checkpoint is further, or only weights are saved."""
+    tables: dict[str, Any] = {"checkpoint": checkpoint, "health": {"heartbeat_seconds": 0.001}}
+    tables["metrics"] = {"save_for_all_ranks": True}
+    for steps in (2, 1):
+        training = {"steps": steps, "local_batch_size": 4}
+        small_trainer(small_config(folder, training=training, **tables)).train()
+    return json.loads((folder / name).read_text())
+
+
 def _trained(folder: str) -> dict[str, Any]:
     config = small_config(
         folder,
@@ -143,6 +153,8 @@ def _trained(folder: str) -> dict[str, Any]:
     trainer.train()
     beats.append(json.loads(Path(folder, name).read_text()))
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    for more in ({"enable": True}, {"enable": True, "create_seed_checkpoint": True}):
+        beats.append(_beat_without_steps(Path(folder, str(len(more))), more, name))
     return {"lines": [json.loads(line) for line in lines], "beats": beats}
 
 
@@ -153,9 +165,10 @@ def test_a_run_compares_its_ranks_and_leaves_a_heartbeat(tmp_path: Path) -> None
             parts = line["data_seconds"] + line["compute_seconds"] + line["communication_seconds"]
             assert 0 < parts <= line["step_seconds"] and line["communication_seconds"] > 0
             assert line["slowest_rank_seconds"] >= line["median_rank_seconds"] > 0
-        assert [beat["step"] for beat in ranks["beats"]] == [0, 1, 2, 3]  # those before a step are done in it
-        beat = ranks["beats"][-1]
+        *beats, beat, further, seed = ranks["beats"]
+        assert [it["step"] for it in [*beats, beat]] == [0, 1, 2, 3]  # those before a step are done in it
         assert (beat["rank"], beat["step"], beat["state"]) == (rank, 3, "finished")
+        assert [(it["step"], it["state"]) for it in (further, seed)] == [(2, "finished"), (0, "finished")]
         assert beat["host"] == socket.gethostname() and abs(time.time() - beat["time"]) < 600
     assert list(rank_files(tmp_path)) == [1]
 

@@ -82,7 +82,8 @@ class Watch:
     def close(self) -> None:
         """Leave word of how the run has ended; called while what it failed of, if it did, is raised."""
         if self.heartbeat:
-            finished = self.trainer.train_state.step == self.trainer.total_steps
+            finished = self.trainer.train_state.step >= self.trainer.total_steps
+            finished |= self.trainer.config.checkpoint.create_seed_checkpoint
             self.heartbeat.beat("failed" if sys.exc_info()[0] else "finished" if finished else "stopped")
 
     def _roll_back(self, end: int, seen: dict[str, Any]) -> None:
