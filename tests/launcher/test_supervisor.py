@@ -337,6 +337,31 @@ sys.exit(75)
     assert (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "code"),
+    [
+        ("SIGUSR1", "SIGTERM", 75),
+        ("SIGTERM", "SIGTERM", 75),
+        ("SIGTERM", "SIGINT", -2),
+        ("0", "SIGTERM", -15),
+    ],
+)
+def test_a_run_that_has_stopped_keeps_its_code_when_the_scheduler_repeats_itself(first, then, code):
+    ends = f"""
+import os, signal, sys
+from signal import *
+from toolkit.launcher.signals import StopRequest
+from toolkit.launcher.time_limit import Deadline
+signal(SIGINT, SIG_DFL)
+request = StopRequest(Deadline(None, {{}}))
+os.kill(os.getpid(), {first})
+request.release()
+os.kill(os.getpid(), {then})
+sys.exit(75)
+"""
+    assert subprocess.run([sys.executable, "-c", ends], cwd=ROOT).returncode == code
+
+
 def test_nohup_is_heeded():
     launched = Launched("print('ready', os.getpid(), flush=True); time.sleep(1)", ignored=signal.SIGHUP)
     launched.process.send_signal(signal.SIGHUP)

@@ -80,6 +80,8 @@ class StopRequest:
             raise KeyboardInterrupt
 
     def release(self) -> None:
-        """Give the signals back to whoever handled them before."""
+        """Give the signals back to whoever handled them before; while a run that was asked to stop ends,
+        those of a scheduler that repeats itself still change nothing."""
+        ending = self.asked
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if ending and number != signal.SIGINT else handler)
