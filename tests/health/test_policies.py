@@ -201,6 +201,7 @@ def test_what_happened_is_in_the_metrics(runs: dict[str, Any]) -> None:
     assert events["ROLLED BACK"]["refused_loss"] is None
     assert "the gradient norm" in events["SKIPPED"]["reason"] and events["SKIPPED"]["skipped_batches"] == 1
     assert [line["step"] for line in lines if "loss" in line] == [*range(1, STEPS + 1)]
+    assert lines[lines.index(events["ROLLED BACK"]) + 1]["checkpoint_seconds"] > 0  # no time of its step
 
 
 def test_too_many_end_the_run(runs: dict[str, Any]) -> None:

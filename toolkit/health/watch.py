@@ -62,7 +62,8 @@ class Watch:
             seen: dict[str, Any] = {"reason": refusal.reason, "refused_loss": refusal.loss}
             seen |= {"refused_grad_norm": refusal.grad_norm, "refused_step": state.step}
             if refusal.rolls_back:
-                self._roll_back(end, seen)
+                with speed.apart("checkpoint"):
+                    self._roll_back(end, seen)
             else:
                 total = state.health["skipped_batches"] = state.health.get("skipped_batches", 0) + 1
                 seen["samples"] = [end - self.trainer.batch.total, end]
