@@ -134,10 +134,10 @@ def main(argv: Sequence[str]) -> int:
         reports = traces_prefix(config.job, config.comm)
     forecast = None
     if tell:
-        from toolkit.launcher.forecast import CPU_DELAY, Forecast
+        from toolkit.launcher.forecast import CPU_DELAY, Forecast, measured
 
-        delay = 0.0 if hardware.memory else CPU_DELAY
-        forecast = Forecast(words, world_size, processes=launch.processes, delay=delay)
+        delay, earlier = 0.0 if hardware.memory else CPU_DELAY, measured(config)
+        forecast = Forecast(words, world_size, processes=launch.processes, delay=delay, earlier=earlier)
     command = [sys.executable, "-u", "-m", "toolkit.train", *argv]
     try:
         code = (

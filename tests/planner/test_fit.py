@@ -14,7 +14,7 @@ import torch
 
 from toolkit.config import load_config
 from toolkit.hardware import Hardware
-from toolkit.launcher.forecast import GIB, Forecast, forecast_file
+from toolkit.launcher.forecast import GIB, Forecast, forecast_file, measured, metrics_file
 from toolkit.planner import fit
 from toolkit.preflight.planned_run import PlannedRun
 
@@ -147,12 +147,14 @@ def test_the_end_compares_it_with_what_was_measured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = load_config([*MODEL, f"--job.dump_folder={tmp_path}"])
-    forecast = Forecast(["--no-such-flag"], 2)  # which the launch itself has told
+    earlier = ['{"memory_gib": 70.0, "step_seconds": 8}'] * 4  # on fewer GPUs; the run goes on
+    metrics_file(config).write_text("\n".join(earlier))
+    forecast = Forecast(["--no-such-flag"], 2, earlier=measured(config))  # which the launch itself has told
     forecast.wait()
     forecast_file(config).write_text('{"peak_gib": 61.25, "step_seconds": 1.5}')
     lines = ['{"memory_gib": 60.0, "step_seconds": 9}', '{"memory_gib": 60.5, "step_seconds": 1.25}']
     lines += ['{"event": "save"}', '{"memory_gib": 60.1, "step_seconds": 1.0}']
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    metrics_file(config).write_text("\n".join(earlier[:1] + lines))
     forecast.end(config)
     said = capfd.readouterr().err
     assert said.startswith("launch: memory: at most 60.5 GiB of tensors on rank 0, forecast 61.2\n")

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from toolkit.config import Config
@@ -27,11 +28,33 @@ def forecast_file(config: Config) -> Path:
     return expand_user(config.job.dump_folder) / "forecast.json"
 
 
+def metrics_file(config: Config) -> Path:
+    """Where rank 0 writes what it measures, behind what a run that goes on has measured before."""
+    return expand_user(config.job.dump_folder) / "metrics.jsonl"
+
+
+def measured(config: Config) -> list[str]:
+    """The lines of :func:`metrics_file`, none where it cannot be read."""
+    with suppress(OSError, UnicodeDecodeError):
+        return metrics_file(config).read_text(encoding="utf-8").splitlines()
+    return []
+
+
 class Forecast:
     """A program that makes a forecast ``delay`` seconds from now, says what it finds, and takes only what the
-    ranks leave of the processor. It ends with this process. ``processes`` are the ranks started here."""
+    ranks leave of the processor. It ends with this process. ``processes`` are the ranks started here, and
+    ``earlier`` what was :func:`measured` before they were."""
 
-    def __init__(self, argv: Sequence[str], world_size: int, *, processes: int = 1, delay: float = 0.0):
+    def __init__(
+        self,
+        argv: Sequence[str],
+        world_size: int,
+        *,
+        processes: int = 1,
+        delay: float = 0.0,
+        earlier: Sequence[str] = (),
+    ):
+        self._earlier = frozenset(earlier)
         self._command = [sys.executable, "-m", "toolkit.planner.fit", str(world_size), *argv]
         self._processes = processes
         self._since = time.time()
@@ -62,17 +85,18 @@ class Forecast:
         if self._program:
             self._program.kill()
             self._program.wait()
-            _compare(config, self._since)
+            _compare(config, self._since, self._earlier)
 
 
-def _compare(config: Config, since: float) -> None:
-    """Compare what was written ``since`` that time: what is older is of an earlier run in the folder."""
-    file, measured = forecast_file(config), expand_user(config.job.dump_folder) / "metrics.jsonl"
+def _compare(config: Config, since: float, earlier: frozenset[str]) -> None:
+    """Compare what was written ``since`` that time, and is none of the lines of an ``earlier`` start: what is
+    older is of another run in the folder, or of another part of this one."""
+    file = forecast_file(config)
     try:
-        if min(file.stat().st_mtime, measured.stat().st_mtime) < since:
+        if min(file.stat().st_mtime, metrics_file(config).stat().st_mtime) < since:
             return
         forecast = json.loads(file.read_text())
-        lines = measured.read_text().splitlines()
+        lines = [line for line in measured(config) if line not in earlier]
         rows = [row for row in map(json.loads, lines) if "memory_gib" in row]
     except (OSError, ValueError):
         return
