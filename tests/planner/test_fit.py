@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -132,6 +134,20 @@ def test_a_run_that_ends_before_its_delay_is_not_forecast(
     forecast.end(config)
     forecast.wait()
     assert not forecast_file(config).exists() and capfd.readouterr().err == ""
+
+
+def test_a_launch_ends_where_no_process_can_be_started_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = mock.Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable"))
+    monkeypatch.setattr(subprocess, "Popen", full)
+    forecast = Forecast([], 2)
+    forecast.wait()
+    config = load_config([*MODEL, f"--job.dump_folder={tmp_path}"])
+    ending = threading.Thread(target=forecast.end, args=(config,), daemon=True)
+    ending.start()
+    ending.join(5)
+    assert full.called and not ending.is_alive()
 
 
 def test_it_ends_with_the_launch(tmp_path: Path) -> None:

@@ -67,9 +67,10 @@ class Forecast:
     def _begin(self) -> None:
         if self._begun.acquire(blocking=False):
             environ = with_threads(os.environ, self._processes)  # attention on CPUs takes memory by thread
-            self._program = subprocess.Popen(
-                self._command, env=environ, stdin=subprocess.PIPE, start_new_session=True
-            )
+            with suppress(OSError):  # no more processes, or no memory for one: a run needs no forecast
+                self._program = subprocess.Popen(
+                    self._command, env=environ, stdin=subprocess.PIPE, start_new_session=True
+                )
             self._begun.release()
 
     def wait(self) -> None:
