@@ -17,15 +17,19 @@ from toolkit.launcher.environment import SUPERVISED
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "tells"),
+    ("error", "shown", "code", "tells"),
     [
-        (OutOfMemory("the device is full"), EXIT_ERROR, True),
-        (DataError("the device is full"), EXIT_DATA, True),
-        (TrainingError("the device is full"), EXIT_ERROR, False),  # agreed upon: rank 0 tells
+        (OutOfMemory("the device is full"), "", EXIT_ERROR, True),
+        (DataError("the device is full"), "", EXIT_DATA, True),
+        (TrainingError("the device is full"), "", EXIT_ERROR, False),  # agreed upon: rank 0 tells
+        (TrainingError("the device is full"), "0,1", EXIT_ERROR, False),
+        (TrainingError("the device is full"), "1", EXIT_ERROR, True),  # which nobody would hear
+        (TrainingError("the device is full"), "all", EXIT_ERROR, False),
     ],
 )
 def test_a_rank_tells_what_it_may_be_alone_with(
     error: ToolkitError,
+    shown: str,
     code: int,
     tells: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -36,6 +40,7 @@ def test_a_rank_tells_what_it_may_be_alone_with(
         raise error
 
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", SUPERVISED: "1"}
+    place["LOG_RANK"] = shown
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(train, "_train", failing)

@@ -32,7 +32,13 @@ from toolkit.errors import (
     report,
 )
 from toolkit.io import standard_streams
-from toolkit.launcher.environment import CHECKED_DEVICE, SUPERVISED, is_reporting_rank, rank_environment
+from toolkit.launcher.environment import (
+    CHECKED_DEVICE,
+    SUPERVISED,
+    is_reporting_rank,
+    rank_environment,
+    tells_for_all,
+)
 
 if TYPE_CHECKING:
     from toolkit.launcher.fault_reporter import FaultReporter
@@ -120,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
     except ToolkitError as error:
         # A rank may be alone in failing to read or to find device or memory; the others are agreed upon.
         alone = isinstance(error, DataError | DeviceError | OutOfMemory)
-        return report(error, show=rank == 0 or alone, debug=debug)
+        return report(error, show=alone or tells_for_all(os.environ, here), debug=debug)
     except Exception as error:
         if not faults or not faults.lost_peers(error):
             return report(error, show=True)

@@ -131,3 +131,12 @@ def shown_ranks(environ: Mapping[str, str], world_size: int, default: str) -> li
         rule = f"none of the {world_size} ranks would be heard"
         raise environment_error("LOG_RANK", shown, rule, "name at least one that there is: they start at 0")
     return ranks
+
+
+def tells_for_all(environ: Mapping[str, str], here: RankEnvironment) -> bool:
+    """Say if this rank of a run tells what all ranks know: rank 0, and the first one that is shown."""
+    try:
+        first = shown_ranks(environ, here.world_size, default="0")[0]
+    except ConfigError:  # of a torchrun that does not read it, or of more nodes than there are now
+        first = 0
+    return here.rank in (0, first)
