@@ -182,8 +182,10 @@ def test_a_heartbeat_names_what_a_run_is_in(tmp_path: Path) -> None:
     assert path.read_text() == first  # not so soon again
     mark = heart.marks(torch.profiler.record_function)
     assert heart.marks(mark) is mark
-    with mark("toolkit::data"):
-        assert path.read_text() == first  # each step has one
+    for name in ("toolkit::data", "toolkit::profiler"):
+        with mark(name):
+            assert path.read_text() == first  # each step has one
+    assert path.read_text() == first
     with mark("toolkit::checkpoint"):
         assert json.loads(path.read_text())["state"] == "checkpoint"
     assert json.loads(path.read_text())["state"] == "training"

@@ -11,10 +11,13 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+_OF_EACH_STEP = ("data", "profiler")
+
 
 class Heartbeat:
     """Writes ``path`` as a whole, at most every ``seconds`` unless the state has changed. The wait for data,
-    which each step begins with, is such a state where it begins ``seconds`` after the last one was written.
+    which each step begins with, and the profiler's part, which ends it, are such states where they begin
+    ``seconds`` after the last one was written.
 
     One JSON object: ``time`` (Unix seconds), ``step`` (the last that is done), ``state``, ``rank``, ``host``
     and ``pid``. A file that cannot be written is left as it is: it is old then, which is what a watchdog
@@ -29,7 +32,7 @@ class Heartbeat:
 
     def beat(self, state: str) -> None:
         now = time.time()
-        if state in (self._state, "data") and 0 <= now - self._written < self.seconds:
+        if state in (self._state, *_OF_EACH_STEP) and 0 <= now - self._written < self.seconds:
             return
         self._state, self._written = state, now
         temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
