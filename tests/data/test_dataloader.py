@@ -186,6 +186,28 @@ def test_a_worker_that_is_killed_is_told_in_one_message() -> None:
     assert lost_worker(RuntimeError("of something else")) is None
 
 
+_SIGNALS_A_WORKER = """
+import multiprocessing, os, subprocess
+from tests.data.test_dataloader import _loader
+batches = iter(_loader(num_workers=1))
+next(batches)
+[worker] = multiprocessing.active_children()
+for name in ("TERM", "INT", "USR1", "HUP"):
+    subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)
+for _ in range(8):  # more than were ready
+    next(batches)
+worker.terminate()
+worker.join(5)
+print(worker.exitcode, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_signal_of_the_scheduler_to_all_processes_leaves_the_workers_to_the_run() -> None:
+    command = [sys.executable, "-c", _SIGNALS_A_WORKER]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout == "0\n"
+
+
 @pytest.mark.parametrize("error", [ConnectionResetError, ConnectionRefusedError, EOFError])
 def test_a_worker_that_ends_while_its_batch_is_handed_over_is_told_in_one_message(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 import re
+import signal
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -161,6 +162,19 @@ def test_a_worker_that_dies_is_told(corpus: Path, monkeypatch: pytest.MonkeyPatc
     started[0].process.kill()
     with pytest.raises(DataError, match="a tokenising process was killed by signal 9"):
         rows(streamed, 30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_a_worker_leaves_signals_of_the_scheduler_to_the_run(
+    number: signal.Signals, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(streaming, "Helper", lambda: started.append(Helper()) or started[-1])
+    streamed = loader(corpus, training__dataloader__num_workers=1)
+    first = rows(streamed, 1)
+    started[0].process.send_signal(number)
+    same(first + rows(streamed, 30), rows(loader(corpus), 30))
+    started[0].stop()
 
 
 def test_ten_stops_lose_and_repeat_nothing(corpus: Path) -> None:

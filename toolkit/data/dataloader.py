@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from toolkit.data.packing import PADDING, Rows, Sample, corpus_rows
 from toolkit.data.run_data import RunData
 from toolkit.data.sampler import corpus_indices
 from toolkit.data.token_files import MixturePart, TokenCache
+from toolkit.data.worker_signals import outlive_the_scheduler
 from toolkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -288,6 +290,7 @@ def _torch_loader(
             dataset, batch_size=None, sampler=sampler, num_workers=workers, pin_memory=options.pin_memory,
             collate_fn=_as_it_is, persistent_workers=options.persistent_workers and workers > 0,
             prefetch_factor=options.prefetch_factor if workers > 0 else None,
+            worker_init_fn=functools.partial(outlive_the_scheduler, os.getpid()),
         )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ and so never outlives its parent.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import traceback
@@ -18,6 +17,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 
 from toolkit.data.text_files import Piece
 from toolkit.data.tokenize import Encoded, Encoder
+from toolkit.data.worker_signals import leave_to_parent
 from toolkit.errors import DataError
 
 AHEAD = 4  # pieces that may wait, a process, for an earlier one that takes longer
@@ -113,7 +113,7 @@ class Helper:
 
 def serve(descriptor: int) -> None:
     """The life of a helper: the encoder first, then pieces, until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    leave_to_parent()
     connection = Connection(descriptor)
     try:
         encode: Encoder = connection.recv()
