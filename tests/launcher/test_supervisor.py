@@ -135,7 +135,8 @@ def test_ranks_that_agree_give_their_code(code):
     assert run(f"sys.exit({code})") == code
 
 
-def test_ranks_know_their_place(tmp_path):
+def test_ranks_know_their_place(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # of a torchrun in which the launch is
     names = [
         "RANK",
         "LOCAL_RANK",
@@ -144,12 +145,13 @@ def test_ranks_know_their_place(tmp_path):
         "GROUP_RANK",
         "MASTER_ADDR",
         "MASTER_PORT",
+        "TORCHELASTIC_USE_AGENT_STORE",
     ]
     code = f"open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(' '.join(os.environ[n] for n in {names}))"
     where = {"nodes": 2, "node_rank": 1, "master_addr": "first", "master_port": 1234}
     assert run(code, **where) == 0
-    assert (tmp_path / "2").read_text() == "2 0 4 2 1 first 1234"
-    assert (tmp_path / "3").read_text() == "3 1 4 2 1 first 1234"
+    assert (tmp_path / "2").read_text() == "2 0 4 2 1 first 1234 False"
+    assert (tmp_path / "3").read_text() == "3 1 4 2 1 first 1234 False"
 
 
 def test_cores_are_divided_among_ranks_unless_the_user_said_otherwise(tmp_path, monkeypatch):

@@ -113,6 +113,7 @@ def _environment(launch: Launch, rank: int, port: int) -> dict[str, str]:
         "GROUP_RANK": str(launch.node_rank),
         "MASTER_ADDR": launch.master_addr,
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # within a torchrun no rank would listen there
         SUPERVISED: "1",
     }
     return environment
