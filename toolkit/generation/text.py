@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 
 BEFORE = 6
-"""Tokens decoded before new ones. A word's space depends on what is before it, and a character may be cut
-in up to four."""
+"""Tokens decoded before new ones, where a character begins with them. A word's space depends on what is
+before it."""
+CUT = 4
+"""Tokens that a character may be cut in. Of some tokenizers none that follows a part of one can be read."""
 
 
 class TextStream:
@@ -36,6 +38,9 @@ class TextStream:
         return text
 
     def _new(self) -> str:
-        first = max(0, self._told - BEFORE)
-        before = self._decode(self._ids[first : self._told])
-        return self._decode(self._ids[first:])[len(before) :]
+        for before in range(BEFORE, BEFORE + CUT):
+            first = max(0, self._told - before)
+            told = self._decode(self._ids[first : self._told])
+            if not told.startswith("\ufffd"):
+                break
+        return self._decode(self._ids[first:])[len(told) :]
