@@ -257,6 +257,19 @@ def test_templates_that_trl_ships(other: Path, name: str) -> None:
         ]
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_is_written_whatever_a_data_set_calls_it(other: Path, name: str) -> None:
+    source = (
+        "{% for m in messages %}{{ m.role }}{% generation %}{{ m.thinking }}|{{ m.reasoning_content }}|"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", name: "<|im_end|>", "content": "a"}]
+    tokenizer = load_tokenizer(other)
+    ids, _ = _mask(tokenizer, source, messages)
+    assert tokenizer.decode(ids) == "user||q<|im_end|>assistant<|im_end|>|<|im_end|>|a<|im_end|>"
+    assert ids.count(tokenizer.special_tokens["<|im_end|>"]) == 2
+
+
 def test_what_is_learnt_is_chosen(llama3: Tokenizer) -> None:
     messages = next(_generated(1)) + [
         {"role": "user", "content": "more?"}, {"role": "assistant", "content": "no", "weight": 0},

@@ -36,6 +36,8 @@ TRAINING_DAY = datetime(2024, 7, 26)
 _MAX_BYTES = 1_000_000  # of a template
 _PRIVATE_USE = range(0xE000, 0xF8FF)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys under which data sets have what is thought before an answer."""
 
 
 class _Marks(NamedTuple):
@@ -160,7 +162,7 @@ class ChatTemplate(ChatFormat):
         places = {BEGIN: marks.begin, END: marks.end}
         try:
             text = self._template.render(
-                messages=kept([dict(message) for message in messages]),
+                messages=kept([_with_reasoning(message) for message in messages]),
                 add_generation_prompt=generation_prompt,
                 **variables,
                 **places,
@@ -311,6 +313,12 @@ def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 _MARK_IT = "put {% generation %} and {% endgeneration %} around what the assistant writes in it"
+
+
+def _with_reasoning(message: Message) -> dict[str, Any]:
+    """The message with its reasoning under the names by which templates ask for it, as transformers does."""
+    found = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    return dict(message) if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 def _in_strings(value: Any, change: Callable[[str], str]) -> Any:
