@@ -234,8 +234,9 @@ def test_parquet_streams_as_lines_do(corpus: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def store(corpus: Path) -> Iterator[Server]:
-    """A server of S3 with the corpus in it."""
+    """A server of S3 with the corpus in it, and a file that is none."""
     with running_here() as server:
+        RemotePath("s3://bucket/notes/README.md").write_new(b"# The corpus")
         for file in corpus.iterdir():
             RemotePath(f"s3://bucket/corpus/{file.name}").write_new(file.read_bytes())
         yield server
@@ -311,6 +312,7 @@ def test_a_web_address_streams(corpus: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("s3://bucket/corpus/none.jsonl", "no such file"),
         ("s3://bucket/nothing", "holds no"),
         ("s3://bucket/corpus/*.parquet", "no file matches"),
+        ("s3://bucket/notes/*", "'README.md' is not a text corpus\n  fix:  use one of .txt, .jsonl"),
         ("s3://elsewhere/corpus", "bucket does not exist"),
         ("s3://bucket/corpus,books.txt", "a path beside URLs"),
     ],

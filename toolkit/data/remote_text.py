@@ -71,6 +71,8 @@ def _find(url: str, suffixes: tuple[str, ...]) -> list[RemoteText]:
         ]
         if not files:
             raise _error(url, "no file matches this pattern", "check the pattern")
+        if other := next((file.name for file in files if not file.name.endswith(suffixes)), None):
+            raise _error(url, f"{other!r} is not a text corpus", f"use one of {', '.join(suffixes)}")
         return files
     if url.endswith(suffixes):
         file = RemoteText(url)
