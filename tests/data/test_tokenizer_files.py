@@ -12,6 +12,8 @@ import pytest
 import tiktoken
 
 from tests.data.unicode_strings import unicode_strings
+from toolkit.data.chat.template import ChatTemplate
+from toolkit.data.tokenizers.added import extended
 from toolkit.data.tokenizers.files import find, vocabulary_size
 from toolkit.data.tokenizers.tiktoken_ranks import form_of, read_ranks, special_tokens
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
@@ -146,6 +148,37 @@ def test_tokens_added_to_a_sentencepiece_model(tmp_path: Path) -> None:
     assert (tokenizer.pad_id, tokenizer.n_words, vocabulary_size(tmp_path)) == (4096, 4097, 4097)
     assert tokenizer.decode([*tokenizer.encode("a b"), 4096]) == "a b<pad>"
     assert tokenizer.decode([*tokenizer.encode("a b"), 4096], skip_special=True) == "a b"
+
+
+@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer.json"])
+def test_files_of_other_releases_name_tokens_roles_and_additions(tmp_path: Path, name: str) -> None:
+    """As transformers reads them: of a folder whose tokenizer_config.json lists no added tokens."""
+    shutil.copy(SENTENCEPIECE, tmp_path)
+    config = {"eos_token": "</s>", "pad_token": "<unk>", "additional_special_tokens": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    added: dict[str, Any] = {"<|im_end|>": 4096, "<|im_start|>": 4097}
+    if name == "tokenizer.json":
+        added = {"added_tokens": [{"id": token, "content": said} for said, token in added.items()]}
+    (tmp_path / name).write_text(json.dumps(added))
+    roles = {"eos_token": {"content": "<|im_end|>", "lstrip": False}, "unk_token": "<unk>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(roles))
+    copies = [
+        extended(tmp_path, tmp_path / "cache", template="{{ eos_token }}"),
+        extended(tmp_path, tmp_path / "cache", tokens=["<|mine|>"]),
+    ]
+    for folder in (tmp_path, *copies):
+        tokenizer = load_tokenizer(folder)
+        assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 4096, 0)
+        assert tokenizer.special_tokens["<|im_start|>"] == 4097
+        assert vocabulary_size(folder) == tokenizer.n_words == 4098 + (folder == copies[1])
+    template = ChatTemplate(load_tokenizer(tmp_path), "<|im_start|>{{ eos_token }}")
+    assert template.encode([{"role": "user", "content": "a"}]) == [4097, 4096]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": {}}))
+    assert (load_tokenizer(tmp_path).eos_id, load_tokenizer(tmp_path).n_words) == (2, 4096)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "added_tokens.json").write_text('{"<|im_end|>": "x"}')
+    with pytest.raises(DataError, match=r"added_tokens_decoder.x = .*: must be a token under its id"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_broken_tokenizer_config_is_named(tmp_path: Path) -> None:

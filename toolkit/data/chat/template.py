@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from toolkit.config.local_paths import read_text
 from toolkit.data.chat.base import ChatFormat, Message, Turns
 from toolkit.data.chat.render import BEGIN, END, LimitedTemplate, RenderError
-from toolkit.data.tokenizers.files import read_json
+from toolkit.data.tokenizers.files import declared, read_json
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
@@ -301,11 +301,11 @@ def template_beside(tokenizer: Tokenizer, **options: Any) -> ChatTemplate | None
 
 
 def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """bos_token, eos_token and so on: as tokenizer_config.json names them, else as the tokenizer does."""
+    """bos_token, eos_token and so on: as the files beside the tokenizer name them, else as it does."""
     by_id = {token: name for name, token in tokenizer.special_tokens.items()}
     known = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
     names = {role: by_id[token] if token is not None else "" for role, token in known.items()}
-    for role, token in read_json(tokenizer.folder / "tokenizer_config.json").items():
+    for role, token in declared(tokenizer.folder).items():
         name = token.get("content") if isinstance(token, dict) else token
         if role.endswith("_token") and isinstance(name, str) and name in tokenizer.special_tokens:
             names[role] = name

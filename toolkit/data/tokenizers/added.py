@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.cache_folder import local_cache
-from toolkit.data.tokenizers.files import find
+from toolkit.data.tokenizers.files import declared, find
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import DataError
 
@@ -28,6 +28,7 @@ _COPIED = (
     TOKENIZER_JSON,
     CONFIG,
     "special_tokens_map.json",
+    "added_tokens.json",
     TEMPLATE,
     "config.json",  # which tells releases apart that name their tokens differently
     "params.json",
@@ -60,7 +61,7 @@ def extended(
     if not folder.is_dir():
         ids = {name: number for number, name in enumerate(tokens, start=tokenizer.n_words)}
         if ids:
-            files[CONFIG] = _configured(files.get(CONFIG, b"{}"), ids)
+            files[CONFIG] = _configured(declared(found.folder), found.added, ids)
         if ids and TOKENIZER_JSON in files:
             files[TOKENIZER_JSON] = _described(files[TOKENIZER_JSON], ids)
         _write(folder, files)
@@ -74,12 +75,11 @@ def _has(tokenizer: Tokenizer, name: str) -> bool:
     return len(ids) == 1 and tokenizer.decode(ids) == name  # whose id tokenizers would keep
 
 
-def _configured(content: bytes, ids: dict[str, int]) -> bytes:
+def _configured(config: dict[str, Any], added: dict[str, int], ids: dict[str, int]) -> bytes:
     """tokenizer_config.json, where the ``.model`` files have their added tokens."""
-    config = json.loads(content)
-    listed = {str(token): _entry(name) for name, token in ids.items()}
-    config["added_tokens_decoder"] = config.get("added_tokens_decoder", {}) | listed
-    config["additional_special_tokens"] = [*config.get("additional_special_tokens", []), *ids]
+    listed = {str(token): _entry(name) for name, token in (added | ids).items()}
+    config["added_tokens_decoder"] = listed | (config.get("added_tokens_decoder") or {})
+    config["additional_special_tokens"] = [*(config.get("additional_special_tokens") or []), *ids]
     return json.dumps(config, indent=2, ensure_ascii=False).encode()
 
 

@@ -8,7 +8,8 @@ A folder is searched for, in this order,
 
 The ``.model`` files come first because they are what Meta's own code reads and because tiktoken encodes
 four times faster than the JSON of the same vocabulary, to the same ids. Tokens that someone added beside
-them are not lost: ``tokenizer_config.json`` of the same folder is read for their names and ids.
+them are not lost: ``tokenizer_config.json`` of the same folder is read for their names and ids, or the file
+in which other releases of transformers have them.
 A tokenizer.json beside a SentencePiece model is taken where it puts a space before the first word of a
 prompt alone: the model would put one after each special token of a dialog.
 
@@ -66,8 +67,8 @@ class TokenizerFiles:
         folder: where the model files that belong to it are.
         kind: how to read that file.
         content: its bytes.
-        added: name → id of the tokens that ``tokenizer_config.json`` beside it lists.
-        named: role ("bos", "eos", "pad") → token name, where that file says so; "" is that there is none.
+        added: name → id of the tokens that files beside a ``.model`` list.
+        named: role ("bos", "eos", "pad") → token name, where that says so; "" is that there is none.
         add_bos: whether plain texts shall begin with BOS; None: as the folder's files say.
     """
 
@@ -112,7 +113,7 @@ def find(path: str | Path) -> TokenizerFiles:
     if kind == "sentencepiece" and given.is_dir() and _begins_once_with_space(folder / "tokenizer.json"):
         file, kind = folder / "tokenizer.json", "json"
         content = read_bytes(file, at_most=MAX_BYTES)
-    added, named = _tokenizer_config(folder / "tokenizer_config.json")
+    added, named = _added_and_named(folder, kind)
     return TokenizerFiles(file, folder, kind, content, added, named)
 
 
@@ -211,10 +212,33 @@ def read_json(path: Path) -> dict[str, Any]:
     return read_object(path) if os.path.lexists(path) else {}
 
 
-def _tokenizer_config(path: Path) -> tuple[dict[str, int], dict[str, str]]:
-    """(added token name → id, role → token name) that a ``tokenizer_config.json`` declares."""
-    declared = read_json(path)
-    config = Fields(declared)
+def declared(folder: Path) -> dict[str, Any]:
+    """Return what tokenizer_config.json says; special_tokens_map.json goes before it, as in transformers,
+    where it lists no added tokens.
+
+    Raises:
+        DataError: one of them is no JSON object.
+    """
+    config = read_json(folder / "tokenizer_config.json")
+    lists = config.get("added_tokens_decoder") is not None
+    return config if lists else config | read_json(folder / "special_tokens_map.json")
+
+
+def _listed_elsewhere(folder: Path) -> dict[str, Any]:
+    """Added tokens by id, where tokenizer_config.json lists none: releases of transformers before 4.34 have
+    them in added_tokens.json, and those from 5 on in tokenizer.json."""
+    found = {str(token): name for name, token in read_json(folder / "added_tokens.json").items()}
+    described = read_json(folder / "tokenizer.json").get("added_tokens")
+    tokens = described if isinstance(described, list) else []
+    return found | {str(token.get("id")): token for token in tokens if isinstance(token, dict)}
+
+
+def _added_and_named(folder: Path, kind: Kind) -> tuple[dict[str, int], dict[str, str]]:
+    """(added token name → id, role → token name) that the files beside a tokenizer of ``kind`` declare."""
+    values = declared(folder)
+    if kind != "json" and values.get("added_tokens_decoder") is None:
+        values |= {"added_tokens_decoder": _listed_elsewhere(folder)}
+    config = Fields(values)
 
     def name(fields: Fields, key: str) -> str:
         token = fields.values.get(key)
@@ -229,6 +253,6 @@ def _tokenizer_config(path: Path) -> tuple[dict[str, int], dict[str, str]]:
             listed.refuse(index, "must be a token under its id")
     names = {index: name(listed, index) for index in listed.values}
     roles = {role: name(config, f"{role}_token") for role in ("bos", "eos", "pad")}
-    config.finish(f"{path} is not of a tokenizer that can be read")
+    config.finish(f"{folder / 'tokenizer_config.json'}, or a file beside it, is not of a tokenizer")
     added = {token: int(index) for index, token in names.items()}
-    return added, {role: token for role, token in roles.items() if token or f"{role}_token" in declared}
+    return added, {role: token for role, token in roles.items() if token or f"{role}_token" in values}
