@@ -167,7 +167,9 @@ def test_tools_of_a_row_are_written_as_transformers_writes_them(
     tokenizers: dict[str, Tokenizer], judges: dict[str, Any], form: Callable[[Any], Any]
 ) -> None:
     file = TEMPLATES / "meta-llama-Llama-3.2-3B-Instruct.jinja"
-    tools = [{"type": "function", "function": {"name": "f", "description": "<|eot_id|>", "parameters": {}}}]
+    parameters = {"properties": {"a": {"type": "string", "default": None}}}
+    function = {"name": "f", "description": "<|eot_id|>", "parameters": parameters}
+    tools: list[dict[str, Any]] = [{"type": "function", "function": function}]
     [row] = Shape("messages").conversations({"messages": DIALOGS["all"], "tools": form(tools)}, "row 1")
     variables = {"date_string": "x"}
     encoder = ConversationEncoder(

@@ -20,6 +20,7 @@ import pytest
 from tests.data.byte_tokenizer import ByteTokenizer
 from tests.data.corpus_problem import check_source
 from toolkit.data import parquet, text_files
+from toolkit.data.chat.shapes import Shape
 from toolkit.data.sources import open_corpus
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import TokenCache
@@ -219,6 +220,27 @@ def test_conversations_are_decoded_as_few_at_a_time_as_texts_of_their_length(tmp
             batch.num_rows for batch, _ in parquet._parquet_batches(tmp_path / "a.parquet", ("messages",))
         ]
     assert sum(decoded) == 400 and max(decoded) < 100
+
+
+def test_keys_that_a_table_gives_each_object_are_left_out_of_those_without_them(tmp_path: Path) -> None:
+    """Tools and the arguments of their calls; in JSON lines a null is what it says."""
+    calls = [{"function": {"arguments": {name: 1}}} for name in "ab"]
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": calls}]
+    row: dict[str, Any] = {
+        "messages": messages,
+        "tools": [{"function": {"name": name, name: [1]}} for name in "ab"],
+    }
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    row["tools"][0]["function"]["default"] = None
+    (tmp_path / "b.jsonl").write_text(json.dumps(row))
+    shape = Shape("messages")
+    for name in ("b.jsonl", "a.parquet"):
+        [piece] = open_corpus("x", str(tmp_path / name), shape=shape).pieces()
+        [(number, held)] = piece.rows()
+        found = shape.conversation(held, f"row {number}")
+        assert found.messages == messages
+        assert found.tools == row["tools"]
+        row["tools"][0]["function"].pop("default", None)
 
 
 def test_the_text_of_files_is_estimated_by_their_metadata(tmp_path: Path) -> None:

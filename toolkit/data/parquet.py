@@ -56,7 +56,8 @@ class RowPiece:
         batch = self._batch()
         with self._decoding(batch):
             rows = batch.to_pylist()
-        yield from enumerate(rows, start=self.row)
+        for number, row in enumerate(rows, start=self.row):
+            yield number, {name: _without_nulls(value) for name, value in row.items()}
 
     def _batch(self) -> pa.RecordBatch:
         with pa.ipc.open_stream(self.data) as stream:
@@ -219,6 +220,13 @@ def _cuts(rows: pa.RecordBatch, size: int) -> list[int]:
     number = (np.cumsum(lengths) - lengths) // size
     starts = np.flatnonzero(np.diff(number)) + 1
     return [0, *starts.tolist(), rows.num_rows] if rows.num_rows else [0]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out the keys that a table gives each of its objects, if only one of them has a value."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(held) for key, held in value.items() if held is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _stream(rows: pa.RecordBatch) -> bytes:

@@ -184,7 +184,7 @@ class Shape:
                 f"{where}: column {self.names['tools']!r} holds {_kind(value)}\n  fix:  it must hold a list "
                 "of functions, each an object, or the JSON of such a list"
             )
-        return _without_nulls(value) or None
+        return value or None
 
     def _sharegpt(self, row: Mapping[str, Any], where: str) -> Conversation:
         found = self._messages(self._value(row, "conversations"), "conversations", where)
@@ -299,13 +299,6 @@ def _part(part: Any, where: str) -> str:
         f"{where}: a part of the content is {shown(kind or _kind(part))}\n"
         "  fix:  only text can be trained on: remove it"
     )
-
-
-def _without_nulls(value: Any) -> Any:
-    """Leave out the keys that a table gives each of its objects, if only one of them has a value."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(held) for key, held in value.items() if held is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _kind(value: Any) -> str:
