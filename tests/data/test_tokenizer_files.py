@@ -181,6 +181,20 @@ def test_files_of_other_releases_name_tokens_roles_and_additions(tmp_path: Path,
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_added_tokens_that_are_not_special_are_tokens_in_any_text(tmp_path: Path, special: bool) -> None:
+    """Beside a SentencePiece model, as transformers saves both. The tokenizer.json is another one's."""
+    shutil.copy(SENTENCEPIECE, tmp_path)
+    described = json.loads(JSON.read_text(encoding="utf-8"))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    described["added_tokens"].append({"id": 4096, "content": "<think>", "special": special, **flags})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.kind == ("sentencepiece" if special else "json")
+    assert (4096 in tokenizer.encode("a <think> b")) is not special
+    assert tokenizer.n_words == vocabulary_size(tmp_path) == 4097
+
+
 def test_a_broken_tokenizer_config_is_named(tmp_path: Path) -> None:
     shutil.copy(TIKTOKEN, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")

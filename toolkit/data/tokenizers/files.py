@@ -11,7 +11,8 @@ four times faster than the JSON of the same vocabulary, to the same ids. Tokens 
 them are not lost: ``tokenizer_config.json`` of the same folder is read for their names and ids, or the file
 in which other releases of transformers have them.
 A tokenizer.json beside a SentencePiece model is taken where it puts a space before the first word of a
-prompt alone: the model would put one after each special token of a dialog.
+prompt alone: the model would put one after each special token of a dialog; and where it has added tokens that
+are not special, as ``<think>``, which any text may hold and of which the model knows nothing.
 
 The tokenizer libraries are imported where one is needed, so that the preflight can ask for a
 vocabulary's size in some tens of milliseconds.
@@ -110,7 +111,7 @@ def find(path: str | Path) -> TokenizerFiles:
     except OSError as error:
         raise DataError(f"cannot read tokenizer file {file}: {error.strerror}") from error
     kind = kind_of(content, file)
-    if kind == "sentencepiece" and given.is_dir() and _begins_once_with_space(folder / "tokenizer.json"):
+    if kind == "sentencepiece" and given.is_dir() and _says_more(folder / "tokenizer.json"):
         file, kind = folder / "tokenizer.json", "json"
         content = read_bytes(file, at_most=MAX_BYTES)
     added, named = _added_and_named(folder, kind)
@@ -145,13 +146,18 @@ def kind_of(content: bytes, path: Path) -> Kind:
     raise DataError(f"{path} is no tokenizer of a known kind: {shown}; {ACCEPTED}")
 
 
-def _begins_once_with_space(path: Path) -> bool:
-    """Say if a tokenizer.json, where there is one, puts a space before the first word of a prompt alone."""
-    described = read_json(path).get("pre_tokenizer")
-    parts = described.get("pretokenizers", [described]) if isinstance(described, dict) else []
-    return isinstance(parts, list) and any(
-        isinstance(part, dict) and part.get("prepend_scheme") == "first" for part in parts
-    )
+def _says_more(path: Path) -> bool:
+    """Say if a tokenizer.json, where there is one, puts a space before the first word of a prompt alone, or
+    has added tokens that are not special."""
+    described = read_json(path)
+    pre, added = described.get("pre_tokenizer"), described.get("added_tokens")
+    parts = pre.get("pretokenizers", [pre]) if isinstance(pre, dict) else []
+    return _any(parts, "prepend_scheme", "first") or _any(added, "special", False)
+
+
+def _any(found: Any, key: str, value: Any) -> bool:
+    """Say if ``found`` is a list with an object of which ``key`` is ``value``."""
+    return isinstance(found, list) and any(isinstance(it, dict) and it.get(key) == value for it in found)
 
 
 def vocabulary_size(path: str | Path) -> int:
