@@ -309,6 +309,22 @@ def test_names_that_are_others(llama3: Tokenizer) -> None:
     ).messages == [{"role": "user", "content": "ab"}]
 
 
+def test_tools_stand_beside_prompts_and_answers() -> None:
+    """As trl reads them."""
+    tools = [{"name": "f", "parameters": None}]
+    asked, answer = ([{"role": role, "content": "a"}] for role in ("user", "assistant"))
+    for shape, row in (
+        ("prompt_completion", {"prompt": "q", "completion": "a"}),
+        ("prompt_completion", {"prompt": asked, "completion": answer}),
+        ("preference", {"prompt": "q", "chosen": "a", "rejected": "b"}),
+        ("preference", {"chosen": [*asked, *answer], "rejected": [*asked, *answer]}),
+    ):
+        for held in (tools, json.dumps(tools)):
+            found = Shape(shape).conversations({**row, "tools": held}, "here")
+            assert [conversation.tools for conversation in found] == [tools] * len(found)
+        assert Shape(shape).conversations(row, "here")[-1].tools is None
+
+
 def test_offsets_of_tokens_are_those_of_the_tokenizers_library(llama3: Tokenizer, llama2: Tokenizer) -> None:
     """tiktoken and SentencePiece do not tell them; the same vocabulary as a tokenizer.json does."""
     judge = load_tokenizer(ASSETS / "tokenizer_json")

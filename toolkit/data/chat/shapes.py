@@ -7,8 +7,8 @@
     preference         {"prompt": "…", "chosen": "…", "rejected": "…"}, two conversations; answers that are
                        lists, without a list as a prompt, are whole conversations, as in trl
 
-``system``, ``input`` and ``tools`` may be absent or empty. Names of columns, and of the keys of a message,
-can be others (``data.columns``).
+The last two may have ``tools``, too. ``system``, ``input`` and ``tools`` may be absent or empty. Names of
+columns, and of the keys of a message, can be others (``data.columns``).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _NAMES = {
     "messages": ("messages", "tools", "role", "content"),
     "sharegpt": ("conversations", "system", "from", "value"),
     "alpaca": ("instruction", "input", "output", "system"),
-    "prompt_completion": ("prompt", "completion", "role", "content"),
-    "preference": ("prompt", "chosen", "rejected", "role", "content"),
+    "prompt_completion": ("prompt", "completion", "tools", "role", "content"),
+    "preference": ("prompt", "chosen", "rejected", "tools", "role", "content"),
 }
 FORMATS = tuple(name for name in _NAMES if name != PREFERENCE)
 """Those of which a row is one conversation."""
@@ -74,7 +74,7 @@ class Shape:
 
     @property
     def _optional(self) -> tuple[str, ...]:
-        return ("prompt",) if self.paired else _OPTIONAL
+        return ("prompt", "tools") if self.paired else _OPTIONAL
 
     def columns(self, there: Collection[str], where: str) -> list[str]:
         """The columns to read, of those that are ``there``.
@@ -228,10 +228,11 @@ class Shape:
             raise DataError(f"{where}: there is no prompt\n  fix:  {fix}")
         if isinstance(prompt, list) or not of_messages[0]:
             return [self._answered(row, name, where) for name in answers]
+        tools = self._tools(row, where)
         whole = [self._messages(self._value(row, name), name, where) for name in answers]
         pairs = list(zip(*(conversation.messages for conversation in whole), strict=False))
         first = next((n for n, (one, other) in enumerate(pairs) if one != other), len(pairs) - 1)
-        return [conversation._replace(first=max(0, first)) for conversation in whole]
+        return [conversation._replace(first=max(0, first), tools=tools) for conversation in whole]
 
     def _answered(self, row: Mapping[str, Any], answer: str, where: str) -> Conversation:
         """A prompt and an answer to it, texts or messages."""
@@ -245,7 +246,8 @@ class Shape:
         prompt, completion = parts
         first = len(prompt.messages)
         moved = frozenset(first + number for number in completion.unweighted)
-        return Conversation([*prompt.messages, *completion.messages], prompt.unweighted | moved, first)
+        messages, unweighted = [*prompt.messages, *completion.messages], prompt.unweighted | moved
+        return Conversation(messages, unweighted, first, self._tools(row, where))
 
 
 _READERS = {
