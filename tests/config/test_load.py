@@ -334,6 +334,12 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         (["--checkpoint.enable", "--checkpoint.no-enable"], "checkpoint.enable", False),
         (["--optimizer.no-decay", "*norm*"], "optimizer.no_decay", ["*norm*"]),
         (["--data.mixture.my-web.text-column", "x"], "data.mixture.my-web.text_column", "x"),
+        (["--data.columns", "prompt=true"], "data.columns", {"prompt": "true"}),
+        (
+            ["--data.chat_template_kwargs", "think=false,day=1"],
+            "data.chat_template_kwargs",
+            {"think": False, "day": "1"},
+        ),
     ],
 )
 def test_override(words: list[str], key: str, value: object) -> None:

@@ -34,7 +34,7 @@ def values(annotation: Any, marks: tuple[Any, ...] = ()) -> st.SearchStrategy[An
     if origin is list:
         return st.lists(values(arguments[0]), max_size=3)
     if origin is dict:
-        return st.dictionaries(TEXT, TEXT, max_size=3)
+        return st.dictionaries(TEXT, values(arguments[1]), max_size=3)
     bounds = {
         name: value
         for mark in marks

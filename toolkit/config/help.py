@@ -74,7 +74,7 @@ def _short_type(annotation: Any) -> str:
     if origin is list:
         return f"[{_short_type(arguments[0])},…]"
     if origin is dict:
-        return "{name=str,…}"
+        return f"{{name={_short_type(arguments[1])},…}}"
     return _SHORT[annotation]
 
 

@@ -84,7 +84,8 @@ def _in_words(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     if origin is list:
         return f"a list of {_plural(arguments[0])}{_length(metadata)}"
     if origin is dict:
-        return 'a table of strings, such as {a = "b"}'
+        others = "" if arguments[1] is str else ", true and false"
+        return f'a table of strings{others}, such as {{a = "b"}}'
     return _WORDS[annotation] + _bounds(metadata)
 
 

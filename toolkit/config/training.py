@@ -300,8 +300,8 @@ class Data(Table):
     chat_template: str | None = None
     """How a conversation becomes text: the name of a family's format, a jinja template
     or its file. None: the template that comes with the tokenizer, else the format whose tokens it has."""
-    chat_template_kwargs: dict[str, str] = {}
-    """Variables for the template, such as {date_string = "26 Jul 2024"}."""
+    chat_template_kwargs: dict[str, bool | str] = {}
+    """Variables for the template, such as {date_string = "26 Jul 2024", enable_thinking = false}."""
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     """Parts of a conversation to learn: the assistant's turns with their ends, the last of them, or all."""
     empty_mask: Literal["error", "drop"] = "error"

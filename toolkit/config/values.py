@@ -33,7 +33,7 @@ def _readers(annotation: Any) -> list[Callable[[str], object]]:
     if origin is list:
         return [lambda text: _read_list(text, arguments[0])]
     if origin is dict:
-        return [_read_table]
+        return [lambda text: _read_table(text, arguments[1])]
     if origin is Literal:
         return [int] if any(isinstance(choice, int) for choice in arguments) else []
     reader = _READERS.get(annotation)
@@ -68,7 +68,7 @@ def _read_list(text: str, element: Any) -> list[Any]:
     return [parse(item.strip(), element) for item in text.split(",")] if text else []
 
 
-def _read_table(text: str) -> dict[str, Any]:
+def _read_table(text: str, element: Any) -> dict[str, Any]:
     """``name=value,…``, or an inline table of TOML."""
     if text.lstrip().startswith("{"):
         table: dict[str, Any] = parse_toml(f"value = {text}")["value"]
@@ -76,7 +76,7 @@ def _read_table(text: str) -> dict[str, Any]:
     pairs = [item.partition("=") for item in text.split(",")] if text else []
     if not all(name.strip() and equals for name, equals, _ in pairs):
         raise ValueError(text)
-    return {name.strip(): value.strip() for name, _, value in pairs}
+    return {name.strip(): parse(value.strip(), element) for name, _, value in pairs}
 
 
 def format_toml(value: object) -> str:

@@ -32,7 +32,7 @@ class ChatOptions:
     """Options of the configuration for conversations, of all corpora."""
 
     template: str | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, bool | str] = field(default_factory=dict)
     train_on: str = "assistant"
 
     def format_for(self, tokenizer: Tokenizer) -> ChatFormat:
