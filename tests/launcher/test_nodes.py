@@ -191,6 +191,7 @@ def _end_of_a_round(node_0: Callable[[Link], None], *, sleeps: float) -> int:
             assert link.receive()["kind"] == "ready"
             link.send("start", place=1, nodes=2, port=PORT, flags=[], own_address="")
             node_0(link)
+            link.finish(5)
             link.close()
 
         serving = threading.Thread(target=serve)
