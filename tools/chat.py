@@ -3,6 +3,7 @@
     python -m tools.chat MODEL
     python -m tools.chat MODEL --system "You are a pirate." --temperature 0
     python -m tools.chat MODEL --format llama2
+    python -m tools.chat MODEL --chat-template-kwargs enable_thinking=false
     torchrun --nproc-per-node 2 -m tools.chat MODEL --tp 2
 
 MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a run's folder for its newest. An
@@ -13,7 +14,8 @@ ends. Ctrl-C ends an answer. Where input is no terminal, a message that cannot b
 Dialogs that outgrow the model's context lose their oldest turns.
 
 The format is that of the template beside the tokenizer, else Llama 3's or Llama 2's by the tokenizer;
---format names another. Messages are text: "<|eot_id|>" in one is no token. Answers go to standard output.
+--format names another. A template has the variables with which a run was trained on it, or those of
+--chat-template-kwargs. Messages are text: "<|eot_id|>" in one is no token. Answers go to standard output.
 Exit codes: 0 done, 2 the arguments, 3 model, tokenizer or template cannot be used.
 """
 
@@ -28,6 +30,7 @@ from collections.abc import Collection, Sequence
 
 import torch.distributed as dist
 
+from toolkit.config.values import parse
 from toolkit.data.chat.base import ChatFormat, Message
 from toolkit.data.chat.formats import chat_format, check_asked
 from toolkit.data.tokenizers.tokenizer import Tokenizer
@@ -157,9 +160,18 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--system", metavar="TEXT", help="the system prompt")
     add("--format", metavar="NAME", help=f"{', '.join(chat_formats())} or the file of a jinja template")
+    add("--chat-template-kwargs", metavar="NAME=VALUE,…", type=_variables, help="variables for the template")
     add_sampling_arguments(parser, max_new_tokens=512, temperature=0.6, top_p=0.9)
     add("--debug", action="store_true", help="show tracebacks")
     return parser
+
+
+def _variables(text: str) -> dict[str, bool | str]:
+    """The value of a flag, read as data.chat_template_kwargs."""
+    found = parse(text, dict[str, bool | str])
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE,…")
+    return found
 
 
 class Terminal:
@@ -246,15 +258,18 @@ def talk(dialog: Dialog, terminal: Terminal, loaded: Loaded | None = None) -> No
 
 def _run(asked: argparse.Namespace) -> None:
     sampling = sampling_as_asked(asked)
+    given: dict[str, bool | str] | None = asked.chat_template_kwargs
     if asked.format:
-        check_asked(asked.format, {})
+        given = given or {}
+        check_asked(asked.format, given)
 
     def check(tokenizer: Tokenizer | None, args: ModelArgs) -> None:
-        chat_format(fitting_tokenizer(tokenizer, args), asked.format)
+        chat_format(fitting_tokenizer(tokenizer, args), asked.format, variables=given)
 
     loaded = load_as_asked(asked, check=check)
     tokenizer = needed_tokenizer(loaded)
-    form = chat_format(tokenizer, asked.format)
+    variables = loaded.chat_template_kwargs if given is None else given
+    form = chat_format(tokenizer, asked.format, variables=variables)
     dialog = Dialog(
         loaded.generator(),
         tokenizer,

@@ -179,6 +179,32 @@ def test_an_answer_ends_where_generation_config_says(
     assert len(needed_tokenizer(loaded).encode(answer)) == 1
 
 
+def test_a_template_has_the_variables_of_the_flag_else_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    template = "{{ bos_token }}{{ 'A dog' if dog else 'Lily' }}{{ messages[-1].content }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+
+    def answer(*flags: str, message: str = " was") -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(message))
+        words = [str(tmp_path), "--temperature", "0", "--dtype", "float32", "--max-new-tokens", "8", *flags]
+        assert main(words) == EXIT_FINISHED
+        return capsys.readouterr().out
+
+    dog, lily = answer("--chat-template-kwargs", "dog=true"), answer("--chat-template-kwargs=dog=false")
+    assert dog != lily == answer()
+    run = {"config": "data.chat_template_kwargs = {dog = true}"}
+    monkeypatch.setattr("toolkit.generation.load.run_of", lambda source: run)
+    assert answer() == dog and answer("--chat-template-kwargs", "dog=false") == lily
+    assert main([str(tmp_path), "--chat-template-kwargs", "cat=true"]) == EXIT_DATA
+    assert "has no variable 'cat'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--chat-template-kwargs", "dog"])
+    assert "'dog' is not NAME=VALUE" in capsys.readouterr().err
+
+
 def test_an_answer_that_is_lost_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standard_streams, "protect", lambda **_: None)
     monkeypatch.setattr(standard_streams, "exit_code", lambda code: {EXIT_FINISHED: 1}[code])

@@ -8,7 +8,7 @@ and features among ``tp`` of them, whose hidden states are whole (:func:`apply_t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +43,8 @@ class Loaded:
     """``mesh`` is None for a model in one process, ``tokenizer`` where none was found. ``seq_len`` are the
     tokens of a row of the training, where a checkpoint tells. ``adapters`` are those that can be selected.
     ``note`` is what a user should know of the speed. ``eos_ids`` end a text beside the tokenizer's, as
-    generation_config.json, or config.json, beside the weights tells."""
+    generation_config.json, or config.json, beside the weights tells. ``chat_template_kwargs`` are those with
+    which a checkpoint was trained."""
 
     model: Decoder
     args: ModelArgs
@@ -53,6 +54,7 @@ class Loaded:
     adapters: Adapters | None = None
     note: str = ""
     eos_ids: tuple[int, ...] = ()
+    chat_template_kwargs: Mapping[str, bool | str] = field(default_factory=dict)
 
     def select(self, adapter: str | None) -> None:
         """Use another of ``adapters``, or the base alone; collective. Generators of before are done with.
@@ -135,7 +137,7 @@ def load_model(
     mesh = _mesh(device, source.args, tp)
     trained = of_base.adapters.get(_OWN, source)
     run = run_of(trained)
-    seq_len = saved_settings(run).get("training.seq_len")
+    settings = saved_settings(run)
     beside = next((it for it in (trained, source) if tokenizer_of(it)), source)
     tokenizer = _tokenizer(beside, tokenizer_path, asked_bos(run) if add_bos is None else add_bos)
     if check:
@@ -151,15 +153,19 @@ def load_model(
         source.args,
         tokenizer,
         mesh,
-        seq_len,
+        settings.get("training.seq_len"),
         adapters=of_base if adapters else None,
         note=note,
         eos_ids=Ranks().on_rank_0(partial(eos_ids, source)),
+        chat_template_kwargs={
+            name.removeprefix(_KWARGS): value for name, value in settings.items() if name.startswith(_KWARGS)
+        },
     )
 
 
 _OWN = ""
 """Name of the adapter that a model at a path is itself."""
+_KWARGS = "data.chat_template_kwargs."
 
 
 def _open(path: Path | str, named: Mapping[str, Path | str], verify: bool) -> tuple[WeightSource, Adapters]:
