@@ -219,9 +219,11 @@ class Member:
         while True:
             event = self.arrived.get()
             if isinstance(event, int):
-                if event == SIGINT or (event != SIGCHLD and not ended):
+                if event == SIGCHLD:
+                    continue
+                if event == SIGINT or not ended:
                     return self._left(link, event, ended=ended), ""
-                held = held or event * (event != SIGCHLD)
+                held = held or event
                 continue
             if event["link"] is not link:
                 continue

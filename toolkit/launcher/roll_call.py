@@ -207,11 +207,11 @@ class RollCall:
         if old and old.host == host:  # it came back before it was missed
             self._gone(old, {"kind": "lost", "why": "another launcher has come from there"})
             old = None
-        problem = ""
         self._awaited = self._awaited and number != 0
         if self._phase == "over":
             self._turn_away(link, **self._said)
             return
+        problem = ""
         if not 0 <= number < self.terms.most:
             problem = f"{node} is none of NNODES = {self.terms.most}: NODE_RANK is below it"
         elif old:
