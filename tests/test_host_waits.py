@@ -1,4 +1,5 @@
-"""A step waits for the device once, for the few numbers that decide if it counts, on any mesh."""
+"""A step waits for the device once, for the few numbers that decide if it counts, and computes nothing by way
+of DTensor, on any mesh."""
 
 from __future__ import annotations
 
@@ -60,7 +61,11 @@ def _config(folder: Path, tables: dict[str, Any]) -> Config:
     )
 
 
-def _waits(folder: Path, tables: dict[str, Any]) -> list[tuple[str, str]]:
+Found = tuple[list[tuple[str, str]], set[str]]
+"""What a step waits for, and its operators of DTensor."""
+
+
+def _waits(folder: Path, tables: dict[str, Any]) -> Found:
     """Those of a second step: the first makes what later ones have, such as the optimizer's state."""
     trainer = small_trainer(_config(folder, tables))
     batches = iter(trainer.loader)
@@ -73,10 +78,10 @@ def _waits(folder: Path, tables: dict[str, Any]) -> list[tuple[str, str]]:
         with waits:
             result = trainer.train_step(micro_batches, learning_rate=1e-3)
         assert result.grad_norm > trainer.train_step.max_norm or tables.get("optimizer")
-    return waits.found
+    return waits.found, waits.on_dtensors
 
 
-def _all(folder: str, layouts: dict[str, dict[str, Any]]) -> dict[str, list[tuple[str, str]]]:
+def _all(folder: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Found]:
     found = {}
     for name, tables in layouts.items():
         with in_layout(name):
@@ -97,8 +102,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 def test_a_step_waits_for_the_device_once(found: dict[str, list[Any]], layout: str) -> None:
     ahead = "toolkit/optim/update_ahead.py wait"  # the update is queued before it, as on a GPU
     place = "toolkit/train_step.py _read" if layout == "in backward" else ahead
-    for waits in found[layout]:
+    for waits, _ in found[layout]:
         assert waits == [("tolist", place)]
+
+
+@pytest.mark.parametrize("layout", [name for layouts in LAYOUTS.values() for name in layouts])
+def test_no_operator_of_a_step_is_worked_out_by_dtensor(found: dict[str, list[Any]], layout: str) -> None:
+    for _, on_dtensors in found[layout]:
+        assert on_dtensors <= {"detach"}  # where autograd keeps a gradient
 
 
 def _indexed(x: Tensor) -> object:

@@ -27,12 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _adjust_lr
 
 from toolkit.config import Config
 from toolkit.distributed.dtensor import clean_name, local
-from toolkit.optim.optimizer import IMPLEMENTATIONS, NamedParameters, parameter_groups
+from toolkit.optim.optimizer import IMPLEMENTATIONS, AdamW, NamedParameters, parameter_groups
 from toolkit.optim.optimizer_state import adam_state
 
 BUCKET = 1 << 25

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
-from torch import nn
-from torch.optim import Adam, AdamW, Optimizer
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from toolkit.config import Config
 from toolkit.config.name_patterns import fits
-from toolkit.distributed.dtensor import clean_name
+from toolkit.distributed.dtensor import clean_name, local
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -21,8 +22,29 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "foreach": {"foreach": True, "fused": False},
     "fused": {"foreach": False, "fused": True},
 }
-# Adam adds the decay to the gradient, where the moments see it (L2); AdamW shrinks the weight itself.
-OPTIMIZERS: dict[str, type[Adam]] = {"AdamW": AdamW, "Adam": Adam}
+
+
+class _OnLocalParts(torch.optim.Adam):
+    """torch's Adam, whose kernels get this rank's parts of DTensors: gradients are cut as their parameters
+    are, and the update is of each number by itself. Given DTensors, torch would first work out how each of
+    hundreds is cut: seconds of the first step, and milliseconds of every other."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        is_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return is_complex
+
+
+class Adam(_OnLocalParts):
+    """Adds the decay to the gradient, where the moments see it (L2)."""
+
+
+class AdamW(_OnLocalParts, torch.optim.AdamW):
+    """Shrinks the weight itself."""
+
+
+OPTIMIZERS: dict[str, type[_OnLocalParts]] = {"AdamW": AdamW, "Adam": Adam}
 Build = Callable[[NamedParameters, Config], Optimizer]
 """The optimizer of a configuration over named parameters, of which it updates the trainable ones. One that is
 not torch's Adam says by ``fresh_state(parameter, group)`` which tensors it keeps before the first step."""

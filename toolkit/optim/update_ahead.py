@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from toolkit.optim.grad_clip import EPSILON
+from toolkit.optim.optimizer import OPTIMIZERS
 
 
 def can_update_ahead(optimizer: Optimizer, device: torch.device) -> bool:
     """Say if the update is of parameters on ``device``, by kernels that can leave it out: those of a class of
-    torch's own, since what a subclass does beside them would see gradients that are not clipped yet."""
-    own = type(optimizer).__module__.startswith("torch.optim.")
+    torch's or ours, since what a subclass does beside them would see gradients that are not clipped yet."""
+    kind = type(optimizer)
+    own = kind in OPTIMIZERS.values() or kind.__module__.startswith("torch.optim.")
     if not (own and getattr(optimizer, "_step_supports_amp_scaling", False)):
         return False
     updated = (parameter for group in optimizer.param_groups for parameter in group["params"])
