@@ -211,6 +211,14 @@ def test_an_absent_field_is_what_it_is_for_transformers(name: str, tmp_path: Pat
     assert set(getattr(theirs, "layer_types", ["full_attention"])) == {"full_attention"}
 
 
+@pytest.mark.parametrize("name", ["llama3.1", "qwen2.5", "qwen3"])
+def test_null_key_heads_are_as_many_as_heads(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    folder = _config_without(tmp_path, name, num_key_value_heads=None, num_attention_heads=64)
+    assert read_hf_config(folder).n_kv_heads == AutoConfig.from_pretrained(folder).num_key_value_heads == 64
+
+
 @pytest.mark.parametrize("fields", [{}, {"sliding_window": None}, {"sliding_window": 64}], ids=str)
 def test_the_window_of_a_mistral_is_what_it_is_for_transformers(
     fields: dict[str, Any], tmp_path: Path

@@ -58,7 +58,7 @@ class HFConfig:
     Attributes:
         called: the family in messages, such as "a Llama".
         head_dim: where the file does not say it; None is ``hidden_size / num_attention_heads``.
-        n_kv_heads: where the file does not say it; None is ``num_attention_heads``.
+        n_kv_heads: where the file does not say it; None, and null in the file, is ``num_attention_heads``.
         sliding_window: where the file does not say it, since null says that there is none; None is a family
             without windows.
         extra: fields beside those that all families have, when it is written.
@@ -85,7 +85,8 @@ class HFConfig:
         fields = Fields(values)
         self._refuse_other_models(fields)
         dim, n_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-        n_kv_heads = fields.count("num_key_value_heads", self.n_kv_heads or n_heads)
+        default = values.get("num_key_value_heads", self.n_kv_heads) or n_heads
+        n_kv_heads = fields.count("num_key_value_heads", default)
         max_seq_len = fields.count("max_position_embeddings", self.max_seq_len)
         theta, scaling = self._rope(fields, max_seq_len)
         if "head_dim" not in fields.values and not self.head_dim and dim % n_heads:
