@@ -55,10 +55,6 @@ def _classification(trainable: tuple[str, ...] | list[str] = (), **options: Any)
 
 _ALL_LINEAR = {"lora.rank": 3, "lora.target_modules": ["all-linear"]}
 
-# torch's fused AdamW computes what is left of a vector register in fp32: parts of eight gates are, and those
-# that four ranks have of a prefix.
-_FOREACH = {"optimizer.implementation": "foreach"}
-
 # A row, or what tp2 leaves of one, is whole blocks of 64 numbers in 4 bits.
 _IN_BLOCKS = {"model.dim": 128, "model.ffn_dim": 256}
 
@@ -167,11 +163,10 @@ WORDS: dict[str, Settings] = {
         **_adapter("lora", **_ALL_LINEAR, **{"lora.quantize_base": "nf4", "lora.use_dora": True}),
         **_IN_BLOCKS,
     },
-    "prefix": {**_adapter("prefix_tuning", **{"prefix_tuning.num_virtual_tokens": 5}), **_FOREACH},
-    "llama-adapter": {
-        **_adapter("llama_adapter", **{"llama_adapter.adapter_len": 3, "llama_adapter.adapter_layers": 3}),
-        **_FOREACH,
-    },
+    "prefix": _adapter("prefix_tuning", **{"prefix_tuning.num_virtual_tokens": 5}),
+    "llama-adapter": _adapter(
+        "llama_adapter", **{"llama_adapter.adapter_len": 3, "llama_adapter.adapter_layers": 3}
+    ),
     "llama-adapter-peft": _adapter(
         "llama_adapter", **{"llama_adapter.gate": "layer", "llama_adapter.adapter_layers": 4}
     ),

@@ -112,6 +112,14 @@ def test_a_layer_that_is_no_plain_one_is_not_replaced(values: dict, key: str) ->
         apply_finetune(model, Finetune.model_validate(values), frozen_dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("values", [LORA, PREFIX, ADAPTER])
+def test_an_adapter_is_of_the_precision_of_the_model(values: dict) -> None:
+    with torch.device("meta"):
+        model = Decoder(resolve("llama3", "debugmodel")).double()
+    apply_finetune(model, Finetune.model_validate(values), frozen_dtype=torch.float32)
+    assert {it.dtype for it in model.parameters() if it.requires_grad} == {torch.float64}
+
+
 def test_an_adapter_keeps_the_frozen_model_in_the_precision_of_the_computation() -> None:
     model = built(resolve("llama3", "debugmodel"), Finetune.model_validate(LORA))
     kinds = {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad}

@@ -66,4 +66,4 @@ def apply_llama_adapter(
         for name, block in model.layers.items():
             if int(name) in layers:
                 attention: Any = block.attention
-                attention.adapter = GatedPrompt(args, options)
+                attention.adapter = GatedPrompt(args, options).to(attention.wo.weight.dtype)

@@ -47,4 +47,4 @@ def apply_prefix(model: Decoder, args: ModelArgs, options: PrefixTuning) -> None
     with torch.device("meta"):
         for block in model.layers.values():
             attention: Any = block.attention
-            attention.adapter = Prefix(args, options)
+            attention.adapter = Prefix(args, options).to(attention.wo.weight.dtype)
