@@ -8,7 +8,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.models.small_llama import small
+from toolkit.config.finetune import LoRA
 from toolkit.config.parallelism import Parallelism
+from toolkit.finetune.lora import LoRALinear
 from toolkit.models.common.args import INNER_CLASSES, WRAP_CLASSES, ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.fsdp_wrap import modules_of_size, wrapped_units
@@ -135,3 +137,9 @@ def test_sizes_agree_with_fsdp1():
         _recursive_wrap(model, policy, Remember, set(), set(), only_wrap_children=True)
         theirs = {by_module[module] for module in wrapped}
         assert set(ours) == theirs, min_params
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_layer_of_lora_may_be_a_unit(use_dora: bool):
+    layer = LoRALinear(nn.Linear(4, 6), LoRA(rank=2, use_dora=use_dora))
+    assert not layer(torch.ones(2, 3, 4))._is_view(), "FSDP warns of views that a unit returns"

@@ -57,7 +57,9 @@ class LoRALinear(nn.Linear):
         dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
         inner = F.linear(dropped, self.lora_a).flatten(0, -2)
         if self.magnitude is None:  # scaled and added within the product, not in passes of their own
-            return torch.addmm(result.flatten(0, -2), inner, self.lora_b.T, alpha=self.scale).view_as(result)
+            sums = torch.addmm(result.flatten(0, -2), inner, self.lora_b.T, alpha=self.scale)
+            # A view that autograd does not know for one: FSDP warns of a unit that returns one.
+            return torch.ops.aten._unsafe_view(sums, result.shape)
         update = (inner @ self.lora_b.T * self.scale).view_as(result)
         longer = self.magnitude / self._row_norms().to(self.magnitude.dtype)
         return result + linear(dropped, self.weight) * (longer - 1) + update * longer
