@@ -57,6 +57,7 @@ def test_files_of_a_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "fix"),
     [
+        ("./a://b", "write a path without ://"),
         ("az://container/a", "copy it to a local disk or mount it"),
         ("a.txt, S3://bucket/b.txt", "copy it to a local disk or mount it"),
         ("file:///data/run", "write the path alone: /data/run"),

@@ -16,6 +16,7 @@ _URL = re.compile(r"(?:^|,)\s*([A-Za-z][A-Za-z0-9+.-]*)://([^,\s]*)")  # of seve
 _HUB = re.compile(r"(?:https?://(?:www\.)?huggingface\.co/|hf://)(datasets/)?([\w.-]+/([\w.-]+))")
 _NO_STORE = ("file", "local", "http", "https", "hf", "memory", "ftp")
 """Schemes that no run can save to or that name no store."""
+_NO_SCHEME = ":// stands in URLs alone, behind a scheme such as s3", "write a path without ://"
 _CREDENTIALS = "name the store by its bucket and path alone; credentials belong in its environment or profile"
 
 
@@ -27,7 +28,7 @@ def url_problem(text: str, *, storage: Storage = False) -> tuple[str, str] | Non
     """Say why a URL cannot stand here, and what to do; None where it can, or where ``text`` is none."""
     found = _URL.search(text)
     if found is None:
-        return None
+        return _NO_SCHEME if "://" in text else None
     scheme, place = found.groups()
     if redacted(text) != text:
         return "a URL with credentials would be told in logs and checkpoints", _CREDENTIALS
