@@ -112,6 +112,7 @@ def test_unknown_key_beside_every_key(field: Field, tmp_path: Path) -> None:
         ("[lr_scheduler]\ndecay_ratio = 1.5", "must be a number from 0 to 1"),
         ("[optimizer]\nbeta2 = 1", "must be a number of at least 0 and below 1"),
         ("[parallelism]\ndata_parallel_shard_degree = 0", "must be -1 or an integer from 1 to 1000000"),
+        ("[optimizer]\neps = 0.0", "must be a number of at least 1e-37"),
         ("[optimizer]\nlr = nan", "must be a number of at least 0\n  fix:  for example lr = "),
         ("[parallelism]\nsharding_strategy = true", "sharding_strategy = True\n  rule: must be one of"),
         ("[parallelism]\nsharding_strategy = 3.0", "sharding_strategy = 3.0\n  rule: must be one of"),

@@ -136,8 +136,8 @@ class Optimizer(Table):
     """Decay of the first moment."""
     beta2: Momentum = 0.95
     """Decay of the second moment."""
-    eps: NonNegativeFloat = 1e-8
-    """Added to the denominator of the update."""
+    eps: Annotated[float, Ge(1e-37)] = 1e-8
+    """Added to the denominator of the update, which is 0 for a weight without a gradient yet."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay."""
     no_decay: Patterns = []
