@@ -371,6 +371,14 @@ CHECKPOINT = [
     ),
     bad(
         "data_position_fits",
+        "data.streaming checkpoint.enable",
+        "counted with False",
+        "exclude_from_loading",
+        key="data.streaming",
+        prepare=lambda folder: save(folder, 5, loader={"seed": 0, "seq_len": 256, "packing": True}),
+    ),
+    bad(
+        "data_position_fits",
         "checkpoint.exclude_from_loading=optimizer checkpoint.enable",
         "step-0 has no position in the data",
         'set it to ["optimizer", "dataloader"]',

@@ -177,7 +177,8 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
         key = "checkpoint.exclude_from_loading"
         fix = f"set it to {json.dumps([*config.checkpoint.exclude_from_loading, 'dataloader'])}"
         return [run.problem(key, f"the checkpoint {start.loaded} has no position in the data", fix)]
-    keys = ("training.seq_len", "data.packing", "data.shuffle", "debug.seed")
+    saved = {"streaming": "shards" in saved, **saved}  # which a stream counts beside its samples
+    keys = ("training.seq_len", "data.packing", "data.shuffle", "data.streaming", "debug.seed")
     here = {key: config.value(key) for key in keys} | {"debug.seed": config.debug.seed or 0}
     return [
         run.problem(
