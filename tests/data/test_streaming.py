@@ -25,10 +25,10 @@ from tests.s3_server import Server, running_here
 from tests.training import small_config, small_trainer
 from toolkit.config import load_config
 from toolkit.data import streaming
-from toolkit.data.batch_size import batch_shape
+from toolkit.data.batch_size import batch_shape, n_shards
 from toolkit.data.corpus import Corpus
 from toolkit.data.packing import PackedRows
-from toolkit.data.streaming import Encoders, Shard, StreamedLoader, n_shards, streamed_loader
+from toolkit.data.streaming import Encoders, Shard, StreamedLoader, streamed_loader
 from toolkit.data.tokenize import TextEncoder
 from toolkit.data.tokenize_helpers import Helper
 from toolkit.data.tokenizers.tokenizer import load_tokenizer

@@ -385,6 +385,17 @@ CHECKPOINT = [
         prepare=lambda folder: save(folder, 0, model_only=True, loader=None),
     ),
     bad(
+        "stream_resumable",
+        "data.streaming training.dataset_path=a.txt,b.txt training.global_batch_size=9 checkpoint.enable",
+        "shards of 2 files are 1",
+        "set it to 8",
+        key="training.global_batch_size",
+        prepare=lambda folder: [
+            *((folder / name).write_text("a text") for name in ("a.txt", "b.txt")),
+            save(folder, 5, loader={"seed": 0, "shards": 2}),
+        ],
+    ),
+    bad(
         "batch_resumable",
         "training.global_batch_size=-1 checkpoint.enable",
         "degree 1, this run has 2",

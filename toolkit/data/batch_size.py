@@ -30,3 +30,8 @@ def batch_shape(*, global_batch_size: int, local_batch_size: int, dp: int) -> Ba
     rows = global_batch_size // dp
     local = max(size for size in divisors(rows) if size <= local_batch_size)
     return BatchShape(global_batch_size, local, rows // local)
+
+
+def n_shards(files: int, global_batch_size: int) -> int:
+    """Shards of a stream: the largest divisor of the global batch that is no more than its files."""
+    return max(n for n in range(1, min(files, global_batch_size) + 1) if global_batch_size % n == 0)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.config import Config
-from toolkit.data.batch_size import BatchShape
+from toolkit.data.batch_size import BatchShape, n_shards
 from toolkit.data.build import corpora, run_tokenizer
 from toolkit.data.corpus import Corpus
 from toolkit.data.dataloader import FIELDS, Batch, Loader
@@ -291,11 +291,6 @@ class StreamedLoader(Loader):
             shard.skip(ahead)
         self._start, self._taken = int(state["samples"]), 0
         self._note()
-
-
-def n_shards(files: int, global_batch_size: int) -> int:
-    """The largest divisor of the global batch that is no more than the files."""
-    return max(n for n in range(1, min(files, global_batch_size) + 1) if global_batch_size % n == 0)
 
 
 def streamed_loader(

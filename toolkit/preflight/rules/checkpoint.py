@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 
 from toolkit.checkpoint.manifest import check_files, dotted, read_manifest, saved_settings, step_folder
 from toolkit.config.schema import added
+from toolkit.data.batch_size import n_shards
 from toolkit.errors import CheckpointError, DataError, Problem, first_few, shown
 from toolkit.models.common.args import ModelArgs
 from toolkit.preflight.planned_run import PlannedRun, note, rule
@@ -189,6 +190,26 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
         for key, now in here.items()
         if (before := saved.get(key.rpartition(".")[2], now)) != now
     ]
+
+
+@rule(DataError)
+def stream_resumable(run: PlannedRun) -> list[Problem]:
+    """The batch deals the files of a stream out to as many shards as the position counts (the files are
+    compared later)."""
+    start, key = run.start, "training.global_batch_size"
+    if start.manifest is None or run.batch is None or not start.resumes or "dataloader" in start.left_out:
+        return []
+    saved = start.manifest["run"]
+    before, shards = saved.get("global_batch_size"), saved.get("loader", {}).get("shards")
+    if not run.config.data.streaming or shards is None or before in (None, run.batch.total):
+        return []
+    files = getattr(run.opened["training"], "files", ())  # of a dataset of the hub they are not known yet
+    if not files or (now := n_shards(len(files), run.batch.total)) == shards:
+        return []
+    rule = f"the shards of {len(files)} files are {now}, and the data position of the checkpoint "
+    rule += f"{start.loaded} counts {shown(shards)}"
+    fix = f"set it to {shown(before)}, as in that run, or start the data anew {start.anew('dataloader')}"
+    return [run.problem(key, rule, fix)]
 
 
 @rule(DataError)
