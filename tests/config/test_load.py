@@ -183,6 +183,8 @@ def test_mistake_in_a_file(text: str, said: str, tmp_path: Path) -> None:
         (["--training.seq-lem", "3"], "did you mean training.seq_len?"),
         (["--training.seq-len", "x"], "for example --training.seq-len 2048"),
         (["--training.dataloader", "2"], "name one of its keys; --help training.dataloader lists them"),
+        (["--data.columns.output", "answer"], "write --data.columns output=answer, more pairs after commas"),
+        (["--training.columns.output=answer"], "training.columns is given whole, in one flag"),
         (["--data.mixture", "2"], "--help data.mixture lists them"),
         (["--data.mixture.code", "2"], "--help data.mixture.code lists them"),
         (["--data.mixture.code.weigth=2"], "did you mean data.mixture.code.weight?"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from toolkit.config.schema import fields_by_key, find_table, is_group, tables
+from toolkit.config.schema import fields_by_key, find_field, find_table, is_group, tables
+from toolkit.config.values import takes_pairs
 from toolkit.errors import Problem, closest
 
 RENAMED = {
@@ -35,6 +36,9 @@ def unknown_key(key: str, value: object, origin: str) -> Problem:
         near = closest(name, found.model_fields)
         meant = f"{table}.{near}" if near else _elsewhere(name)
         otherwise = f"leave it out; --help {table} lists the keys of [{table}]"
+    elif (whole := find_field(table)) and takes_pairs(whole.annotation):
+        rule = f"{table} is given whole, in one flag"
+        return Problem(rule, f"write --{table} {name}={value}, more pairs after commas", key, value, origin)
     elif table:
         rule = f"there is no table [{table}]"
         meant = closest(key, fields_by_key()) or _elsewhere(name)

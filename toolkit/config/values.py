@@ -40,6 +40,14 @@ def _readers(annotation: Any) -> list[Callable[[str], object]]:
     return [reader] if reader else []
 
 
+def takes_pairs(annotation: Any) -> bool:
+    """Say if a flag of this type is ``name=value,…``."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return any(map(takes_pairs, arguments))
+    return origin is dict
+
+
 def _read_bool(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise ValueError(text)
