@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from toolkit.config.help import meaning
 from toolkit.config.refused import REFUSED
 from toolkit.config.schema import Config, fields, tables
 from toolkit.config.types import NONE
+from toolkit.errors import EXIT_FINISHED
 
 SCHEMA = Path(__file__).parents[1] / "train_configs" / "schema.json"
 
@@ -46,6 +50,14 @@ def json_schema() -> dict[str, Any]:
     return schema | {"properties": {"extends": extends} | schema["properties"]}
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str]) -> int:
+    """Run the program and return its exit code."""
+    description = f"Write the JSON schema of config files, which editors read, to {SCHEMA}."
+    argparse.ArgumentParser(prog="python -m tools.config_schema", description=description).parse_args(argv)
     SCHEMA.write_text(json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n")
     print(f"wrote {SCHEMA}")
+    return EXIT_FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from toolkit.config import Config
 from toolkit.config.help import help_text
 from toolkit.config.schema import Field, fields, fields_by_key
+from tools import config_schema
 from tools.config_schema import json_schema
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +51,16 @@ def test_the_readme_says_which_options_have_never_run_on_a_gpu() -> None:
 def test_committed_json_schema_is_up_to_date() -> None:
     committed = json.loads((ROOT / "train_configs" / "schema.json").read_text())
     assert committed == json_schema(), "run python -m tools.config_schema"
+
+
+@pytest.mark.parametrize(("word", "code"), [("--help", 0), ("--output", 2)])
+def test_the_json_schema_is_not_written_beside_words(
+    word: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_schema, "SCHEMA", tmp_path / "schema.json")
+    with pytest.raises(SystemExit) as ended:
+        config_schema.main([word])
+    assert ended.value.code == code and not config_schema.SCHEMA.exists()
 
 
 def test_a_boolean_is_no_number_and_an_integer_is_a_float() -> None:
