@@ -69,6 +69,14 @@ def test_inspect_tells_the_run_and_its_tensors(folder: Path, capsys: pytest.Capt
     assert "bfloat16" in said
 
 
+def test_a_folder_of_checkpoints_is_answered_with_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in (folder, folder.parent):
+        code, said = _call(capsys, "inspect", place)
+        assert code == EXIT_DATA and f"name one, for example {folder / 'step-10'}" in said
+
+
 def test_verify_finds_a_flipped_bit_and_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _call(capsys, "verify", folder)[0] == EXIT_FINISHED
     shard = folder / "step-2" / "__0_0.distcp"

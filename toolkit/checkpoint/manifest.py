@@ -214,12 +214,13 @@ def _is_newer(manifest: Any) -> bool:
 def _absent(folder: Path) -> str:
     if not folder.is_dir():
         return f"no checkpoint at {folder}: there is no such folder"
-    steps = committed_steps(folder)
-    if steps:
-        return (
-            f"{folder} is not a checkpoint but a folder of them: name one, "
-            f"for example {step_folder(folder, steps[-1])}"
-        )
+    of_a_run = {path.parent for path in folder.glob("*/step-*")}
+    for place in (folder, *sorted(of_a_run)):
+        if steps := committed_steps(place):
+            return (
+                f"{folder} is not a checkpoint but a folder of them: name one, "
+                f"for example {step_folder(place, steps[-1])}"
+            )
     if (folder / ".metadata").exists():
         return (
             f"{folder} has no {MANIFEST}: a DCP folder of another program, or one that was never "
