@@ -299,6 +299,9 @@ def _reshaped(run: PlannedRun) -> list[str]:
     except DataError:
         return []  # another rule tells
     changed = [key for key, value in asdict(run.model).items() if value != base[key] and key != "max_seq_len"]
+    if "classifier" in changed:  # the head is in the folder, and nothing ties it; names of classes are not
+        changed = [key for key in changed if key not in ("classifier", "tie_embeddings")]
+        changed += ["finetune.classification.label_names"] * bool(options.classification.label_names)
     if not changed:
         return []
     said = f"a folder of PEFT's does not tell of {', '.join(changed)}, which {folder} has otherwise"
