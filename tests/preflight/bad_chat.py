@@ -67,6 +67,12 @@ CASES = [
     ),
     bad(
         "corpus_readable",
+        "validation.format=messages validation.enable=true",
+        "no column 'messages', which format messages reads; it has 'text'",
+        "set validation.dataset_path: c4_validation, which is shipped, is plain text",
+    ),
+    bad(
+        "corpus_readable",
         f"{CODE}.format=messages {CODE}.dataset_path=a.jsonl",
         "no column 'messages', which format messages reads; it has 'text'",
         f"or another {CODE}.format",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from toolkit.config import Config
@@ -16,6 +17,7 @@ from toolkit.data.cache_folder import local_cache
 from toolkit.data.content_hash import too_large, unread
 from toolkit.data.corpus import Corpus
 from toolkit.data.sources import (
+    EMBEDDED,
     STAND_INS,
     check_name,
     problem_of,
@@ -106,6 +108,9 @@ def corpus_readable(run: PlannedRun) -> list[Problem]:
     for corpus in corpora(run.config):
         opened = run.opened[corpus.table]
         found = problem_of(opened, corpus.dataset_path) if isinstance(opened, DataError) else None
+        if found and corpus.dataset_path is None and corpus.dataset in EMBEDDED:
+            fix = f"set {corpus.table}.dataset_path: {corpus.dataset}, which is shipped, is plain text"
+            found = replace(found, fix=fix if found.key != "columns" else f"{fix}; or another data.format")
         if found and found.key == "text_column":
             fix = found.fix.replace("data.text_column", corpus.column_key)
             if corpus.table.startswith("data.mixture.") and corpus.column_key == "data.text_column":
