@@ -266,6 +266,13 @@ def test_a_template_is_sandboxed(tokenizers: dict[str, Tokenizer]) -> None:
         ChatTemplate(tokenizers["llama3"], "{% if %}", name="mine")
 
 
+def test_a_format_whose_tokens_the_tokenizer_lacks(tokenizers: dict[str, Tokenizer]) -> None:
+    with pytest.raises(
+        DataError, match=r"(?s)needs <\|begin_of_text\|>.*which .* has not\n  fix:  name the format"
+    ):
+        chat_format(tokenizers["llama2"], "llama3")
+
+
 def test_the_limits_of_a_user_hold_for_templates() -> None:
     """Who has less time or memory than a template may take can render, and gets no more by it."""
     program = (

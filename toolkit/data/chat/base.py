@@ -66,7 +66,10 @@ def special_ids(tokenizer: Tokenizer, names: Sequence[str], wanted_by: str) -> l
         DataError: the tokenizer lacks some of them.
     """
     if missing := [name for name in names if name not in tokenizer.special_tokens]:
-        raise DataError(f"chat format {wanted_by} needs {', '.join(missing)}, which {tokenizer.path} has not")
+        raise DataError(
+            f"chat format {wanted_by} needs {', '.join(missing)}, which {tokenizer.path} has not\n"
+            "  fix:  name the format of this tokenizer, or the file of a jinja template"
+        )
     return [tokenizer.special_tokens[name] for name in names]
 
 
