@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tests.preflight.bad_runs import Bad, bad, write
+from tests.preflight.bad_runs import Bad, bad, save, write
 from tests.preflight.bad_weights import FROM_M, write_model
 
 
@@ -88,6 +88,12 @@ CASES: list[Bad] = [
     bad("exports_have_a_form", f"finetune.merge_on_export {EXPORT} {PREFIX}", "LoRA alone to weights"),
     bad("adapter_path_fits", f"finetune.adapter_path=no/step-3 {LORA}", "checkpoint.enable is false"),
     bad("adapter_path_fits", f"finetune.adapter_path=no/step-3 checkpoint.enable {LORA}", "no such folder"),
+    bad(
+        "adapter_path_fits",
+        f"finetune.adapter_path=m checkpoint.enable {LORA}",
+        "m is a checkpoint of a run without an adapter\n  fix:  name a folder of PEFT's",
+        prepare=lambda folder: save(folder, 5).rename(folder / "m"),
+    ),
     bad(
         "adapter_path_fits",
         f"finetune.adapter_path=peft checkpoint.enable {LORA} finetune.lora.rank=4",

@@ -30,6 +30,7 @@ from toolkit.models.on_disk import read_hf_config
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _SHOWN = 8
+_ADAPTERS = "name a folder of PEFT's, or a step-N of a run with an adapter"
 _TARGETS = "finetune.lora.target_modules"
 _FREEZING = ("frozen", "freeze_first_layers", "freeze_last_layers")
 _ROTATE = "parallelism.context_parallel_rotate_method"
@@ -257,9 +258,9 @@ def adapter_path_fits(run: PlannedRun) -> list[Problem]:
         saved = saved_options(folder, run.model)
     except (DataError, CheckpointError) as error:
         said, _, fix = str(error).partition("\n  fix:  ")
-        return [
-            run.problem(key, said, fix or "name a folder of PEFT's, or a step-N of a run with an adapter")
-        ]
+        return [run.problem(key, said, fix or _ADAPTERS)]
+    if not saved.adds:
+        return [run.problem(key, f"{folder} is a checkpoint of a run without an adapter", _ADAPTERS)]
     problems = [
         run.problem(key, f"the adapter in {folder} has {wanted} = {value!r}", f"set {wanted} to that")
         for wanted, value in differences(saved, options, run.model).items()
