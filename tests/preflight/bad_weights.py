@@ -84,6 +84,11 @@ def _meta(folder: Path) -> None:
     (folder / "m" / "params.json").write_text("{}")
 
 
+def _adapter(folder: Path) -> None:
+    (folder / "m").mkdir()
+    (folder / "m" / "adapter_config.json").write_text("{}")
+
+
 def _alike(rule: str, flags: str, prepares: dict[str, Callable[[Path], Any]]) -> list[Bad]:
     """Cases that differ in what they find and say."""
     return [bad(rule, flags, *said.split(" | "), prepare=prepare) for said, prepare in prepares.items()]
@@ -180,6 +185,7 @@ CASES = [
         {
             "m is no folder": lambda folder: (folder / "m").write_text(""),
             "Meta's files | meta-to-dcp m OUT": _meta,
+            "it holds an adapter: | finetune.adapter_path = m, | merge BASE m OUT": _adapter,
             "a checkpoint of this toolkit | initial_load_in_hf = false": lambda folder: save(
                 folder, 5
             ).rename(folder / "m"),

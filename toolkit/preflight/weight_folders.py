@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from toolkit.checkpoint.manifest import MANIFEST, committed_steps
+from toolkit.finetune.peft_config import is_peft_folder
 from toolkit.models.common.spec import CONFIG, PARAMS
 from toolkit.preflight.hub import download_line
 
@@ -34,7 +35,12 @@ def instead_of_hugging_face(folder: Path, path: str) -> tuple[str, str] | None:
 
 
 def _converted(folder: Path) -> str:
-    """How to make a checkpoint of Meta's files, where ``folder`` has them."""
+    """Advise what to do about Meta's files or an adapter, where ``folder`` has them."""
+    if is_peft_folder(folder):
+        return (
+            f"it holds an adapter: name its base here and finetune.adapter_path = {folder}, or merge it "
+            f"first: python -m tools.convert_weights merge BASE {folder} OUT"
+        )
     if not (folder / PARAMS).is_file():
         return ""
     return (
