@@ -13,9 +13,10 @@ A line is a message; /reset forgets the dialog but for the system prompt, /quit,
 ends. Ctrl-C ends an answer. Where input is no terminal, a message that cannot be answered ends it all.
 Dialogs that outgrow the model's context lose their oldest turns.
 
-The format is that of the template beside the tokenizer, else Llama 3's or Llama 2's by the tokenizer;
---format names another. A template has the variables with which a run was trained on it, or those of
---chat-template-kwargs. Messages are text: "<|eot_id|>" in one is no token. Answers go to standard output.
+The format is that of the template beside the tokenizer, else Llama 3's, Mistral's or Llama 2's by the
+tokenizer; --format names another. A template has the variables with which a run was trained on it, or
+those of --chat-template-kwargs. Messages are text: "<|eot_id|>" in one is no token. Answers go to standard
+output.
 Exit codes: 0 done, 2 the arguments, 3 model, tokenizer or template cannot be used.
 """
 
