@@ -163,7 +163,7 @@ def test_damaged_files_are_named(saved, kind, damage, said):
     damage(saved.folder / "step-5" / kind)
     with pytest.raises(CheckpointError, match=said.format(kind)) as caught:
         saved.load(5, _empty())
-    assert "fix:  take another step" in str(caught.value)
+    assert "fix:  take another step (in a run by checkpoint.load_step)" in str(caught.value)
 
 
 def test_names_and_shapes_that_do_not_fit_come_in_one_message(saved):

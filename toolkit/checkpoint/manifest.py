@@ -191,7 +191,7 @@ def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool)
     return problems
 
 
-ADVICE = "take another step (checkpoint.load_step), or a copy of this one"
+ADVICE = "take another step (in a run by checkpoint.load_step), or a copy of this one"
 
 
 def _is_committed(folder: Path) -> bool:
