@@ -104,7 +104,7 @@ def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture
         assert ("Traceback" in capsys.readouterr().err) == (words != ["--job.no-debug"])
 
 
-@pytest.mark.parametrize("words", [["--world-size", "0"], ["--world-size=many"], ["--world-size"]])
+@pytest.mark.parametrize("words", [["--world-size", "0"], ["--world_size=many"], ["--world-size"]])
 def test_world_size_is_a_number(words: list[str]) -> None:
     done, _ = python("-m", "toolkit.preflight", DEBUG_MODEL, *words)
     assert done.returncode == 2 and "must be a whole number from 1 to 1000000" in done.stderr

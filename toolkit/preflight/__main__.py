@@ -40,9 +40,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _world_size(argv: Sequence[str]) -> tuple[int | None, list[str]]:
     """Take ``--world-size N`` out of the words."""
-    words = [
-        part for word in argv for part in (word.split("=", 1) if word.startswith(_WORLD_SIZE) else [word])
-    ]
+    words = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == _WORLD_SIZE:
+            words += [_WORLD_SIZE, value] if equals else [_WORLD_SIZE]
+        else:
+            words.append(word)
     if _WORLD_SIZE not in words:
         return None, words
     place = words.index(_WORLD_SIZE)
