@@ -62,7 +62,7 @@ def _config(folder: Path, tables: dict[str, Any]) -> Config:
 
 
 Found = tuple[list[tuple[str, str]], set[str]]
-"""What a step waits for, and its operators of DTensor."""
+"""Waits of a step, and its operators of DTensor."""
 
 
 def _waits(folder: Path, tables: dict[str, Any]) -> Found:
