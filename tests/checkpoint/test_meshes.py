@@ -25,7 +25,7 @@ from toolkit.checkpoint.manifest import read_manifest, step_folder
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.trainer import Trainer
 
-RANKS, STEPS, SAVED = 4, 7, 2
+RANKS, STEPS, SAVED = 4, 4, 2
 Settings = dict[str, Any]
 Digests = dict[str, str]
 Pair = tuple[str, str]
