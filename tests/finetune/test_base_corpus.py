@@ -52,7 +52,7 @@ def _run(folder: Path, name: str, at: str, **tables: dict[str, Any]) -> dict[str
             training={"steps": 2, "seq_len": 32, "global_batch_size": 4, "local_batch_size": 2, **EXACT}
             | data
             | tables.pop("training", {}),
-            optimizer={"lr": 1e-2, "implementation": "foreach"},
+            optimizer={"lr": 1e-2},
             lr_scheduler={"warmup_steps": 0, "decay_type": "constant"},
             validation={"enable": True, "freq": 1, "base_corpus": {"dataset_path": str(folder / "known.txt")}}
             | data

@@ -46,8 +46,7 @@ def configure(folder: Path, name: str, *, steps: int, layout: dict[str, int], **
         model={"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128},
         training={"steps": steps, "seq_len": 32, "global_batch_size": 4, "local_batch_size": 2, **EXACT}
         | pairs,
-        # torch's fused kernel computes what is left of a vector register in fp32.
-        optimizer={"lr": 1e-2, "implementation": "foreach"},
+        optimizer={"lr": 1e-2},
         lr_scheduler={"warmup_steps": 0, "decay_type": "constant"},
         parallelism=layout,
         checkpoint={"enable": True, "interval": 2, **checkpoint},

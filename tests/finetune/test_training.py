@@ -45,7 +45,7 @@ def curve(folder: Path, finetune: dict[str, Any], mode: str = "none", **tables: 
         training={
             "steps": 3, "seq_len": 32, "global_batch_size": 4, "local_batch_size": 4, **EXACT
         } | data | tables.pop("training", {}),
-        optimizer={"lr": 1e-2, "implementation": "foreach"} | tables.pop("optimizer", {}),
+        optimizer={"lr": 1e-2} | tables.pop("optimizer", {}),
         lr_scheduler={"warmup_steps": 0, "decay_type": "constant"},
         activation_checkpoint=MODES[mode],
         **tables,

@@ -27,7 +27,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
 class _OnLocalParts(torch.optim.Adam):
     """torch's Adam, whose kernels get this rank's parts of DTensors: gradients are cut as their parameters
     are, and the update is of each number by itself. Given DTensors, torch would first work out how each of
-    hundreds is cut: seconds of the first step, and milliseconds of every other."""
+    hundreds is cut: a second or so of the first step, and milliseconds of every other."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         is_complex = super()._init_group(group, *lists)
