@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.machine import describe
+from toolkit.distributed.dtensor import local
 from toolkit.optim.optimizer import AdamW
 
 MESHES = {(2,): (39, 111, 291), (2, 8): (291,), (2, 4, 8): (291,)}
@@ -46,7 +47,7 @@ def update(
         begun = time.process_time()
         optimizer.step()
         milliseconds.append(1e3 * (time.process_time() - begun))
-    return milliseconds, torch.stack([it._local_tensor.detach() for it in parameters])
+    return milliseconds, torch.stack([local(it) for it in parameters]).detach()
 
 
 def main() -> None:
