@@ -312,7 +312,7 @@ def test_a_dataset_that_fails_names_its_document(tmp_path: Path) -> None:
     )
     for name, said in {
         "failing": "rows.py:4: ZeroDivisionError: division by zero",
-        "numbers": "document 1 is a int, not a text or a row by columns",
+        "numbers": "document 1 is of type int, not a text or a row by columns",
     }.items():
         words = ["--job.custom_import=rows", f"--training.dataset={name}", "--data.cache_folder=cache"]
         assets = f"--model.hf_assets_path={ROOT}/tests/assets/tokenizer"

@@ -182,7 +182,10 @@ def run(corpus: Iterable[str], form: str, size: int) -> bytes:
 def main() -> int:
     summary, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
-        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.train_tokenizer",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--corpus",

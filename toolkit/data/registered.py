@@ -46,7 +46,7 @@ class RegisteredPiece:
         for number, row in enumerate(self.content, self.first):
             if not isinstance(row, Mapping):
                 raise DataError(
-                    f"{self.path}, document {number} is a {type(row).__name__}, not a row by columns"
+                    f"{self.path}, document {number} is of type {type(row).__name__}, not a row by columns"
                 )
             yield number, row
 
@@ -56,7 +56,7 @@ class RegisteredPiece:
             check_text(row, where)
             return row
         if not isinstance(row, Mapping):
-            raise DataError(f"{where} is a {type(row).__name__}, not a text or a row by columns")
+            raise DataError(f"{where} is of type {type(row).__name__}, not a text or a row by columns")
         template = template_for(text_column, dict(row), where)
         for column in template.columns:
             check_text(row[column], f"{where}: column {column!r}")

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 import torch
 
 from toolkit.config.finetune import Finetune
-from toolkit.finetune.parameters import adapted_layers, linear_layers, lora_targets, trained_names
+from toolkit.finetune.parameters import adapted_layers, lora_targets, trained_names
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.init import Init
+from toolkit.models.common.parameters import linear_layers
 from toolkit.weights.source import EMBEDDING, HEAD
 
 

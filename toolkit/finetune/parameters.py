@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from toolkit.config.finetune import Finetune
 from toolkit.config.name_patterns import fits, idle
 from toolkit.models.common.args import ModelArgs, is_classifier_head
-from toolkit.models.common.parameters import parameter_shapes
+from toolkit.models.common.parameters import linear_layers, parameter_shapes
 from toolkit.models.registry import spec
 
 _LORA = ("lora_a", "lora_b", "magnitude")
@@ -90,13 +90,6 @@ def idle_targets(args: ModelArgs, patterns: Iterable[str]) -> list[str]:
     """The first of ``patterns`` that are none of the linear layers."""
     known = {ALL_LINEAR, *(name for pair in hf_linear_names(args).items() for name in pair)}
     return idle((pattern for pattern in patterns if pattern not in known), linear_layers(args))
-
-
-def linear_layers(args: ModelArgs) -> list[str]:
-    """Names of the linear layers of the blocks."""
-    shapes = parameter_shapes(args)
-    blocks = [name for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2]
-    return [name.removesuffix(".weight") for name in blocks]
 
 
 def hf_linear_names(args: ModelArgs) -> Mapping[str, str]:

@@ -20,12 +20,11 @@ from toolkit.finetune.parameters import (
     added_shapes,
     hf_linear_names,
     is_added,
-    linear_layers,
     lora_targets,
 )
 from toolkit.io.json_fields import Fields, read_object
 from toolkit.models.common.args import ModelArgs, is_classifier_head
-from toolkit.models.common.parameters import parameter_shapes
+from toolkit.models.common.parameters import linear_layers, parameter_shapes
 from toolkit.models.registry import spec
 from toolkit.weights.safetensors_header import file_entries
 
@@ -333,7 +332,7 @@ def without_peft_form(args: ModelArgs, options: Finetune, replaced: Iterable[str
 def _compact(modules: set[str], args: ModelArgs, their_names: Mapping[str, str]) -> list[str]:
     """Names that stand for ``modules``: last names where all of a name are among them, else whole ones; in
     Hugging Face's words where ``their_names`` has them."""
-    layers = linear_layers(args)
+    layers = list(linear_layers(args))
     by_last: dict[str, set[str]] = {}
     for layer in layers:
         by_last.setdefault(layer.rpartition(".")[2], set()).add(layer)

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from toolkit.config.parallelism import Float8Linear
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameters import parameter_shapes
+from toolkit.models.common.parameters import linear_layers
 
 MULTIPLE = 16
 """The sizes of matrices that GPUs multiply in float8 are multiples of it."""
-
-
-def linear_layers(args: ModelArgs) -> dict[str, tuple[int, ...]]:
-    """Shapes (N, K) of the weights of the blocks' linear layers, by the layers' names."""
-    weights = {name.removesuffix(".weight"): shape for name, shape in parameter_shapes(args).items()}
-    return {name: shape for name, shape in weights.items() if name.startswith("layers.") and len(shape) == 2}
 
 
 def float8_layers(args: ModelArgs, options: Float8Linear) -> dict[str, tuple[int, ...]]:

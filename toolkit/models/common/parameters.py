@@ -10,6 +10,12 @@ def parameter_names(args: ModelArgs) -> list[str]:
     return list(parameter_shapes(args))
 
 
+def linear_layers(args: ModelArgs) -> dict[str, tuple[int, ...]]:
+    """Shapes (N, K) of the weights of the blocks' linear layers, by the layers' names."""
+    weights = {name.removesuffix(".weight"): shape for name, shape in parameter_shapes(args).items()}
+    return {name: shape for name, shape in weights.items() if name.startswith("layers.") and len(shape) == 2}
+
+
 def parameter_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
     """Shapes of the distinct parameters by name, in the model's order."""
     dim, queries, keys = args.dim, args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim

@@ -18,13 +18,12 @@ from toolkit.finetune.parameters import (
     describe_trained,
     hf_linear_names,
     idle_targets,
-    linear_layers,
     lora_targets,
     trained_names,
 )
 from toolkit.finetune.peft_config import without_peft_form
 from toolkit.finetune.saved_options import differences, saved_options
-from toolkit.models.common.parameters import parameter_shapes
+from toolkit.models.common.parameters import linear_layers, parameter_shapes
 from toolkit.models.from_config import weights_folder
 from toolkit.models.on_disk import read_hf_config
 from toolkit.preflight.planned_run import PlannedRun, note, rule

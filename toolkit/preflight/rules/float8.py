@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from toolkit.config.types import FLOAT8
 from toolkit.errors import Problem, did_you_mean, first_few, install
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameters import parameter_names
-from toolkit.parallel.float8_layers import MULTIPLE, float8_layers, gathered_in_float8, linear_layers
+from toolkit.models.common.parameters import linear_layers, parameter_names
+from toolkit.parallel.float8_layers import MULTIPLE, float8_layers, gathered_in_float8
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _CONVERTERS = "model.converters"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from toolkit.errors import Problem
-from toolkit.finetune.parameters import all_shapes, linear_layers, trained_names
+from toolkit.finetune.parameters import all_shapes, trained_names
+from toolkit.models.common.parameters import linear_layers
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _KEY = "optimizer.name"

@@ -6,8 +6,9 @@ import math
 
 from toolkit.config.name_patterns import fits
 from toolkit.errors import Problem, divisors, either, first_few
-from toolkit.finetune.parameters import NF4_BLOCK, all_shapes, linear_layers, trained_names
+from toolkit.finetune.parameters import NF4_BLOCK, all_shapes, trained_names
 from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.parameters import linear_layers
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _KEY = "finetune.lora.quantize_base"
