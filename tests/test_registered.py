@@ -194,10 +194,11 @@ def ends() -> Any:
 
 
 WRONG_DATASETS: dict[str, Callable[[], Any]] = {
-    r"at document 2: .*test_registered.py:\d+: SystemExit: 0": ends,
-    "at document 2: TypeError: it is None": lambda: ["one", None, "three"],
-    "at document 1: TypeError: the function gives a str": lambda: "a text",
-    "at document 1: TypeError: 'int' object is not iterable": lambda: 5,
+    r"fails at document 2: .*test_registered.py:\d+: SystemExit: 0": ends,
+    "fails at document 2: TypeError: it is None": lambda: ["one", None, "three"],
+    "fails at document 1: TypeError: the function gives a str": lambda: "a text",
+    "fails at document 1: TypeError: 'int' object is not iterable": lambda: 5,
+    "gives no document\n  fix:  correct the module": lambda: [],
 }
 
 
@@ -206,7 +207,7 @@ def test_a_dataset_that_gives_no_documents(
     said: str, rows: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(added("training.dataset"), "mine", (rows, "1", __file__))
-    with pytest.raises(DataError, match=f"the dataset mine fails {said}"):
+    with pytest.raises(DataError, match=f"the dataset mine {said}"):
         list(open_corpus("mine", None).pieces())
 
 

@@ -79,7 +79,7 @@ class RegisteredCorpus(Corpus):
     module that gives the documents."""
 
     def pieces(self, size: int = 0) -> Iterator[RegisteredPiece]:
-        """The documents, some at a time. Raises DataError where giving them fails."""
+        """The documents, some at a time. Raises DataError where giving them fails, or gives none."""
         rows, _, _ = added("training.dataset")[self.name]
         held: list[Row] = []
         first, size = 1, 0
@@ -100,5 +100,7 @@ class RegisteredCorpus(Corpus):
             if held and (row is None or size >= PIECE_BYTES):
                 yield RegisteredPiece(self.files[0], tuple(held), first)
                 held, first, size = [], number + 1, 0
+            if row is None and number == 1:
+                raise DataError(f"the dataset {self.name} gives no document\n  fix:  correct the module")
             if row is None:
                 return
