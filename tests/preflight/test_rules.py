@@ -565,6 +565,23 @@ def test_hsdp_and_multiples_fit(folder: Path) -> None:
     assert check(config, world_size=4, hardware=CPU) == []
 
 
+def test_each_folder_that_cannot_be_made_is_named_but_for_those_inside_it(folder: Path) -> None:
+    inside = [
+        "--metrics.save_tb_folder=tb",
+        "--metrics.enable_tensorboard",
+        "--job.dump_folder=/dev/null/run",
+    ]
+    flags = [
+        *inside,
+        "--checkpoint.enable",
+        "--checkpoint.folder=/dev/null/saved",
+        "--data.cache_folder=/dev/null/cache",
+    ]
+    problems = check(configure(flags), world_size=2, hardware=CPU)
+    keys = ["job.dump_folder", "data.cache_folder", "checkpoint.folder"]
+    assert [problem.key for problem in problems if problem.key in [*keys, "metrics.save_tb_folder"]] == keys
+
+
 def test_all_problems_are_reported_at_once_and_config_comes_first(folder: Path) -> None:
     config = configure(["--training.dataset=c5", "--comm.mode=local_tensor"])
     with pytest.raises(ConfigError) as caught:

@@ -60,11 +60,12 @@ def folders_writable(run: PlannedRun) -> list[Problem]:
             folders[key] = str(expand_user(file, inside=run.dump_folder).parent)
     if config.compile.enable and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # which goes before it
         folders["compile.cache_folder"] = config.compile.cache_folder
-    problems: dict[str, Problem] = {}  # by rule: what is wrong with a folder is so of those inside it
+    problems: dict[Path, Problem] = {}
     for key, folder in folders.items():
         rule, fix = _unusable(folder)
-        if rule:
-            problems.setdefault(rule, run.problem(key, rule, fix))
+        place = expand_user(folder).absolute()
+        if rule and problems.keys().isdisjoint([place, *place.parents]):  # of an outer one it is told
+            problems[place] = run.problem(key, rule, fix)
     return list(problems.values())
 
 
