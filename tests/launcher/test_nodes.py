@@ -180,8 +180,8 @@ def test_node_0_hears_what_ended_all_before_it_came(kind: str) -> None:
     assert not calls.thread.is_alive()
 
 
-def _end_of_a_round(node_0: Callable[[Link], None], *, sleeps: float) -> int:
-    """The code of a node whose ranks end with 75 after these seconds, once ``node_0`` has had its say."""
+def _end_of_a_round(node_0: Callable[[Link], None], *, sleeps: float, code: int = 75) -> int:
+    """The code of a node whose ranks end with ``code`` in these seconds, once ``node_0`` has had its say."""
     with socket.create_server(("127.0.0.1", 0)) as door, supervisor.signals() as arrived:
 
         def serve() -> None:
@@ -196,7 +196,7 @@ def _end_of_a_round(node_0: Callable[[Link], None], *, sleeps: float) -> int:
 
         serving = threading.Thread(target=serve)
         serving.start()
-        rank = [sys.executable, "-S", "-c", f"import sys, time; time.sleep({sleeps}); sys.exit(75)"]
+        rank = [sys.executable, "-S", "-c", f"import sys, time; time.sleep({sleeps}); sys.exit({code})"]
         launch = Launch(1, nodes=2, node_rank=1)
         member = Member(rank, launch, Terms(least=2, most=2), {}, lambda: None, None, arrived)
         code = member.take_part("127.0.0.1", door.getsockname()[1])
@@ -210,6 +210,20 @@ def test_a_node_whose_ranks_still_end_has_the_code_of_all() -> None:
         assert link.receive()["kind"] == "ended"
 
     assert _end_of_a_round(leave, sleeps=0.3) == 75
+
+
+def test_what_a_node_has_said_of_its_own_rank_is_not_said_again(capfd: pytest.CaptureFixture[str]) -> None:
+    def start_again(link: Link) -> None:
+        own = link.receive()
+        while own["kind"] != "ended":
+            own = link.receive()
+        link.send("again", text=f"{own['own']}\nall start again")
+        assert link.receive()["kind"] == "ready"
+        link.send("exit", code=1, text="")
+
+    assert _end_of_a_round(start_again, sleeps=0.0, code=9) == 1
+    said = capfd.readouterr().err
+    assert said.count("ended with code 9") == 1 and "launch: all start again" in said
 
 
 def test_a_signal_after_the_ranks_have_ended_waits_for_those_of_other_nodes() -> None:

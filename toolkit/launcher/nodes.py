@@ -110,6 +110,7 @@ class Member:
         self.host = socket.gethostname()
         self.prepared = False
         self._said: str | None = None  # of a failure here
+        self._shown = ""  # of it, by this launcher and not by the rank itself
 
     def take_part(self, address: str, port: int) -> int:
         """Come to the roll call at ``address``, and again while it may begin anew; returns the exit code.
@@ -232,7 +233,7 @@ class Member:
             if event["kind"] == "exit":
                 return self._exit(event), ""
             if event["kind"] == "again" and event["text"]:
-                say(str(event["text"]))
+                say(str(event["text"]).removeprefix(self._shown))
             if event["kind"] in ("again", "lost") and held:
                 return self._left(link, held), ""
             if event["kind"] == "again":
@@ -275,6 +276,7 @@ class Member:
         else:
             shutil.rmtree(logs, ignore_errors=True)
         said = self._said = own.text if own else None
+        self._shown = f"{own.text}\n" if own and not own.told else ""
         signum = Signals(watch.asked).name if watch.asked else ""
         link.send("ended", code=code, own=said, signal=signum, known=watch.ended_by_us)
         return watch.over
