@@ -88,7 +88,7 @@ def test_torchtitan_config(name: str, world_sizes: tuple[int, ...], tmp_path: Pa
 def test_torchtitan_70b_does_not_fit_12_ranks(tmp_path: Path) -> None:
     config = load(TITAN / "llama3_70b.toml", tmp_path, "--model.hf_assets_path=tests/assets/tokenizer")
     said = "\n".join(map(str, check(config, world_size=12, hardware=H100)))
-    assert "tp 8 × pp 1 = 8 does not divide the world size 12" in said and "dp_shard 3 × tp 4" in said
+    assert "cp 1 × tp 8 = 8 does not divide the world size 12" in said and "dp_shard 3 × tp 4" in said
 
 
 def test_every_option_of_torchtitan_at_its_default(tmp_path: Path) -> None:

@@ -27,12 +27,19 @@ class ParallelDims:
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
-        names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-        sizes = [(name, getattr(self, name)) for name in names]
+        sizes = [(name, getattr(self, name)) for name in DEGREES]
         shown = [f"{name} {size}" for name, size in sizes if size > 1]
         return " × ".join(shown) or "1 process"
 
 
+DEGREES = {
+    "pp": "parallelism.pipeline_parallel_degree",
+    "dp_replicate": "parallelism.data_parallel_replicate_degree",
+    "dp_shard": "parallelism.data_parallel_shard_degree",
+    "cp": "parallelism.context_parallel_degree",
+    "tp": "parallelism.tensor_parallel_degree",
+}
+"""Keys of the sizes, by the names of :class:`ParallelDims`."""
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """Names of ``sharding_strategy``, in the order of their numbers from 1."""
 _KEEPING = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 
 from toolkit.config.types import MAX_RANKS
-from toolkit.parallel.dims import ParallelDims
-
-NAMES = tuple(field.name for field in fields(ParallelDims))
-_KEYS = {
-    "pp": "pipeline_parallel_degree",
-    "dp_replicate": "data_parallel_replicate_degree",
-    "dp_shard": "data_parallel_shard_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-}
+from toolkit.parallel.dims import DEGREES, ParallelDims
 
 
 def elastic_mesh(text: str) -> ParallelDims | None:
     """The mesh that ``text`` names, with 1 for what it does not name; None where it names none."""
-    sizes = dict.fromkeys(NAMES, 0)
+    sizes = dict.fromkeys(DEGREES, 0)
     for word in text.split():
         name, _, size = word.partition("=")
         if sizes.get(name) != 0 or not size.isdecimal() or not 1 <= int(size) <= MAX_RANKS:
@@ -30,4 +21,4 @@ def elastic_mesh(text: str) -> ParallelDims | None:
 
 def mesh_flags(mesh: ParallelDims) -> list[str]:
     """The flags that ask for ``mesh``."""
-    return [f"--parallelism.{_KEYS[name]}={size}" for name, size in asdict(mesh).items()]
+    return [f"--{DEGREES[name]}={size}" for name, size in asdict(mesh).items()]

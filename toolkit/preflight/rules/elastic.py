@@ -6,7 +6,8 @@ import os
 
 from toolkit.errors import Problem, either
 from toolkit.launcher.environment import node_range
-from toolkit.parallel.elastic_mesh import NAMES, elastic_mesh
+from toolkit.parallel.dims import DEGREES
+from toolkit.parallel.elastic_mesh import elastic_mesh
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _MESHES = "parallelism.elastic_meshes"
@@ -18,7 +19,7 @@ def elastic_meshes_are_meshes(run: PlannedRun) -> list[Problem]:
     wrong = [text for text in run.config.parallelism.elastic_meshes if elastic_mesh(text) is None]
     if not wrong:
         return []
-    fix = f'write "dp_shard=3 tp=2": a size from 1 on for each of {either(NAMES)} that is not 1'
+    fix = f'write "dp_shard=3 tp=2": a size from 1 on for each of {either(DEGREES)} that is not 1'
     return [run.problem(_MESHES, f"{wrong[0]!r} is no mesh", fix)]
 
 

@@ -6,17 +6,10 @@ import math
 from itertools import product
 
 from toolkit.errors import Problem, divisors
-from toolkit.parallel.dims import ParallelDims
+from toolkit.parallel.dims import DEGREES, ParallelDims
 from toolkit.preflight.planned_run import PlannedRun, rule
 
 _SHOWN = 6
-_DEGREES = {
-    "dp_replicate": "parallelism.data_parallel_replicate_degree",
-    "dp_shard": "parallelism.data_parallel_shard_degree",
-    "cp": "parallelism.context_parallel_degree",
-    "tp": "parallelism.tensor_parallel_degree",
-    "pp": "parallelism.pipeline_parallel_degree",
-}
 
 
 @rule()
@@ -24,7 +17,7 @@ def world_fills_mesh(run: PlannedRun) -> list[Problem]:
     """Every rank has one place in the mesh."""
     if run.mesh:
         return []
-    asked = {name: run.config.value(key) for name, key in _DEGREES.items()}
+    asked = {name: run.config.value(key) for name, key in DEGREES.items()}
     fixed = math.prod(size for size in asked.values() if size != -1)
     product_said = " × ".join(f"{name} {size}" for name, size in asked.items() if size != -1)
     if asked["dp_shard"] == -1:
@@ -34,9 +27,7 @@ def world_fills_mesh(run: PlannedRun) -> list[Problem]:
         said = f"{product_said} = {fixed} is not the world size {run.world_size}"
         start = f"start {fixed} processes"
     fitting = "; ".join(str(found) for found in _fitting(asked, run.world_size)[:_SHOWN])
-    return [
-        run.problem(_DEGREES["dp_shard"], said, f"{start}, or for {run.world_size} use one of: {fitting}")
-    ]
+    return [run.problem(DEGREES["dp_shard"], said, f"{start}, or for {run.world_size} use one of: {fitting}")]
 
 
 def _fitting(asked: dict[str, int], world_size: int) -> list[ParallelDims]:
