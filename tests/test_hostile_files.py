@@ -160,6 +160,7 @@ TABLES: dict[str, tuple[str, str]] = {
     "hexadecimal digits": ("[model]\nn_layers = 0x" + "f" * 50_000, "from 1 to 1000 "),
     "layers": ("[model]\nn_layers = 1_000_000", "from 1 to 1000 "),
     "degrees": ("[parallelism]\ntensor_parallel_degree = 1_000_000_000", "from 1 to 1000000"),
+    "a degree of 5,000 digits": (f'[parallelism]\nelastic_meshes = ["tp={"9" * 5000}"]', "is no mesh"),
     "a million ranks": ("[parallelism]\ncontext_parallel_degree = 999_983", "does not divide the world size"),
     "a batch": ("[training]\nglobal_batch_size = 1_000_000_000", "from 1 to 100000000"),
     "a large batch": ("[training]\nglobal_batch_size = 99_999_989", ""),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from toolkit.config.types import MAX_RANKS
+from toolkit.launcher.environment import is_number
 from toolkit.parallel.dims import DEGREES, ParallelDims
 
 
@@ -13,7 +14,7 @@ def elastic_mesh(text: str) -> ParallelDims | None:
     sizes = dict.fromkeys(DEGREES, 0)
     for word in text.split():
         name, _, size = word.partition("=")
-        if sizes.get(name) != 0 or not size.isdecimal() or not 1 <= int(size) <= MAX_RANKS:
+        if sizes.get(name) != 0 or not is_number(size) or not 1 <= int(size) <= MAX_RANKS:
             return None
         sizes[name] = int(size)
     return ParallelDims(**{name: size or 1 for name, size in sizes.items()}) if text.split() else None
