@@ -712,6 +712,8 @@ FLOAT8_MORE = ["shard2 float8 gathered muon", "shard2 float8 gathered precompute
 SINCE_2_13 = torch.__version__ >= (2, 13)
 """Before, gloo cannot send to the own rank, as V-shaped pipelines do, compiled code has no backward in
 halves, and inductor no attention in fp64 on a CPU: the preflight refuses all three."""
+SINCE_2_12 = torch.__version__ >= (2, 12)
+"""Before, fully_shard takes no parameters of integers: the preflight refuses a base in 4 bits."""
 
 
 def runs_here(layout: str) -> bool:
@@ -720,7 +722,8 @@ def runs_here(layout: str) -> bool:
     schedules = [SCHEDULES[word] for word in words if word in SCHEDULES]
     v_shaped = any(schedule.v_shaped for schedule in schedules)
     halves = any(schedule.split_backward for schedule in schedules) and "compiled" in words
-    return SINCE_2_13 or not (v_shaped or halves)
+    in_4_bits = not {"qlora", "qdora"}.isdisjoint(words)
+    return (SINCE_2_13 or not (v_shaped or halves)) and (SINCE_2_12 or not in_4_bits)
 
 
 CROSSED = [

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.helpers import in_layout, run_world
 from tests.host_waits import HostWaits
+from tests.meshes import SINCE_2_12
 from tests.training import small_config, small_trainer
 from toolkit.config import Config
 
@@ -49,6 +50,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "pp lora": {"parallelism": PARALLEL["pp"], **LORA},
     },
 }
+if not SINCE_2_12:
+    del LAYOUTS[1]["nf4"]
 
 
 def _config(folder: Path, tables: dict[str, Any]) -> Config:

@@ -13,7 +13,9 @@ from toolkit.finetune.parameters import is_added
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all runs
 
-MORE = list(filter(meshes.runs_here, meshes.FINETUNED_MORE))
+FAST, MORE = (
+    list(filter(meshes.runs_here, layouts)) for layouts in (meshes.FINETUNED_FAST, meshes.FINETUNED_MORE)
+)
 
 
 def is_counted(layout: str) -> bool:
@@ -28,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def results(folder: str) -> dict[str, Result]:
-    return run_all(folder, meshes.FINETUNED_FAST)
+    return run_all(folder, FAST)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def more_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     return run_all(str(tmp_path_factory.mktemp("more_finetuned")), MORE)
 
 
-@pytest.mark.parametrize("layout", meshes.FINETUNED_FAST)
+@pytest.mark.parametrize("layout", FAST)
 def test_layout_gives_the_gradients_of_one_process(results: dict[str, Result], layout: str) -> None:
     assert problems(layout, results[layout]) == []
 
@@ -48,7 +50,7 @@ def test_every_layout_does(more_results: dict[str, Result], layout: str) -> None
     assert problems(layout, more_results[layout]) == []
 
 
-@pytest.mark.parametrize("layout", list(filter(is_counted, meshes.FINETUNED_FAST)))
+@pytest.mark.parametrize("layout", list(filter(is_counted, FAST)))
 def test_layout_sends_what_the_planner_says(folder: str, results: dict[str, Result], layout: str) -> None:
     assert results[layout]["sent"] == [added_up(rank) for rank in planned(folder, layout)]
 
@@ -60,7 +62,7 @@ def test_every_layout_does_that(folder: str, more_results: dict[str, Result], la
     assert more_results[layout]["sent"] == [added_up(rank) for rank in planned(folder, layout)]
 
 
-@pytest.mark.parametrize("word", sorted({meshes.reference(layout) for layout in meshes.FINETUNED_FAST}))
+@pytest.mark.parametrize("word", sorted({meshes.reference(layout) for layout in FAST}))
 def test_what_is_trained_moves_and_the_rest_does_not(
     folder: str, results: dict[str, Result], word: str
 ) -> None:

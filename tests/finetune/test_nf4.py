@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import run_world
+from tests.meshes import SINCE_2_12
 from tests.training import small_config, small_trainer
 from toolkit import build
 from toolkit.finetune import nf4
@@ -103,6 +104,7 @@ class Whole:
 
 
 BLOCK_BYTES = 8192
+sharded = pytest.mark.skipif(not SINCE_2_12, reason="fully_shard takes no parameters of integers")
 LAYOUTS: dict[str, dict[str, int]] = {
     "hybrid": {"data_parallel_replicate_degree": 2},
     "tp": {"tensor_parallel_degree": 2},
@@ -176,6 +178,7 @@ def _all_layouts(folder: str) -> list[dict[str, Any]]:
     return [_differing(folder, layout, broadcast) for layout in LAYOUTS for broadcast in (False, True)]
 
 
+@sharded
 def test_weights_are_quantised_block_by_block_to_the_same_bits_on_any_mesh(tmp_path: Path) -> None:
     for rank in run_world(_all_layouts, 4, str(tmp_path)):
         for found in rank:
@@ -208,6 +211,7 @@ def _from_a_checkpoint(folder: str) -> list[str]:
     return [name for name, it in named if not torch.equal(_whole(it), nf4.quantize(trained[name]))]
 
 
+@sharded
 def test_a_checkpoint_of_the_whole_model_is_quantised_as_it_is_read(tmp_path: Path) -> None:
     assert run_world(_from_a_checkpoint, 2, str(tmp_path)) == [[], []]
 
@@ -230,6 +234,7 @@ def _checkpointed(folder: str) -> list[list[float]]:
     return found
 
 
+@sharded
 def test_checkpointed_activations_change_no_bit(tmp_path: Path) -> None:
     [[kept, *computed_again]] = run_world(_checkpointed, 1, str(tmp_path))
     assert computed_again == [kept, kept] and len(set(kept)) == 6

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.helpers import run_world
 from tests.mesh_runs import write_pairs
-from tests.meshes import PAIR_TEMPLATE
+from tests.meshes import PAIR_TEMPLATE, SINCE_2_12
 from tests.training import small_config, small_trainer
 from toolkit.checkpoint.manifest import read_manifest
 from toolkit.checkpoint.read_tensor import open_checkpoint
@@ -26,6 +26,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "freeze": {"freeze_first_layers": 1},
     "dpo": {"adapter": "lora", "objective": "dpo"},
 }
+if not SINCE_2_12:
+    del ADAPTERS["qlora"]
 LAYOUTS: list[dict[str, int]] = [
     {},
     {"tensor_parallel_degree": 2},

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import run_world
 from tests.mesh_runs import write_documents, write_pairs
-from tests.meshes import PAIR_TEMPLATE
+from tests.meshes import PAIR_TEMPLATE, SINCE_2_12
 from tests.training import small_config, small_trainer, weights_digest
 
 LORA = {"adapter": "lora", "lora": {"target_modules": ["all-linear"], "dropout": 0.2}}
@@ -25,6 +25,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "classification": {"adapter": "lora", "classification": {"num_labels": 2, "hidden_sizes": [8]}},
     "dpo": {"adapter": "lora", "objective": "dpo", "lora": {"target_modules": ["all-linear"]}},
 }
+if not SINCE_2_12:
+    del ADAPTERS["qlora"]
 EXACT = {"dtype": "float64", "mixed_precision_param": "float64", "mixed_precision_reduce": "float64"}
 MODES: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},

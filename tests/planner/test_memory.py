@@ -81,6 +81,8 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "model": {"n_layers": 5, "name": "llama3.2"},
     },
 }
+if not meshes.SINCE_2_12:
+    del RUNS["a base in 4 bits"]
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ QUANTIZED = "finetune.lora.quantize_base=nf4 finetune.adapter=lora"
 ROWS = "quantized_rows_are_blocks"
 
 CASES: list[Bad] = [
+    bad("fsdp_takes_bytes", QUANTIZED, "from torch 2.12 on, this is 2.11", "2.13", torch=(2, 11)),
     bad(ROWS, f"{QUANTIZED} model.ffn_dim=700", "64 numbers", "ffn_dim = 700", '"none"'),
     bad(
         ROWS,

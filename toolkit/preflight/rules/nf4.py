@@ -9,6 +9,7 @@ from toolkit.errors import Problem, divisors, either, first_few
 from toolkit.finetune.parameters import NF4_BLOCK, all_shapes, trained_names
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.parameters import linear_layers
+from toolkit.preflight.installed import torch_before
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _KEY = "finetune.lora.quantize_base"
@@ -19,6 +20,16 @@ _BITS = 8 * (NF4_BLOCK // 2 + 4) / NF4_BLOCK
 def _rows(args: ModelArgs) -> dict[str, int]:
     """Numbers of a row of each kind of linear layer, by what the configuration calls them."""
     return {"dim": args.dim, "n_heads * head_dim": args.n_heads * args.head_dim, "ffn_dim": args.ffn_dim}
+
+
+@rule()
+def fsdp_takes_bytes(run: PlannedRun) -> list[Problem]:
+    """Before 2.12 fully_shard takes no parameters of integers, which a base in 4 bits is."""
+    version = torch_before((2, 12))
+    if version is None or not run.config.finetune.quantizes:
+        return []
+    rule = f"fully_shard takes bytes from torch 2.12 on, this is {version}"
+    return [run.problem(_KEY, rule, 'set it to "none", or install torch 2.13')]
 
 
 @rule()
