@@ -321,3 +321,15 @@ def test_a_group_is_one_result_beside_its_tasks(
     (tmp_path / "tiny.yaml").write_text(group)
     found = run_tasks(ours, load_tasks(["tiny"], folder=tmp_path), limit=2)["results"]
     assert found["tiny"]["acc,none"] == found["tiny_choices"]["acc,none"]
+
+
+def test_examples_that_a_task_cannot_be_run_with_are_told(
+    ours: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from toolkit.evaluation.lm_eval import load_tasks, run_tasks
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_tasks(tmp_path)
+    tasks = load_tasks(["tiny_names"], folder=tmp_path)
+    with pytest.raises(DataError, match=f"smaller --few-shot.*no more than {len(PROMPTS)} examples"):
+        run_tasks(ours, tasks, few_shot=len(PROMPTS))

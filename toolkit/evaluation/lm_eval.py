@@ -27,7 +27,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.tasks import TaskManager
 
 from toolkit.data.tokenizers.tokenizer import Tokenizer
-from toolkit.errors import ConfigError, DataError, Problem, did_you_mean
+from toolkit.errors import ConfigError, DataError, Problem, ToolkitError, did_you_mean
 from toolkit.evaluation.perplexity import Evaluator, Row, first_token, rolling_windows
 from toolkit.generation.generator import Generator
 from toolkit.generation.sampling import Sampling
@@ -214,16 +214,29 @@ def run_tasks(
     limit: int | None = None,
 ) -> dict[str, Any] | None:
     """lm-eval's results of ``tasks``; ``limit`` takes so many examples of each. None on ranks other than the
-    first of a machine."""
-    return simple_evaluate(
-        model,
-        tasks=list(tasks),
-        num_fewshot=few_shot,
-        limit=limit,
-        task_manager=TaskManager(include_defaults=False),
-        log_samples=False,
-        bootstrap_iters=1000,
-    )
+    first of a machine.
+
+    Raises:
+        DataError: a task cannot be run: it has fewer examples than ``few_shot``, or one that its templates or
+            its code do not take.
+    """
+    try:
+        return simple_evaluate(
+            model,
+            tasks=list(tasks),
+            num_fewshot=few_shot,
+            limit=limit,
+            task_manager=TaskManager(include_defaults=False),
+            log_samples=False,
+            bootstrap_iters=1000,
+        )
+    except (ToolkitError, RuntimeError, AssertionError):  # of the model's side, as torch's
+        raise
+    except Exception as error:  # whatever a task's examples, templates or code come to
+        fix = "correct the task's YAML file or its data"
+        if few_shot:
+            fix = f"give a smaller --few-shot, where a task has no more than {few_shot} examples; else {fix}"
+        raise DataError(f"lm-eval cannot run the tasks: {error}\n  fix:  {fix}") from error
 
 
 def result_lines(found: dict[str, Any]) -> Iterator[str]:
