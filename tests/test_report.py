@@ -83,3 +83,12 @@ def test_what_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
             report.main([str(tmp_path), "-o", str(output)])
         error = capsys.readouterr().err
         assert f"{output} cannot be written" in error and why in error
+
+
+def test_damaged_files_are_drawn_without_what_is_damaged(tmp_path: Path) -> None:
+    write_rank(tmp_path, 0, 0.2)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('\nnull\n5\n{"loss": 1.0}\n')
+    (tmp_path / "heartbeat.json").write_text('{"time": "now", "state": "training"}')
+    assert report.main([str(tmp_path)]) == 0
+    assert "step 30: loss 0.3000" in (tmp_path / "report.html").read_text()

@@ -74,9 +74,11 @@ def read_run(folder: Path, name: str = "metrics.jsonl") -> list[Record]:
 def _records(lines: Sequence[str]) -> Iterator[Record]:
     for line in lines:
         try:
-            yield json.loads(line)
+            record = json.loads(line)
         except ValueError:  # the last line of a run that was killed
             continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):  # else it is damaged
+            yield record
 
 
 def axis(records: Sequence[Record], x: str) -> list[float]:

@@ -178,8 +178,9 @@ def summary_lines(folder: Path, records: Sequence[Record]) -> list[str]:
             f"validation loss {validation[-1]['validation_loss']:.4f}, lowest {best['validation_loss']:.4f} "
             f"at step {best['step']:,}"
         )
-    if beat := _json(folder / "heartbeat.json"):
-        age = max(0.0, time.time() - beat.get("time", 0))
+    beat = _json(folder / "heartbeat.json")
+    if isinstance(beat.get("time"), float | int):
+        age = max(0.0, time.time() - beat["time"])
         lines.append(f"heartbeat: {beat.get('state')} at step {beat.get('step')}, {age:,.0f} s ago")
     return lines
 
