@@ -81,3 +81,13 @@ def test_a_bad_row_is_named_by_line(tmp_path: Path) -> None:
         DataError, match=r"rows.jsonl, line 7: column 'label' holds 3, which is none of the 3"
     ):
         _cache(file)
+
+
+@pytest.mark.parametrize(
+    ("label", "fix"), [("1.0", r"a number from 0 to 2 \(as 1, not 1.0\)"), ('"2"', "without quotes")]
+)
+def test_a_number_that_is_written_otherwise_is_told_how(tmp_path: Path, label: str, fix: str) -> None:
+    file = _jsonl(tmp_path)
+    file.write_text(file.read_text() + f'{{"text": "g", "label": {label}}}\n')
+    with pytest.raises(DataError, match=fix):
+        _cache(file)

@@ -69,10 +69,12 @@ class LabelledTexts:
             return self.names.index(label)
         if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(self.names):
             return label
-        if isinstance(label, str):
+        if isinstance(label, str) and label in map(str, range(len(self.names))):
+            fix = "write the number without quotes, or give the classes' names in their order"
+        elif isinstance(label, str):
             fix = did_you_mean(label, self.names, f"the classes are {first_few(list(self.names), 8)}")
         else:
-            fix = f"a class is a number from 0 to {len(self.names) - 1}, or its name"
+            fix = f"a class is a number from 0 to {len(self.names) - 1} (as 1, not 1.0), or its name"
         raise DataError(
             f"{where} holds {shown(label)}, which is none of the {len(self.names)} classes\n  fix:  {fix} "
             "(finetune.classification.num_labels, label_names)"
