@@ -366,7 +366,7 @@ class Trainer:
             else None,
             checkpoint=saved,
             trained=self._trained(),
-            of_tokens=self.config.finetune.objective == "sft",
+            of_tokens=self.config.finetune.objective == "sft" and not self.args.classifier,
         )
         self.log.say(text)
         if saved and not self.config.checkpoint.last_save_model_only:

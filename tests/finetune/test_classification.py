@@ -79,8 +79,9 @@ def _config(folder: Path, run: str, *, steps: int = STEPS, **tables: dict[str, A
 
 def _trained(config: Config) -> Trainer:
     trainer = small_trainer(config)
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()) as told:
         assert trainer.train() == 0
+    trainer.told = told.getvalue()  # type: ignore[attr-defined]
     return trainer
 
 
@@ -140,7 +141,8 @@ def _runs(base: str) -> dict[str, Any]:
         load = saving | starts[name]
         merges = {"merge_on_export": name == "hf"}
         config = _config(folder, f"lora {name}", steps=2, finetune=lora | merges, checkpoint=load)
-        found[f"lora {name}"] = _weights(_trained(config))
+        trained = _trained(config)
+        found[f"lora {name}"], found[f"lora {name}, told"] = _weights(trained), trained.told  # type: ignore[attr-defined]
         found[f"lora {name}, resumed"] = _weights(small_trainer(config))
     return found
 
@@ -232,6 +234,11 @@ def test_a_classifier_of_other_classes_has_a_new_head(
     config = _config(folder, "new", classification=classes, checkpoint={"enable": True, **start})
     [told] = [note for note in notes(config, world_size=1, hardware=CPU) if "debug.seed" in note]
     assert "those of" in told and f"{NAMES[0]}, {NAMES[1]}" in told
+
+
+def test_the_end_of_a_run_tells_no_perplexity_of_classes(runs: dict[str, Any]) -> None:
+    [line] = [line for line in runs["lora dcp, told"].splitlines() if line.startswith("  validation loss")]
+    assert "→" in line and "perplexity" not in line
 
 
 def test_new_tokens_are_no_classes(runs: dict[str, Any], folder: Path) -> None:
