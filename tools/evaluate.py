@@ -139,6 +139,12 @@ def of_validation_set(loaded: Loaded, evaluator: Evaluator, config: Config) -> L
         dp_size=mesh.dp_size if mesh else 1,
     )
     assert loader is not None, "there is a validation set"
+    if options.steps != -1:
+        samples = options.steps * options.local_batch_size * (mesh.dp_size if mesh else 1)
+        _say(
+            f"note: validation.steps are batches of each rank, here {samples} samples at most in all; a run "
+            "on other ranks had others (--validation.steps -1 --validation.samples N takes N)"
+        )
     return evaluator.loss(islice(loader, None if options.steps == -1 else options.steps))
 
 

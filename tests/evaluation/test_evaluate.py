@@ -59,6 +59,9 @@ def test_the_validation_loss_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([*arguments, "--training.dataset_path", "/nowhere/a.txt"]) == EXIT_FINISHED
     assert main([*arguments, "--validation.samples", "8", "--output", str(output)]) == EXIT_FINISHED
     assert json.loads(output.read_bytes())["validation"]["tokens"] < tokens
+    capsys.readouterr()
+    assert main([*arguments, "--validation.samples", "-1", "--validation.steps", "2"]) == EXIT_FINISHED
+    assert "batches of each rank, here 8 samples at most in all" in capsys.readouterr().out
     assert main([*arguments, "--validation.sample", "8"]) == EXIT_CONFIG
     assert "did you mean" in capsys.readouterr().err
     assert main([*arguments, "--validation.seq_len", "1000000"]) == EXIT_CONFIG
