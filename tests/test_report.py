@@ -92,3 +92,10 @@ def test_damaged_files_are_drawn_without_what_is_damaged(tmp_path: Path) -> None
     (tmp_path / "heartbeat.json").write_text('{"time": "now", "state": "training"}')
     assert report.main([str(tmp_path)]) == 0
     assert "step 30: loss 0.3000" in (tmp_path / "report.html").read_text()
+
+
+def test_the_loss_of_a_skipped_batch_is_not_what_a_run_has_reached(tmp_path: Path) -> None:
+    skipped = {"step": 3, "event": "SKIPPED", "reason": "the loss 5000 is above 9"}
+    records = [{"step": step, "loss": loss} for step, loss in ((1, 9.0), (2, 5.0), (3, 5000.0))]
+    [_, line] = report.summary_lines(tmp_path, [*records[:2], skipped, records[2]])
+    assert line.startswith("step 3: loss 5.0000 (at first 9.0000)")

@@ -165,10 +165,12 @@ def summary_lines(folder: Path, records: Sequence[Record]) -> list[str]:
     """How far the run is and what it has reached, in a few sentences."""
     steps = [record for record in records if record.get("loss") is not None]
     lines = [f"{folder.absolute()}, written {time.strftime('%Y-%m-%d %H:%M')}"]
-    if steps:
+    skipped = {record["step"] for record in records if record.get("event") == "SKIPPED"}
+    trained = [record for record in steps if record["step"] not in skipped]
+    if trained:
         last = steps[-1]
         lines.append(
-            f"step {last['step']:,}: loss {last['loss']:.4f} (at first {steps[0]['loss']:.4f}), "
+            f"step {last['step']:,}: loss {trained[-1]['loss']:.4f} (at first {trained[0]['loss']:.4f}), "
             f"{last.get('tokens', 0):,} tokens, {mean(steps, 'tokens_per_second'):,.0f} tokens/s in the mean"
         )
     validation = [record for record in records if record.get("validation_loss") is not None]
