@@ -50,6 +50,7 @@ LAYOUTS = {
     "fsdp": "",
     "tp op": "--parallelism.tensor_parallel_degree 2 --activation_checkpoint.mode selective "
     "--activation_checkpoint.selective_ac_option op",
+    "offload": "--training.enable_cpu_offload",
     "pp full": "--parallelism.pipeline_parallel_degree 2 --activation_checkpoint.mode full",
 }
 
@@ -118,6 +119,14 @@ def test_what_is_found_keeps_the_batch_and_is_sorted(asked: Path) -> None:
         assert each.layout.tp == 1 and each.bytes <= found.room
     assert found.losers["node"].count == 1
     assert not dist.is_initialized()
+
+
+def test_an_offloaded_model_needs_no_room_for_what_the_host_has(asked: Path) -> None:
+    flags = "--training.enable_cpu_offload --model.dim 1024 --model.ffn_dim 8192 --training.seq_len 128"
+    config, args = configured(f"--job.config_file {asked} {flags} --model.n_layers 8")
+    small = replace(H100, memory=2.8 * 2**30)
+    found = search(config, args, 1, small, param_dtype=torch.bfloat16, top=1)
+    assert found.ranked[0].peak and found.ranked[0].peak < found.room < 0.3 * found.states
 
 
 def test_what_steps_in_backward_accumulates_in_no_layout(asked: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -152,14 +152,16 @@ class Allocations(TorchDispatchMode):
             found[moment] = max(found.get(moment, total), total)
         return found
 
-    def found(self) -> StepMemory:
-        """Add up what was noted until now."""
+    def found(self, without: Collection[str] = ()) -> StepMemory:
+        """Add up what was noted until now, ``without`` these parts."""
         now: Counter[str] = Counter()
         total = peak = 0
         at: Counter[str] = Counter()
         when = "start"
         curve: list[tuple[str, int, dict[str, int]]] = []
         for number, change, moment in self._events:
+            if self._parts[number] in without:
+                continue
             now[self._parts[number]] += change
             total += change
             if not curve or curve[-1][0] != moment:
@@ -183,7 +185,7 @@ def watched(
     optimizer: torch.optim.Optimizer,
     state: Iterable[Tensor],
     noting: Callable[[dict[str, Iterable[Tensor]]], Allocations] = Allocations,
-) -> Iterator[Callable[[], StepMemory]]:
+) -> Iterator[Callable[..., StepMemory]]:
     """Note the tensors of the steps inside; gives a function of what was found. ``state`` is the optimizer's,
     which is made before; ``noting`` makes what notes."""
     models = list(models)

@@ -36,6 +36,8 @@ from toolkit.train_step import TrainStep
 
 _KEEP_ALL = ("GPipe", "LoopedBFS")
 """Schedules whose backwards begin when all forwards have ended."""
+_ON_THE_HOST = ("parameters", "gradients", "optimizer state", "work of the update")
+"""Parts that ``training.enable_cpu_offload`` keeps in CPU memory."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def step_memory(
         watched(run.model_parts.models, run.optimizer, run.state) as found,
     ):
         run.step()
-        memory = found()
+        memory = found(_ON_THE_HOST if config.training.enable_cpu_offload else ())
         return memory.beside("buffers of transfers", _not_received(config, layout, run.model_parts))
 
 

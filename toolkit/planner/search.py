@@ -206,6 +206,8 @@ def _candidates(
 
     some = False
     least = sum(stored.block) * args.n_layers * sum(block_parameters(args))  # without embedding and head
+    if config.training.enable_cpu_offload:
+        least = 0.0
     full: set[str] = set()  # layouts with their checkpointing that a smaller micro-batch has filled
     for tp in divisors(world):
         if machine.node % tp:
