@@ -110,6 +110,16 @@ def test_checkpointing_keeps_the_inputs_of_blocks(tmp_path: Path) -> None:
     assert again.again.flops() == again.forward.flops() and not kept.again.operations
 
 
+def test_a_reference_keeps_nothing_and_the_model_beside_it_as_much_as_alone(tmp_path: Path) -> None:
+    saved = []
+    for objective in ("sft", "dpo"):
+        finetune = {"adapter": "lora", "objective": objective}
+        block = found(*planned(tmp_path, training={"seq_len": 64}, finetune=finetune)).block
+        saved.append(block.saved_bytes)
+    # The documents of pairs have a mask.
+    assert saved[1] == pytest.approx(saved[0], rel=0.1) and saved[0] > 0
+
+
 # Schedules
 
 

@@ -23,10 +23,10 @@ from toolkit.planner.costs import Collective, Costs, Kind, Operation, Piece, Wor
 from toolkit.planner.fake_step import fake_run
 from toolkit.planner.memory import gathered_numbers
 
-_MODULES = {  # of each piece, and what comes after it
-    "embedding": (("tok_embeddings",), "layers.0"),
-    "first": (("layers.0",), "layers.1"),
-    "block": (("layers.1",), "norm"),
+_MODULES = {  # of each piece, and the moment after its forward
+    "embedding": (("tok_embeddings",), "forward of layers.0"),
+    "first": (("layers.0",), "forward of layers.1"),
+    "block": (("layers.1",), "forward of norm"),
     "head": (("norm", "output"), ""),
 }
 _PIECES = {module: piece for piece, (modules, _) in _MODULES.items() for module in modules}
@@ -209,15 +209,13 @@ def _piece(
         for name, it in model.named_parameters()
         if clean_name(name).startswith(tuple(f"{module}." for module in modules))
     ]
-    began = [moment for moment, _ in noted.began]
+    began = dict(noted.began)  # of a forward the last one: before it may be that of a reference
 
     def transient(direction: str) -> int:
         moments = [f"{direction} of {module}" for module in modules]
-        return max((most[it] - noted.began[began.index(it)][1] for it in moments if it in most), default=0)
+        return max((most[it] - began[it] for it in moments if it in most), default=0)
 
-    before, after = (
-        noted.began[began.index(f"forward of {it}")][1] if it else 0 for it in (modules[0], following)
-    )
+    before, after = (began[it] if it else 0 for it in (f"forward of {modules[0]}", following))
     return Piece(
         forward=noted.done(piece, "forward"),
         backward=noted.done(piece, "backward"),
