@@ -58,11 +58,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_estimate_is_near_a_fake_step(layout: str) -> None:
     config, args = configured(f"{_ONE_B} {LAYOUTS[layout]}")
-    mesh = degrees(config.parallelism, 4)
+    world = min(4, config.training.global_batch_size)
+    mesh = degrees(config.parallelism, world)
     assert mesh
     dtype = torch.bfloat16
     found = estimate(config, args, mesh, stored_bytes(config, args, dtype), dtype)
-    rank = found.rank * (4 // mesh.pp)
+    rank = found.rank * (world // mesh.pp)
     peak = step_memory(config, args, mesh, rank, param_dtype=dtype, target="cuda").peak
     assert found.bytes == pytest.approx(peak, rel=0.05)
 
@@ -127,6 +128,18 @@ def test_an_offloaded_model_needs_no_room_for_what_the_host_has(asked: Path) -> 
     small = replace(H100, memory=2.8 * 2**30)
     found = search(config, args, 1, small, param_dtype=torch.bfloat16, top=1)
     assert found.ranked[0].peak and found.ranked[0].peak < found.room < 0.3 * found.states
+
+
+def test_4_bits_are_counted_as_half_a_byte(asked: Path) -> None:
+    flags = "--finetune.adapter lora --finetune.lora.quantize_base nf4 --model.dim 1024 --model.ffn_dim 4096"
+    config, args = configured(f"--job.config_file {asked} {flags}")
+    states = search(config, args, 1, H100, param_dtype=torch.bfloat16, top=1).states
+    blocks = args.n_layers * (2 * 1024 * 1024 + 2 * 1024 * 1024 // (args.n_heads // args.n_kv_heads))
+    blocks += args.n_layers * 3 * 1024 * 4096
+    added = 16 * args.n_layers * 8 * (1024 + args.n_heads * args.head_dim)  # of wq
+    added += 16 * args.n_layers * 8 * (1024 + args.n_kv_heads * args.head_dim)
+    rest = 2 * (parameter_count(args) - blocks)  # frozen in bfloat16
+    assert states == pytest.approx(blocks * 4.5 / 8 + added + rest, rel=1e-3)
 
 
 def test_what_steps_in_backward_accumulates_in_no_layout(asked: Path) -> None:

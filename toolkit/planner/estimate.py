@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stored:
-    """Bytes of parameters, gradients and optimizer state for each number of a block and of the ends."""
+    """Bytes of parameters, gradients and optimizer state for each number that a block and the ends store, and
+    of one whole block and both ends."""
 
-    block: tuple[float, float, float]
-    ends: tuple[float, float, float]
+    block: tuple[float, ...]
+    ends: tuple[float, ...]
+    whole_block: tuple[int, ...]
+    whole_ends: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,12 @@ def stored_bytes(config: Config, args: ModelArgs, param_dtype: torch.dtype) -> S
         found.append((numbers, sizes))
     (one, sizes_1), (two, sizes_2) = found
     block = two - one
-    grown = [after - before for before, after in zip(sizes_1, sizes_2, strict=True)]
-    rest = [before - more for before, more in zip(sizes_1, grown, strict=True)]
-    a, b, c = (size / block for size in grown)
-    d, e, f = (size / (one - block) for size in rest)
-    return Stored((a, b, c), (d, e, f))
+    grown = tuple(after - before for before, after in zip(sizes_1, sizes_2, strict=True))
+    rest = tuple(before - more for before, more in zip(sizes_1, grown, strict=True))
+    of_block, of_ends = (
+        tuple(size / numbers for size in sizes) for sizes, numbers in ((grown, block), (rest, one - block))
+    )
+    return Stored(of_block, of_ends, grown, rest)
 
 
 def estimate(

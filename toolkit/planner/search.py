@@ -17,7 +17,7 @@ from toolkit.config import Config
 from toolkit.errors import ConfigError, Problem, divisors
 from toolkit.hardware import Hardware
 from toolkit.metrics.flops import model_flops
-from toolkit.models.common.args import ModelArgs, block_parameters, parameter_count
+from toolkit.models.common.args import ModelArgs, block_parameters
 from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import bubble, pipeline_stages
 from toolkit.planner.estimate import Estimate, Stored, estimate, fake_peak, samples, stored_bytes
@@ -126,8 +126,7 @@ def search(
     found = Found(room(machine))
     config = fixed_batch(config, world)
     stored = stored_bytes(config, args, param_dtype)
-    in_blocks = args.n_layers * sum(block_parameters(args))
-    found.states = sum(stored.block) * in_blocks + sum(stored.ends) * (parameter_count(args) - in_blocks)
+    found.states = args.n_layers * sum(stored.whole_block) + sum(stored.whole_ends)
     fitting = []
     for candidate in _candidates(config, args, world, machine, stored, param_dtype, found):
         if candidate.bytes > found.room * _CLOSE:
@@ -205,9 +204,9 @@ def _candidates(
         found.lose(name).count += count
 
     some = False
-    least = sum(stored.block) * args.n_layers * sum(block_parameters(args))  # without embedding and head
+    least = args.n_layers * sum(stored.whole_block)  # without embedding and head
     if config.training.enable_cpu_offload:
-        least = 0.0
+        least = 0
     full: set[str] = set()  # layouts with their checkpointing that a smaller micro-batch has filled
     for tp in divisors(world):
         if machine.node % tp:
