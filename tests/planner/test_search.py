@@ -50,6 +50,8 @@ LAYOUTS = {
     "fsdp": "",
     "tp op": "--parallelism.tensor_parallel_degree 2 --activation_checkpoint.mode selective "
     "--activation_checkpoint.selective_ac_option op",
+    "in backward": "--optimizer.early_step_in_backward --training.max_norm inf "
+    "--training.global_batch_size 1",
     "offload": "--training.enable_cpu_offload",
     "pp full": "--parallelism.pipeline_parallel_degree 2 --activation_checkpoint.mode full",
 }

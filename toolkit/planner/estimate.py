@@ -169,10 +169,11 @@ def _of_rank(
     ) -> dict[str, float]:
         """Count what lives while ``near`` are gathered and gradients of so many numbers ``summed``."""
         of_step = micro_batches > 1 and not whole
+        early = config.optimizer.early_step_in_backward and layout.dp_replicate == 1
         gathered = sum(it.gathered_bytes for it in (every if kept else near))
         return {
             "parameters": parameters,
-            "gradients": gradients if of_step or (end and not whole) else 0.0,
+            "gradients": gradients if of_step or (end and not whole and not early) else 0.0,
             "optimizer state": state,
             "activations": activations,
             "received": hidden * received,

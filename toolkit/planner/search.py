@@ -204,7 +204,10 @@ def _candidates(
         found.lose(name).count += count
 
     some = False
-    least = args.n_layers * sum(stored.whole_block)  # without embedding and head
+    parameters, gradients, state = stored.whole_block
+    if config.optimizer.early_step_in_backward:
+        gradients = 0
+    least = args.n_layers * (parameters + gradients + state)  # without embedding and head
     if config.training.enable_cpu_offload:
         least = 0
     full: set[str] = set()  # layouts with their checkpointing that a smaller micro-batch has filled
