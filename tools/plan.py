@@ -124,6 +124,7 @@ def _search(config: Config, args: ModelArgs, world: int, machine: Machine, top: 
     """
     import torch
 
+    from toolkit.planner.costs import refuse_unlike_blocks
     from toolkit.planner.search import fits, search
 
     asked = config.training.mixed_precision_param
@@ -133,6 +134,7 @@ def _search(config: Config, args: ModelArgs, world: int, machine: Machine, top: 
         fix = "name another GPU, or another of these"
         raise ConfigError(Problem(rule, fix, "training.mixed_precision_param", asked))
     dtype = getattr(torch, name)
+    refuse_unlike_blocks(args, config.finetune)
     refused: Problem | None = None
     lost: Loser | None = None
     try:

@@ -103,6 +103,15 @@ def test_a_known_kind_of_gpu_gives_seconds_too(
     assert unknown is None and 0 < fast <= slow
 
 
+def test_frozen_blocks_have_memory_and_no_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = replace(GPU, name="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(fit, "detect", lambda wish: gpu)
+    assert fit.main(["1", *MODEL, "--finetune.trainable=layers.3.*", f"--job.dump_folder={tmp_path}"]) == 0
+    assert "of a GPU here, most in" in capsys.readouterr().err
+
+
 def test_on_cpus_it_says_what_tensors_take(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,6 +202,11 @@ REFUSED = {
     "lost": ("--gpu h100 --gpus 8 --training.steps 5 --write x.toml", "would be lost in a file"),
     "there": (f"--gpu h100 --gpus 8 --write {DEBUG}", "is there already"),
     "nowhere": ("--gpu h100 --gpus 8 --write no/such/x.toml", "no/such is no folder that can be written to"),
+    "one block": (
+        "--gpu h100 --gpus 1 --finetune.trainable layers.1.*",
+        "finetune.trainable = ",
+    ),
+    "first blocks": ("--gpu h100 --gpus 1 --finetune.freeze_first_layers 2", "trains some blocks and others"),
     "fp32": ("--gpu v100 --gpus 8 --training.mixed_precision_param bfloat16", "only float32"),
 }
 

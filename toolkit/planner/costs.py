@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.config import Config
+from toolkit.config.finetune import Finetune
 from toolkit.config.parallelism import ActivationCheckpoint, Parallelism
 from toolkit.config.training import Model
+from toolkit.errors import ConfigError, Problem
+from toolkit.finetune.parameters import IN_ATTENTION, all_shapes, trained_names
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims, takes_ring
 
@@ -114,6 +117,9 @@ def costs(
 
     Nothing is compiled, and attention is SDPA. Needs no process group, and must not be called where there is
     one.
+
+    Raises:
+        ConfigError: some blocks are trained and others not.
     """
     alike = _alike(config, args, tp=tp, cp=cp, rows=rows, checkpointed=checkpointed)
     case = alike.model_dump_json(
@@ -123,9 +129,32 @@ def costs(
     if key not in _KNOWN:
         from toolkit.planner.operations import found_costs
 
+        refuse_unlike_blocks(args, config.finetune)
         two = replace(args, n_layers=2)
         _KNOWN[key] = found_costs(alike, two, ParallelDims(1, 1, 1, cp, tp), param_dtype)
     return _KNOWN[key]
+
+
+def refuse_unlike_blocks(args: ModelArgs, options: Finetune) -> None:
+    """Refuse what is trained of some blocks and not of others: two of them would not stand for all. A
+    LLaMA-Adapter, which is small, counts as one of all blocks.
+
+    Raises:
+        ConfigError: the message names the key.
+    """
+    kinds: dict[str, set[str]] = {str(layer): set() for layer in range(args.n_layers)}
+    for name in trained_names(all_shapes(args, options), args, options):
+        if name.startswith("layers.") and IN_ATTENTION not in name:
+            _, layer, part = name.split(".", 2)
+            kinds[layer].add(part)
+    if all(trained == kinds["0"] for trained in kinds.values()):
+        return
+    set_by = ("freeze_first_layers", "freeze_last_layers", "trainable", "frozen")
+    key = next((it for it in set_by if getattr(options, it)), "lora.target_modules")
+    value = options.lora.target_modules if key.startswith("lora") else getattr(options, key)
+    rule = "trains some blocks and others not, and a step is reckoned from two blocks that are alike"
+    fix = "leave it out for a forecast in which all are trained, which takes more memory and time"
+    raise ConfigError(Problem(rule, fix, f"finetune.{key}", value))
 
 
 def checkpointed_blocks(options: ActivationCheckpoint, blocks: int) -> range:

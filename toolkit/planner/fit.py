@@ -15,7 +15,7 @@ from typing import Any
 
 from toolkit.config import Config, load_config
 from toolkit.distributed.process_group import DTYPES
-from toolkit.errors import ToolkitError
+from toolkit.errors import ConfigError, ToolkitError
 from toolkit.hardware import detect
 from toolkit.launcher.forecast import GIB, forecast_file
 from toolkit.launcher.supervisor import say
@@ -80,14 +80,16 @@ def _changed(config: Config, table: str, **values: Any) -> Config:
 
 
 def seconds(run: PlannedRun) -> float | None:
-    """Forecast the time of a step on GPUs of a kind whose rates are known."""
+    """Forecast the time of a step on GPUs of a known kind, of a model whose blocks are alike."""
     assert run.mesh and run.model
     machine = machine_of(run.hardware.name)
     if machine is None:
         return None
-    return step_time(
-        run.config, run.model, run.mesh, machine, param_dtype=DTYPES[run.precision]
-    ).seconds  # fmt: skip
+    try:
+        took = step_time(run.config, run.model, run.mesh, machine, param_dtype=DTYPES[run.precision])
+    except ConfigError:
+        return None
+    return took.seconds
 
 
 def main(argv: Sequence[str]) -> int:
