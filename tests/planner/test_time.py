@@ -248,6 +248,18 @@ def test_parts_add_up(tmp_path: Path) -> None:
     assert found.mfu_causal < found.mfu
 
 
+def test_gradients_are_sent_in_the_precision_of_reductions(tmp_path: Path) -> None:
+    waited = []
+    for reduced in ("float32", "bfloat16"):
+        tables = {"training": {"seq_len": 64, "mixed_precision_reduce": reduced}}
+        config, args = planned(tmp_path, **tables, parallelism={"fsdp_reshard_after_forward": "never"})
+        machine = replace(MACHINE, network=1.0)
+        mesh = ParallelDims(1, 16, 1, 1, 1)
+        found = step_time(config, args, mesh, machine, param_dtype=torch.bfloat16)
+        waited.append(found.exposed["dp_replicate"])
+    assert waited[1] == pytest.approx(waited[0] / 2, rel=0.01)
+
+
 def test_ranks_that_share_a_core_fill_the_bubble(tmp_path: Path) -> None:
     tables: dict[str, Any] = {"parallelism": {"pipeline_parallel_degree": 4}}
     tables |= {"model": {"n_layers": 4}, "training": {"seq_len": 64, "global_batch_size": 4}}

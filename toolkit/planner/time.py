@@ -131,6 +131,7 @@ def _stages(
 ) -> list[list[Unit]]:
     """The units of each stage, in the order of their forwards."""
     made: dict[int, Unit] = {}
+    reduced = BYTES[config.training.mixed_precision_reduce]
 
     def unit(piece: Piece) -> Unit:
         if id(piece) not in made:
@@ -139,7 +140,7 @@ def _stages(
                 fused = config.compile.enable and "loss" in config.compile.components
             made[id(piece)] = unit_of(
                 piece, rates, fused=fused, float8=rates.float8 and piece not in (kept.head, kept.embedding),
-                in_backward=piece is not kept.embedding,
+                in_backward=piece is not kept.embedding, reduced=reduced,
             )  # fmt: skip
         return made[id(piece)]
 

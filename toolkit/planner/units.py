@@ -23,11 +23,14 @@ class Unit:
     trained: int
 
 
-def unit_of(piece: Piece, rates: Rates, *, fused: bool, float8: bool, in_backward: bool) -> Unit:
+def unit_of(
+    piece: Piece, rates: Rates, *, fused: bool, float8: bool, in_backward: bool, reduced: int
+) -> Unit:
     # A gather reads the fp32 part that is stored, writes it as it is computed in, then where all can read it,
-    # and puts the whole together; a reduction makes fp32 of the gradients and adds up its part of all ranks'.
-    # Each unit is gathered twice and reduced once.
-    ranks, gathered, gradients = rates.groups["dp_shard"][0], piece.gathered_bytes, 4.0 * piece.trained
+    # and puts the whole together; a reduction makes numbers of so many ``reduced`` bytes of the gradients,
+    # mostly fp32, and adds up its part of all ranks'. Each unit is gathered twice and reduced once.
+    ranks, gathered = rates.groups["dp_shard"][0], piece.gathered_bytes
+    gradients = float(reduced * piece.trained)
     shared = ranks > 1
     gather = rates.copy((4 * piece.numbers + (3 if shared else 1) * gathered) / ranks + 2 * gathered)
     reduce = rates.copy(1.5 * gradients + 3 * gradients / ranks * shared)
