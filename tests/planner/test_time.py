@@ -120,6 +120,16 @@ def test_a_reference_keeps_nothing_and_the_model_beside_it_as_much_as_alone(tmp_
     assert saved[1] == pytest.approx(saved[0], rel=0.1) and saved[0] > 0
 
 
+def test_products_of_4_bits_are_as_many(tmp_path: Path) -> None:
+    flops = []
+    for base in ("none", "nf4"):
+        finetune = {"adapter": "lora", "lora": {"quantize_base": base}}
+        model = {"ffn_dim": 192}  # of whole blocks of 64
+        block = found(*planned(tmp_path, model=model, training={"seq_len": 64}, finetune=finetune)).block
+        flops.append([work.flops("matmul") for work in (block.forward, block.backward)])
+    assert flops[0] == flops[1]
+
+
 # Schedules
 
 

@@ -255,6 +255,8 @@ def _flops(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> tup
         # Causal: the last query sees all keys. Backward is five products, of which two are the forward's.
         seen = queries * (keys - queries / 2)
         return "attention", (10 if backward else 4) * batch * heads * width * seen
+    if name.startswith("nf4_linear"):
+        return "matmul", 2.0 * args[0].numel() * result.shape[-1]
     count = flop_registry.get(function.overloadpacket)
     if count is None:
         return "norm" if name.startswith("rms_norm") else "other", 0.0
