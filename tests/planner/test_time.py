@@ -130,6 +130,17 @@ def test_products_of_4_bits_are_as_many(tmp_path: Path) -> None:
     assert flops[0] == flops[1]
 
 
+@pytest.mark.parametrize("method", ["allgather", "alltoall"])
+def test_without_balancing_the_last_rank_is_waited_for(tmp_path: Path, method: str) -> None:
+    seen = []
+    for balancer in ("headtail", None):
+        parallelism = {"context_parallel_load_balancer": balancer, "context_parallel_rotate_method": method}
+        parallelism["context_parallel_degree"] = 2
+        config, args = planned(tmp_path, training={"seq_len": 64}, parallelism=parallelism)
+        seen.append(found(config, args, cp=2).block.forward.flops("attention"))
+    assert seen[1] == pytest.approx(1.5 * seen[0], rel=0.1)
+
+
 # Schedules
 
 

@@ -180,7 +180,9 @@ def found_costs(config: Config, args: ModelArgs, layout: ParallelDims, param_dty
         made.append(Operations(held, dims))
         return made[0]
 
-    with fake_run(config, args, layout, 0, param_dtype=param_dtype, target="cuda") as run:
+    # Without balancing the last piece of a sequence sees most.
+    rank = 0 if config.parallelism.context_parallel_load_balancer else (layout.cp - 1) * layout.tp
+    with fake_run(config, args, layout, rank, param_dtype=param_dtype, target="cuda") as run:
         [model] = run.model_parts.models
         with watched([model], run.optimizer, run.state, noting):
             run.passes()
