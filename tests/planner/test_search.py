@@ -50,6 +50,7 @@ LAYOUTS = {
     "fsdp": "",
     "tp op": "--parallelism.tensor_parallel_degree 2 --activation_checkpoint.mode selective "
     "--activation_checkpoint.selective_ac_option op",
+    "tp, whole logits": "--parallelism.tensor_parallel_degree 2 --parallelism.disable_loss_parallel",
     "in backward": "--optimizer.early_step_in_backward --training.max_norm inf "
     "--training.global_batch_size 1",
     "offload": "--training.enable_cpu_offload",

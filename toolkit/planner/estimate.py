@@ -144,13 +144,16 @@ def _of_rank(
     if training.enable_cpu_offload:
         parameters = gradients = state = 0.0
     checkpointed = len(checkpointed_blocks(config.activation_checkpoint, blocks))
-    saved = alive * (
+    kept_by_head = head.saved_bytes if head in ends else 0
+    heads = alive if alive == micro_batches else 1.0  # else the last stage's backward is at once
+    hidden = rows * training.seq_len * args.dim * itemsize / (layout.tp * layout.cp)
+    saved = heads * kept_by_head + alive * (
         checkpointed * again.block.saved_bytes
         + (blocks - checkpointed) * plain.block.saved_bytes
-        + sum(piece.saved_bytes for piece in ends)
+        + (embedding.saved_bytes if embedding in ends else 0)
+        + (hidden if layout.pp > 1 else 0)
     )
-    hidden = rows * training.seq_len * args.dim * itemsize / (layout.tp * layout.cp)
-    saved += hidden * (alive if layout.pp > 1 else 0)
+    before = saved - kept_by_head  # and after the head's own backward
     block = again.block if checkpointed else plain.block
     every = [block] * blocks + ends
     whole = layout.pp > 1 or (not options.fsdp_sync_each_batch and micro_batches > 1)
@@ -184,15 +187,14 @@ def _of_rank(
 
     following = max(block.trained, head.trained if head in ends else 0)
     moments = [
-        moment(block.backward_bytes, near=[block, block], summed=following),
+        moment(block.backward_bytes, near=[block, block], summed=following, activations=before),
         moment(embedding.backward_bytes, summed=embedding.trained, activations=0.0, end=True),
     ]
     if head in ends:
-        tokens, chunk = rows * training.seq_len // layout.cp, training.loss_chunk_tokens
-        logits = tokens * args.vocab_size // layout.tp * itemsize if not chunk or tokens <= chunk else 0
-        works = (head.forward_bytes, head.backward_bytes + 2 * hidden + logits)
-        moments += [moment(work, near=[head, block]) for work in works]
-        moments.append(moment(0.0 if whole else head.gathered_bytes, near=[block], summed=head.trained))
+        moments.append(moment(head.forward_bytes, near=[head, block], activations=before))
+        moments.append(moment(head.backward_bytes, near=[head, block]))
+        work = 0.0 if whole else head.gathered_bytes
+        moments.append(moment(work, near=[block], summed=head.trained, activations=before))
     return Estimate(rank, max(moments, key=lambda parts: sum(parts.values())))
 
 

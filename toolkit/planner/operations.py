@@ -27,7 +27,7 @@ _MODULES = {  # of each piece, and the moment after its forward
     "embedding": (("tok_embeddings",), "forward of layers.0"),
     "first": (("layers.0",), "forward of layers.1"),
     "block": (("layers.1",), "forward of norm"),
-    "head": (("norm", "output"), ""),
+    "head": (("norm", "output"), "backward of output"),
 }
 _PIECES = {module: piece for piece, (modules, _) in _MODULES.items() for module in modules}
 _SENDS = {  # operation, and the place of the whole tensor among the arguments, or None: it is the result
@@ -217,7 +217,7 @@ def _piece(
         moments = [f"{direction} of {module}" for module in modules]
         return max((most[it] - began[it] for it in moments if it in most), default=0)
 
-    before, after = (began[it] if it else 0 for it in (f"forward of {modules[0]}", following))
+    before, after = began[f"forward of {modules[0]}"], began[following]
     return Piece(
         forward=noted.done(piece, "forward"),
         backward=noted.done(piece, "backward"),
