@@ -66,7 +66,9 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
     _, nodes = node_range(environ)
     node_rank = whole_number(environ, "NODE_RANK", 0, 0)
     if node_rank >= nodes:
-        raise environment_error("NODE_RANK", str(node_rank), f"with NNODES = {nodes} it is below {nodes}")
+        rule = f"with NNODES = {nodes} it is below {nodes}"
+        fix = "" if "NNODES" in environ else "set NNODES to the number of nodes, on each of them, or unset NODE_RANK"
+        raise environment_error("NODE_RANK", str(node_rank), rule, fix)
     address, port = "127.0.0.1", 0  # whatever an outer job exports: runs on one node do not meet
     if nodes > 1:
         address, port = _meeting(environ)
@@ -86,8 +88,17 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
 
 
 def _meeting(environ: Mapping[str, str]) -> tuple[str, int]:
-    """The address and the port of node 0."""
-    return environ.get("MASTER_ADDR", ""), whole_number(environ, "MASTER_PORT", 29500, 1, 65535)
+    """The address and the port of node 0.
+
+    Raises:
+        ConfigError: the address has a port too, or MASTER_PORT is none.
+    """
+    address = environ.get("MASTER_ADDR", "")
+    host, colon, port = address.partition(":")
+    if colon and ":" not in port:  # as an IPv6 address has
+        fix = f"set MASTER_ADDR={host} MASTER_PORT={port}"
+        raise environment_error("MASTER_ADDR", address, "it is a host without a port", fix)
+    return address, whole_number(environ, "MASTER_PORT", 29500, 1, 65535)
 
 
 def _stay_away(error: ToolkitError) -> None:

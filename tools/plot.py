@@ -43,8 +43,8 @@ class Panel:
 
 
 PANELS = (
-    Panel("loss", "Training loss", "nats a token", smooth=True),
-    Panel("validation_loss", "Validation loss", "nats a token"),
+    Panel("loss", "Training loss", "nats", smooth=True),
+    Panel("validation_loss", "Validation loss", "nats"),
     Panel("memory_gib", "Memory of rank 0", "GiB", from_zero=True),
     Panel("tokens_per_second", "Speed of all ranks", "tokens/s", smooth=True, from_zero=True),
 )

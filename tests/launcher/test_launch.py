@@ -81,6 +81,8 @@ def test_gpus_are_counted_as_cuda_does(visible: str, found: str, monkeypatch: py
         ({"NNODES": "x:1"}, "NNODES"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK"),
         ({"NNODES": "2"}, "MASTER_ADDR"),
+        ({"NNODES": "2", "MASTER_ADDR": "a:29501"}, "MASTER_ADDR"),
+        ({"NODE_RANK": "1"}, "NODE_RANK"),
         ({"NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT"),
         ({"NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "65536"}, "MASTER_PORT"),
         ({"LOG_RANK": "all"}, "LOG_RANK"),
@@ -95,6 +97,24 @@ def test_what_makes_no_sense_is_refused_by_name(said, name):
     (problem,) = caught.value.problems
     assert problem.key == name and problem.value == said.get(name, "")
     assert problem.rule and problem.fix
+
+
+@pytest.mark.parametrize(
+    ("said", "fix"),
+    [
+        ({"NNODES": "2", "MASTER_ADDR": "a:29501"}, "set MASTER_ADDR=a MASTER_PORT=29501"),
+        ({"NODE_RANK": "1"}, "set NNODES to the number of nodes, on each of them, or unset NODE_RANK"),
+    ],
+)
+def test_what_belongs_in_another_variable_is_told_which(said, fix):
+    with pytest.raises(ConfigError) as caught:
+        launch_from(said, GPUS)
+    assert caught.value.problems[0].fix == fix
+
+
+@pytest.mark.parametrize("address", ["node0", "10.0.0.1", "fe80::1", "::1"])
+def test_an_address_is_taken_as_it_is(address):
+    assert launch_from({"NNODES": "2", "MASTER_ADDR": address}, GPUS).master_addr == address
 
 
 def _launch(*arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], float]:

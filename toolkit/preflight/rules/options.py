@@ -46,7 +46,7 @@ def options_act(run: PlannedRun) -> list[Problem]:
         run.problem(
             field.key,
             f"does nothing with {mark.switch} = {format_toml(run.config.value(mark.switch))}",
-            f"{_turned_on(run, mark)}, or remove it",
+            f"{_turned_on(run, mark)}, or {field.name} = {format_toml(field.default)}, the default",
         )
         for field, switches in _idle(run)
         if (mark := next((mark for mark in switches if mark.refused), None))
