@@ -67,7 +67,7 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
     node_rank = whole_number(environ, "NODE_RANK", 0, 0)
     if node_rank >= nodes:
         rule = f"with NNODES = {nodes} it is below {nodes}"
-        fix = "" if "NNODES" in environ else "set NNODES to the number of nodes, on each of them, or unset NODE_RANK"
+        fix = "" if "NNODES" in environ else "set NNODES to the number of nodes, or unset NODE_RANK"
         raise environment_error("NODE_RANK", str(node_rank), rule, fix)
     address, port = "127.0.0.1", 0  # whatever an outer job exports: runs on one node do not meet
     if nodes > 1:

@@ -103,7 +103,7 @@ def test_what_makes_no_sense_is_refused_by_name(said, name):
     ("said", "fix"),
     [
         ({"NNODES": "2", "MASTER_ADDR": "a:29501"}, "set MASTER_ADDR=a MASTER_PORT=29501"),
-        ({"NODE_RANK": "1"}, "set NNODES to the number of nodes, on each of them, or unset NODE_RANK"),
+        ({"NODE_RANK": "1"}, "set NNODES to the number of nodes, or unset NODE_RANK"),
     ],
 )
 def test_what_belongs_in_another_variable_is_told_which(said, fix):
