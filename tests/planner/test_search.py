@@ -71,6 +71,19 @@ def test_the_estimate_is_near_a_fake_step(layout: str) -> None:
     assert found.bytes == pytest.approx(peak, rel=0.05)
 
 
+def test_inputs_of_blocks_that_wait_on_the_host_take_no_room() -> None:
+    flags = f"{_ONE_B} --training.seq_len 8192 --activation_checkpoint.mode full"
+    peaks = []
+    for offload in ("", " --activation_checkpoint.enable_activation_offloading"):
+        config, args = configured(flags + offload)
+        mesh, dtype = degrees(config.parallelism, 4), torch.bfloat16
+        assert mesh
+        peaks.append(step_memory(config, args, mesh, 0, param_dtype=dtype, target="cuda").peak)
+        said = estimate(config, args, mesh, stored_bytes(config, args, dtype), dtype).bytes
+        assert said == pytest.approx(peaks[-1], rel=0.01)
+    assert peaks[0] - peaks[1] == args.n_layers * 8192 * args.dim * dtype.itemsize
+
+
 def test_ranks_of_a_pipeline_keep_what_their_schedule_has_in_flight() -> None:
     assert [in_flight("1F1B", 4, rank, 4, 8) for rank in range(4)] == [4, 3, 2, 1]
     assert in_flight("GPipe", 4, 3, 4, 8) == 8

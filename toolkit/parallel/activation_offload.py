@@ -30,15 +30,18 @@ class OffloadedInput(ActivationWrapper):
     """A block whose first argument, of what it saves for backward, is kept on the host."""
 
     def forward(self, h_BSD: Tensor, *others: Any) -> Tensor:
-        # Not the input itself: torch keeps the function until the backward.
-        place, shape = h_BSD.data_ptr(), h_BSD.shape
+        place = _place(h_BSD)  # not the input itself: torch keeps the function until the backward
 
         def pack(saved: Tensor) -> Tensor | HostCopy:
-            is_input = saved.data_ptr() == place and saved.shape == shape  # under another name
-            return HostCopy(saved) if is_input else saved
+            return HostCopy(saved) if _place(saved) == place else saved
 
         with saved_tensors_hooks(pack, lambda saved: saved.back() if isinstance(saved, HostCopy) else saved):
             return self._checkpoint_wrapped_module(h_BSD, *others)
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """The same for a tensor under another name, while it lives; a tensor without numbers has one, too."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
 
 
 class HostCopy:

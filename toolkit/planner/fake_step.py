@@ -25,6 +25,8 @@ from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.models.common.args import ModelArgs
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
+from toolkit.parallel import activation_offload
+from toolkit.parallel.activation_offload import HostCopy
 from toolkit.parallel.dims import ParallelDims
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import ModelParts
@@ -50,6 +52,16 @@ class FakeRun:
     state: list[Tensor]
     step: Callable[[], Any]
     passes: Callable[[], Any]
+
+
+class _OnTheHost(HostCopy):
+    """Takes none of the device's memory, and so none here."""
+
+    def __init__(self, tensor: Tensor):
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    def back(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype)
 
 
 class _Numbers(TorchDispatchMode):
@@ -88,6 +100,7 @@ def fake_run(
     with pretended(rank, layout.world_size), ExitStack() as stack:
         if target in loss.PIECE:
             stack.enter_context(mock.patch.dict(loss.PIECE, cpu=loss.PIECE[target]))
+        stack.enter_context(mock.patch.object(activation_offload, "HostCopy", _OnTheHost))
         mesh = build_mesh(device, **asdict(layout))
         model_parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
