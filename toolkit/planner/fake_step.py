@@ -26,7 +26,6 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel import activation_offload
-from toolkit.parallel.activation_offload import HostCopy
 from toolkit.parallel.dims import ParallelDims
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import ModelParts
@@ -54,7 +53,7 @@ class FakeRun:
     passes: Callable[[], Any]
 
 
-class _OnTheHost(HostCopy):
+class _OnTheHost(activation_offload.HostCopy):
     """Takes none of the device's memory, and so none here."""
 
     def __init__(self, tensor: Tensor):
