@@ -60,6 +60,6 @@ def weights_digest(model: torch.nn.Module) -> str:
     """SHA-256 of all parameters, gathered: the same on every rank and mesh that holds the same weights."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        assert isinstance(parameter, DTensor)
-        digest.update(parameter.full_tensor().detach().numpy().tobytes())
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        digest.update(whole.detach().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

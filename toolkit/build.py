@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from toolkit import fused
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
 from toolkit.config.training import Loss
@@ -41,8 +42,10 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def compiles(config: Config, device: torch.device) -> bool:
-    """Say if something will be compiled: the model, or FlexAttention by itself."""
-    return config.compile.enable or (device.type == "cuda" and attention_named(config, device.type) == "flex")
+    """Say if something will be compiled: the model, or on CUDA FlexAttention or fused parts."""
+    if config.compile.enable or device.type != "cuda":
+        return config.compile.enable
+    return bool(config.training.fused_parts) or attention_named(config, device.type) == "flex"
 
 
 def _shards(config: Config, mesh: Mesh) -> SequenceShards | None:
@@ -74,11 +77,13 @@ def build_model(
     Raises:
         ConfigError: a user's decoder or converter changes what a model is made of.
     """
+    fused.enable(config.training.fused_parts if device.type == "cuda" else ())
     if compiles(config, device):
-        from toolkit.parallel.compile import keep_for_two_backwards, use_cache
+        from toolkit.parallel.compile import keep_for_two_backwards, limit_recompilation, use_cache
         from toolkit.parallel.pipeline_schedules import may_split_backward
 
         use_cache(expand_user(config.compile.cache_folder))
+        limit_recompilation()
         keep_for_two_backwards(may_split_backward(config.parallelism))
     shards, offload = _shards(config, mesh), config.training.enable_cpu_offload
     stages = _stages(config, args, mesh)

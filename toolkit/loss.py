@@ -17,6 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from toolkit import fused
+from toolkit.fused import Fused
+
 IGNORED_LABEL = -100
 
 
@@ -73,6 +76,10 @@ PIECE = {"cuda": 1 << 27}
 of its core."""
 
 
+def _is_fused(x: Tensor) -> bool:
+    return x.is_cuda and fused.is_enabled("loss")
+
+
 def _pieces(x: Tensor) -> Iterator[slice]:
     """Some of the rows of ``x`` after the other."""
     rows = max(1, PIECE.get(x.device.type, torch.get_num_threads() << 17) // x.shape[1])
@@ -83,14 +90,21 @@ def _scaled(x: Tensor, by_T: Tensor) -> Tensor:
     """Each row of ``x``, which may be overwritten, times a number, multiplied in the number's precision."""
     if by_T.numel() and by_T.stride(0) == 0 and x.device.type not in PIECE:
         return x.mul_(by_T[0])  # the gradient of a sum; a CPU rounds this product once, in one pass
+    if _is_fused(x):
+        return _times(x, by_T)
     out = torch.empty_like(x)
     for piece in _pieces(x):
         out[piece] = x[piece].to(by_T.dtype) * by_T[piece, None]
     return out
 
 
+_times = Fused("loss", lambda x, by_T: (x.to(by_T.dtype) * by_T[:, None]).to(x.dtype))
+
+
 def _losses_over_logits(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     """:func:`token_losses`, of whose sum the logits become the gradient."""
+    if _is_fused(logits_TV):
+        return _whole_over_logits(logits_TV, labels_T)
     return torch.cat([_piece_over_logits(logits_TV[it], labels_T[it]) for it in _pieces(logits_TV)])
 
 
@@ -106,6 +120,23 @@ def _piece_over_logits(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     precise_TV.scatter_(1, index_T1, precise_TV.gather(1, index_T1) - counted_T1.to(precise_TV.dtype))
     logits_TV.copy_(precise_TV)
     return losses_T1[:, 0]
+
+
+def _one_pass_over_logits(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """:func:`_piece_over_logits`, which needs no memory between the logits and their gradient where it is
+    fused: the label's entry is found by comparison, where a scatter would need the others stored."""
+    precise_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    counted_T1 = (labels_T != IGNORED_LABEL)[:, None]
+    shifted_TV = precise_TV - precise_TV.amax(-1, keepdim=True)
+    sums_T1 = shifted_TV.exp().sum(-1, keepdim=True)
+    picked_T1 = shifted_TV.gather(1, labels_T[:, None] * counted_T1)
+    losses_T1 = torch.where(counted_T1, sums_T1.log() - picked_T1, 0)
+    is_label_TV = torch.arange(logits_TV.shape[1], device=logits_TV.device) == labels_T[:, None]
+    logits_TV.copy_(shifted_TV.exp() * (counted_T1 / sums_T1) - is_label_TV.to(precise_TV.dtype))
+    return losses_T1[:, 0]
+
+
+_whole_over_logits = Fused("loss", _one_pass_over_logits)
 
 
 def chunked_loss(

@@ -120,3 +120,19 @@ def _group_for_files_beside_a_gpu() -> str:
 
 def test_a_group_for_files_is_formed_beside_a_gpu() -> None:
     assert run_world(_group_for_files_beside_a_gpu, 1) == [process_group.GLOO]
+
+
+def test_a_second_group_of_a_process_knows_its_ranks() -> None:
+    code = """
+import torch, torch.distributed as dist
+from toolkit.distributed import process_group
+for _ in range(2):
+    process_group.start(torch.device("cpu"), timeout_seconds=30)
+    gloo = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    print(gloo.options.global_ranks_in_group)
+    process_group.stop()
+"""
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    # An empty list crashes where a group is split from it, as torch does with a group that is bound to a GPU.
+    assert ended.stdout.split() == ["[0]", "[0]"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.nn.attention.bias import CausalBias
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from tests.models.attention_cases import (
     LENGTH,
@@ -28,7 +30,7 @@ from toolkit.models.common import attention_blockwise
 from toolkit.models.common.attention import attention_backend
 from toolkit.models.common.attention_blockwise import attend as blockwise_attention
 from toolkit.models.common.attention_blockwise import document_starts
-from toolkit.models.common.attention_sdpa import attention_mask, causal_mask, sdpa
+from toolkit.models.common.attention_sdpa import attention_mask, causal_mask, cuda_kernels, sdpa
 from toolkit.models.common.attention_varlen import document_bounds, query_bounds
 
 
@@ -272,3 +274,58 @@ def test_a_compiled_block_serves_every_packing(name: str) -> None:
                 loss.backward()
             for found, expected in zip(compiled.parameters(), eager.parameters(), strict=True):
                 torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-12)
+
+
+CUDNN, FLASH, EFFICIENT = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+)
+# Queries, keys, the kind of mask, dtype, whether gradients are wanted, and the kernels before the fallback.
+CUDA_KERNELS = [
+    (256, 256, None, torch.bfloat16, True, [CUDNN, FLASH, EFFICIENT]),
+    (256, 256, None, torch.float16, True, [CUDNN, FLASH, EFFICIENT]),
+    (320, 320, None, torch.bfloat16, True, [FLASH, EFFICIENT]),  # 64 modulo 128
+    (256, 256, None, torch.bfloat16, False, [FLASH, EFFICIENT]),  # a plan for each length of a prompt
+    (256, 256, "dense", torch.bfloat16, True, [EFFICIENT]),
+    (128, 256, "lower right", torch.bfloat16, True, [FLASH, EFFICIENT]),
+    (1, 256, None, torch.bfloat16, False, [FLASH, EFFICIENT]),
+    (1, 256, "dense", torch.bfloat16, False, [EFFICIENT]),
+    (256, 256, None, torch.float32, True, [EFFICIENT]),
+    (256, 256, None, torch.float64, True, [EFFICIENT]),
+]
+
+
+@pytest.mark.parametrize(("queries", "keys", "kind", "dtype", "training", "kernels"), CUDA_KERNELS)
+def test_kernels_of_cuda(
+    queries: int, keys: int, kind: str | None, dtype: torch.dtype, training: bool, kernels: list[SDPBackend]
+) -> None:
+    mask = {
+        None: None,
+        "dense": torch.ones(queries, keys, dtype=torch.bool),
+        "lower right": causal_lower_right(queries, keys),
+    }[kind]
+    q, k = (torch.empty(1, 2, length, 16, dtype=dtype) for length in (queries, keys))
+    with torch.set_grad_enabled(training):
+        assert cuda_kernels(q, k, mask) == [*kernels, SDPBackend.MATH]
+
+
+@pytest.mark.parametrize(("dtype", "kv_heads"), [(torch.bfloat16, 2), (torch.float32, 8)])
+def test_keys_are_repeated_only_for_kernels_that_take_no_groups(
+    dtype: torch.dtype, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: calls.append(k) or q)
+    sdpa(*inputs(8, 2, dtype), None)
+    assert calls[0].shape[1] == kv_heads
+
+
+def test_a_compiled_block_takes_the_same_kernels() -> None:
+    def attend(q: Tensor) -> Tensor:
+        with sdpa_kernel(list(cuda_kernels(q, q, None)), set_priority=True):
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    q = torch.randn(1, 2, 128, 16)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), attend(q))

@@ -36,14 +36,21 @@ class Counted(HostCopy):
     """Shapes of what goes, and of what comes back."""
 
     gone: list[tuple[int, ...]] = []
+    order: list[tuple[str, int]] = []
     came: list[tuple[int, ...]] = []
 
     def __init__(self, tensor: Tensor):
         super().__init__(tensor)
+        self.number = len(self.gone)
         self.gone.append(tuple(tensor.shape))
+
+    def fetch(self) -> None:
+        self.order.append(("fetch", self.number))
+        super().fetch()
 
     def back(self) -> Tensor:
         self.came.append(tuple(self.host.shape))
+        self.order.append(("back", self.number))
         return super().back()
 
 
@@ -52,6 +59,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
     monkeypatch.setattr(activation_offload, "HostCopy", Counted)
     monkeypatch.setattr(Counted, "gone", [])
     monkeypatch.setattr(Counted, "came", [])
+    monkeypatch.setattr(Counted, "order", [])
     return Counted
 
 
@@ -86,6 +94,19 @@ def test_inputs_of_checkpointed_blocks_go_and_nothing_holds_them(mode: str, coun
     assert counted.gone == counted.came == [(ROWS, LENGTH, ARGS.dim)] * blocks
     assert len(plain) == len(offloaded) > 0
     assert all(torch.equal(mine, other) for mine, other in zip(offloaded, plain, strict=True))
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_the_next_input_is_fetched_when_a_backward_begins(prefetch: bool, counted: type[Counted]) -> None:
+    model = build(ARGS, torch.float32)
+    apply_activation_checkpoint(model.layers, ActivationCheckpoint(mode="full"))
+    apply_activation_offload(model.layers, prefetch=prefetch)
+    model(TOKENS, labels=LABELS).backward()
+    next_one = [("fetch", number - 1) for number in range(LAYERS) if prefetch]
+    expected = []
+    for number in reversed(range(LAYERS)):
+        expected += [("back", number), ("fetch", number), *(next_one[number : number + 1] if number else [])]
+    assert counted.order == expected
 
 
 def test_without_gradients_nothing_goes(counted: type[Counted]) -> None:

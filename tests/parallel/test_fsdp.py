@@ -5,7 +5,9 @@ fp64: what is left is the order of sums, some 1e-15.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -38,7 +40,8 @@ from toolkit.config.parallelism import ActivationCheckpoint
 from toolkit.config.training import Optimizer
 from toolkit.optim.grad_clip import clip_, global_norm
 from toolkit.optim.optimizer import build_optimizer
-from toolkit.parallel.fsdp import begin_micro_batch
+from toolkit.parallel import fsdp
+from toolkit.parallel.fsdp import Whole, begin_micro_batch
 
 # name: (model, sharding, activation checkpointing, accumulation)
 CASES: dict[str, tuple[Any, ...]] = {
@@ -278,3 +281,31 @@ def test_units_are_asked_for_while_those_before_compute(world: list[dict[str, An
         assert list(back)[: len(order)] == order
         for place, unit in enumerate(order):
             assert back[unit] == order[: place + backward + 1]
+
+
+def test_memory_that_a_rank_alone_reduces_in_is_recorded_on_the_stream_that_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded = []
+    given = SimpleNamespace(is_cuda=True, record_stream=recorded.append)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: given)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "of the reduction")
+    whole = Whole()
+    sizes = {"dtype": torch.float32, "device": torch.device("cuda")}
+    assert whole.allocate((8,), **sizes) is given and not recorded
+    assert whole.allocate((8,), **sizes) is given and recorded == ["of the reduction"]
+
+
+@pytest.mark.parametrize(
+    ("device", "shape", "alone"),
+    [
+        ("cpu", (1,), True), ("cpu", (4, 1), True), ("cpu", (4,), False),
+        ("cuda", (1,), True), ("cuda", (1, 1), True), ("cuda", (4, 1), False), ("cuda", (1, 4), False),
+    ],
+)  # fmt: skip
+def test_replicas_on_cuda_are_reduced_by_torch(device: str, shape: tuple[int, ...], alone: bool) -> None:
+    def size(dimension: int | None = None) -> int:
+        return math.prod(shape) if dimension is None else shape[dimension]
+
+    mesh = SimpleNamespace(device_type=device, ndim=len(shape), size=size)
+    assert fsdp._reduces_alone(mesh) is alone  # type: ignore[arg-type]

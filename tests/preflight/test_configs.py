@@ -39,6 +39,9 @@ def load(path: Path, tmp_path: Path, *flags: str) -> Config:
         ("llama3_1b", (1, 8, 64), 1_235_814_400),
         ("llama3_3b", (1, 8, 64), 3_212_749_824),
         ("llama3_8b", (8, 64), 8_030_261_248),
+        ("llama3_8b_one_gpu", (1,), 8_030_261_248),
+        ("llama3_8b_one_h200", (1,), 8_030_261_248),
+        ("llama3_8b_lora_one_gpu", (1,), 8_030_261_248),
         ("llama3_70b", (64, 256), 70_553_706_496),
         ("llama3_405b", (512,), 405_853_388_800),
         ("llama2_7b", (8, 64), 6_738_415_616),
@@ -47,6 +50,7 @@ def load(path: Path, tmp_path: Path, *flags: str) -> Config:
 )
 def test_our_config(name: str, world_sizes: tuple[int, ...], parameters: int, tmp_path: Path) -> None:
     own = [] if "debug" in name else LOCAL
+    own = [*own, "--checkpoint.initial_load_in_hf=false"] if "lora" in name else own
     config = load(ROOT / "train_configs" / f"{name}.toml", tmp_path, *own)
     assert config.training.global_batch_size != -1, "a run that is the same on any mesh"
     for world_size in world_sizes:

@@ -63,6 +63,9 @@ class Parallelism(Table):
     """Units to ask for while another computes its backward."""
     fsdp_sync_each_batch: bool = True
     """Reduce gradients after each micro-batch. false: once a step, whole until then; so does a pipeline."""
+    fsdp_skip_on_one_rank: bool = True
+    """On one rank, leave parameters that are stored in the compute precision out of FSDP, which would copy
+    them twice a step."""
     fsdp_shared_memory: bool = True
     """Gather and reduce on CPUs through memory that ranks of one machine share; false: by gloo's sockets."""
     tensor_parallel_degree: Degree = 1
@@ -144,6 +147,8 @@ class ActivationCheckpoint(Table):
     """Say which operation differed when they do not match; slow."""
     enable_activation_offloading: Annotated[bool, _AGAIN] = False
     """Keep the inputs of blocks that are computed again in CPU memory until then."""
+    offload_prefetch: Annotated[bool, ActsWith("activation_checkpoint.enable_activation_offloading")] = True
+    """Copy the input of a block back to the GPU while the block after it computes its backward."""
 
     @property
     def by_operator(self) -> bool:

@@ -260,6 +260,15 @@ class Training(Table):
     """Collect garbage at every step and, on CUDA, warn of reference cycles that hold tensors."""
     loss_chunk_tokens: NonNegative = 2048
     """Tokens for which head and loss are computed at once, so that all logits never exist; 0 is all."""
+    fused_parts: list[Literal["adamw_8bit", "loss", "nf4", "rotary", "swiglu"]] = [
+        "adamw_8bit",
+        "loss",
+        "nf4",
+        "rotary",
+        "swiglu",
+    ]
+    """Elementwise parts of a step that one generated kernel computes on a GPU, also without compile.enable;
+    an empty list computes them with torch's own operators."""
     dataloader: DataLoader = DataLoader()
 
 

@@ -74,7 +74,8 @@ def _with_one_thread(group: Any, _: Any) -> dist.ProcessGroupGloo:
     options._threads = 1
     options._timeout = group.timeout
     options.group_name = group.group_id
-    options.global_ranks_in_group = group.global_ranks_in_group
+    # torch leaves it empty for the default group, and a split of a group without ranks would crash.
+    options.global_ranks_in_group = group.global_ranks_in_group or list(range(group.group_size))
     return gloo(group.store, group.group_rank, group.group_size, options)
 
 

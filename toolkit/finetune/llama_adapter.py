@@ -12,12 +12,12 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.config.finetune import LlamaAdapter
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention import AttentionMask
+from toolkit.models.common.attention_sdpa import scaled_dot_product
 from toolkit.models.common.decoder import Attention, Decoder
 
 
@@ -44,8 +44,8 @@ class GatedPrompt(nn.Module):
         values_PKE = attention.wv(self.prompt).unflatten(-1, (-1, attention.head_dim))
         if attention.k_norm is not None:
             keys_PKE = attention.k_norm(keys_PKE)
-        out_BHSE = F.scaled_dot_product_attention(
-            q_BSHE.transpose(1, 2), _heads(keys_PKE, q_BSHE), _heads(values_PKE, q_BSHE), is_causal=False
+        out_BHSE = scaled_dot_product(
+            q_BSHE.transpose(1, 2), _heads(keys_PKE, q_BSHE), _heads(values_PKE, q_BSHE), None
         )
         gate = self.gate.tanh()[:, None] if self.by_head else self.gate
         return attention.backend(q_BSHE, k_BSKE, v_BSKE, mask) + gate * out_BHSE.transpose(1, 2)

@@ -19,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toolkit import fused
 from toolkit.distributed.dtensor import local_part
 from toolkit.finetune.parameters import NF4_BLOCK as BLOCK
+from toolkit.fused import Fused
 from toolkit.models.common.plain_linear import check_plain
 
 BLOCK_BYTES = BLOCK // 2 + 4
@@ -51,16 +53,25 @@ def quantize(weight: Tensor) -> Tensor:
 @torch.library.custom_op("toolkit::nf4_dequantize", mutates_args=())
 def dequantize(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers (R, C) of the bytes (R, C / 64 · 36): products in fp32, then of ``dtype``."""
+    levels = _pairs_of_levels(packed.device)
+    if packed.is_cuda and fused.is_enabled("nf4"):
+        return _elements(packed, levels, dtype)
     rows, width = packed.shape
     columns = width // BLOCK_BYTES * BLOCK
-    numbers = packed.new_empty(rows, columns, dtype=dtype)
+    elements = packed.new_empty(rows, columns, dtype=dtype)
     step = max(1, _AT_ONCE // columns)
-    for some, these in zip(numbers.split(step), packed.split(step), strict=True):
-        pairs = these.unflatten(-1, (-1, BLOCK_BYTES))[..., : BLOCK // 2]
-        scales = these.view(torch.float32).unflatten(-1, (-1, BLOCK_BYTES // 4))[..., BLOCK // 8 :]
-        levels = _pairs_of_levels(packed.device)[pairs.int()].flatten(-2)
-        some.copy_(levels.mul_(scales).flatten(-2))
-    return numbers
+    for some, these in zip(elements.split(step), packed.split(step), strict=True):
+        some.copy_(_elements(these, levels, torch.float32))
+    return elements
+
+
+def _elements_of_rows(packed: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
+    pairs = packed.unflatten(-1, (-1, BLOCK_BYTES))[..., : BLOCK // 2]
+    scales = packed.view(torch.float32).unflatten(-1, (-1, BLOCK_BYTES // 4))[..., BLOCK // 8 :]
+    return levels[pairs.int()].flatten(-2).mul_(scales).flatten(-2).to(dtype)
+
+
+_elements = Fused("nf4", _elements_of_rows)
 
 
 @dequantize.register_fake

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.models.common.attention import AttentionBackend, AttentionMask, Prefix, has_tiles
-from toolkit.models.common.attention_sdpa import SDPA
+from toolkit.models.common.attention_sdpa import SDPA, scaled_dot_product
 from toolkit.models.common.decoder import Decoder, TransformerBlock
 
 _COLUMNS = 64
@@ -231,7 +231,7 @@ def _attend_one(q_B1HE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | N
     """Attention of one new token a row to all of its row. Heads that share keys count as queries of one head,
     so that shared keys are read once and any kernel takes them."""
     q_BKGE = q_B1HE.squeeze(1).unflatten(1, (k_BKTE.shape[1], -1))
-    out_BKGE = F.scaled_dot_product_attention(q_BKGE, k_BKTE, v_BKTE, attn_mask=mask)
+    out_BKGE = scaled_dot_product(q_BKGE, k_BKTE, v_BKTE, mask)
     return out_BKGE.flatten(1, 2)[:, None]
 
 

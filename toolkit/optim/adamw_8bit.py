@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from toolkit.config import Config
 from toolkit.distributed.dtensor import local
+from toolkit.fused import Fused
 from toolkit.optim.in_8bit import BLOCK, in_8bit
 from toolkit.optim.optimizer import NamedParameters, parameter_groups
 
@@ -108,17 +109,35 @@ def _update(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group
         name: tensor.view(-1) if name.endswith("_scales") else tensor.view(-1, width)
         for name, tensor in state.items()
     }
+    (beta1, beta2), rate = group["betas"], group["lr"]
+    precise = torch.promote_types(parameter.dtype, torch.float32)
+    maps = {} if width == 1 else {it: _map(it, precise, parameter.device) for it in ("exp_avg", "exp_avg_sq")}
+    values = 1 - rate * group["weight_decay"], math.sqrt(1 - beta2**steps), rate / (1 - beta1**steps)
+    decay, root, step = (_scalar(value, precise, parameter.device) for value in values)
     for piece in _pieces(rows["parameter"]):
         here = {name: tensor[piece] for name, tensor in rows.items()}
-        x, grad = (_precise(here[name]) for name in ("parameter", "gradient"))
-        beta1, beta2 = group["betas"]
-        mean = _read(here, "exp_avg").lerp_(grad, 1 - beta1)
-        square = _read(here, "exp_avg_sq").mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        _write(here, "exp_avg", mean)
-        _write(here, "exp_avg_sq", square)
-        denominator = square.sqrt_().div_(math.sqrt(1 - beta2**steps)).add_(group["eps"])
-        x = x.mul(1 - group["lr"] * group["weight_decay"])
-        here["parameter"].copy_(x.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**steps)))
+        _step(here["parameter"], here, maps, (beta1, beta2, group["eps"], decay, root, step))
+
+
+def _step_of_rows(parameter: Tensor, here: dict[str, Tensor], maps: dict[str, Map], options: Any) -> None:
+    beta1, beta2, eps, decay, root, step = options
+    x, grad = _precise(parameter), _precise(here["gradient"])
+    mean = _read(here, "exp_avg", maps).lerp_(grad, 1 - beta1)
+    square = _read(here, "exp_avg_sq", maps).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    _write(here, "exp_avg", mean, maps)
+    _write(here, "exp_avg_sq", square, maps)
+    denominator = square.sqrt_().div_(root).add_(eps)
+    parameter.copy_((x * decay).addcdiv_(mean.mul_(step), denominator, value=-1))
+
+
+_step = Fused("adamw_8bit", _step_of_rows, dynamic=True)
+
+
+@lru_cache(maxsize=16)
+def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor, since a compiled function would be compiled again for each other number. It is filled on the
+    device, for which a copy from the host would wait."""
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _pieces(x: Tensor) -> Iterator[slice]:
@@ -130,32 +149,35 @@ def _precise(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _read(here: dict[str, Tensor], moment: str) -> Tensor:
+def _read(here: dict[str, Tensor], moment: str, maps: dict[str, Map]) -> Tensor:
     """A moment in at least fp32, in memory of its own."""
     if moment in here:
         return _precise(here[moment]).clone()
     codes, scales = here[f"{moment}_codes"], here[f"{moment}_scales"]
-    values, _, _ = _map(moment, scales.dtype, scales.device)
+    values, _, _ = maps[moment]
     return values.index_select(0, codes.view(-1).int()).view(codes.shape).mul_(scales[:, None])
 
 
-def _write(here: dict[str, Tensor], moment: str, x: Tensor) -> None:
+def _write(here: dict[str, Tensor], moment: str, x: Tensor, maps: dict[str, Map]) -> None:
     """Keep a moment, in its precision or as the nearest parts of the largest magnitude of each block."""
     if moment in here:
         here[moment].copy_(x)
         return
     scales = here[f"{moment}_scales"]
-    torch.amax(x.abs(), 1, out=scales)
+    scales.copy_(x.abs().amax(1))
     parts = (x / scales.clamp(min=torch.finfo(scales.dtype).tiny)[:, None]).view(-1)
-    _, bounds, least = _map(moment, scales.dtype, scales.device)
+    _, bounds, least = maps[moment]
     # torch.bucketize would take twenty times as long on a CPU.
     codes = least.index_select(0, (parts.float().view(torch.int32) >> 16) & 0xFFFF)
-    codes += parts >= bounds.index_select(0, codes.int())
+    codes = codes + (parts >= bounds.index_select(0, codes.int()))
     here[f"{moment}_codes"].copy_(codes.view(x.shape))
 
 
+Map = tuple[Tensor, Tensor, Tensor]
+
+
 @cache
-def _map(moment: str, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _map(moment: str, dtype: torch.dtype, device: torch.device) -> Map:
     """The parts of a magnitude that codes stand for, in order; from where on the next code is nearer; and, by
     the first 16 bits of a number in fp32, the code of the least such number, which is the number's or the
     one before it.

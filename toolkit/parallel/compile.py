@@ -33,6 +33,14 @@ def use_cache(folder: Path) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
+def limit_recompilation() -> None:
+    """Allow a function 64 graphs, by kind of block, shape of a batch, gradients and whether an adapter is on,
+    and fail at the next one. Preferences with a validation pass torch's limit of 8, and so does FlexAttention
+    at several lengths, which beyond it computes all S x S scores without a warning."""
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
 def keep_for_two_backwards(keep: bool) -> None:
     """Let a compiled backward leave its inputs whole, as it must where a schedule runs it a second time:
     for the gradients of inputs, and later for those of weights. Call before anything is compiled.
@@ -47,9 +55,6 @@ def apply_compile(model: Decoder, options: Compile, async_tp: dist.ProcessGroup 
     static: automatically dynamic ones could change kernels between a run and its resume.
     """
     _fuse_collectives(async_tp)
-    # Graphs by kind of block, shape of a batch, gradients and whether the adapter is on: torch gives up after
-    # 8, which preferences with a validation pass.
-    torch._dynamo.config.recompile_limit = 32
     # Other back ends than inductor take none, be it the default.
     mode: dict[str, Any] = {} if options.mode == "default" else {"mode": options.mode}
     compiled: Callable[[Any], Any] = partial(

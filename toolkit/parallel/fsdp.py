@@ -61,6 +61,7 @@ def apply_fsdp(
     pinned = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
     when = reshard_after_forward(parallelism)
+    kept = set() if cpu_offload else _kept_out(model, parallelism, precision)
     # Backwards, since fully_shard wants the inner of two units first.
     for position in reversed(range(len(units))):
         fully_shard(
@@ -69,6 +70,7 @@ def apply_fsdp(
             mp_policy=inner,
             offload_policy=offload,
             reshard_after_forward=_reshard(when, last=position == len(units) - 1),
+            ignored_params=kept,
         )
     hands_on = getattr(model, "output", model) is None  # hidden states, to the next stage of a pipeline
     fully_shard(
@@ -77,10 +79,11 @@ def apply_fsdp(
         mp_policy=inner if hands_on else precision,
         offload_policy=offload,
         reshard_after_forward=_reshard(when, last=True),
+        ignored_params=kept,
     )
     if parallelism.fsdp_shared_memory and mesh.device_type == "cpu" and not isinstance(when, int):
         _share_memory(model, mesh)
-    if mesh.size(mesh.ndim - 1) == 1:
+    if _reduces_alone(mesh):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(Whole())
@@ -88,6 +91,25 @@ def apply_fsdp(
         _sum_gradients(model)
     _spare_embeddings(units)
     _prefetch([model, *(unit[0] for unit in units)], parallelism)
+
+
+def _kept_out(
+    model: nn.Module, parallelism: Parallelism, precision: MixedPrecisionPolicy
+) -> set[nn.Parameter]:
+    """The parameters that a run of one rank leaves out of FSDP, which would copy each of them twice a step.
+
+    They are stored in the precision in which they are computed with, so that nothing is cast. Gradients are
+    then added up in that precision, as FSDP does where it reduces each micro-batch.
+    """
+    if dist.get_world_size() > 1 or not parallelism.fsdp_skip_on_one_rank:
+        return set()
+    computed = precision.param_dtype
+    return {
+        parameter
+        for parameter in model.parameters()
+        if (parameter.dtype == computed and (parallelism.fsdp_sync_each_batch or not parameter.requires_grad))
+        or not parameter.is_floating_point()
+    }
 
 
 def begin_micro_batch(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:
@@ -134,6 +156,12 @@ def _share_memory(model: nn.Module, mesh: DeviceMesh) -> None:
         share_memory(model, group)
 
 
+def _reduces_alone(mesh: DeviceMesh) -> bool:
+    """Say if :class:`Whole` reduces the gradients. On CUDA the all-reduce of replicas reads them on a stream
+    that it does not know."""
+    return mesh.size(mesh.ndim - 1) == 1 and (mesh.device_type == "cpu" or mesh.size() == 1)
+
+
 class Whole(ReduceScatter):
     """The reduce-scatter of a rank that is alone: its gradients are the sum, in the memory that they were
     copied to, of which torch would make another copy."""
@@ -149,6 +177,10 @@ class Whole(ReduceScatter):
             self.given = torch.empty(*size, dtype=dtype, device=device)
             return self.given
         given, self.given = self.given, None
+        if given.is_cuda:
+            # Allocated on the stream of backward, read on this one, of the reduction: without the record its
+            # memory would go to the next unit's gradients while an update in backward still reads it.
+            given.record_stream(torch.cuda.current_stream())
         return given
 
     def __call__(self, *_: object, **__: object) -> None:

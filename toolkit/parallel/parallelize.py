@@ -70,7 +70,7 @@ def parallelize(
     if checkpointing.enable_activation_offloading:
         from toolkit.parallel.activation_offload import apply_activation_offload
 
-        apply_activation_offload(model.layers)
+        apply_activation_offload(model.layers, prefetch=checkpointing.offload_prefetch)
     if parallelism.fsdp_wrap_policy == "block":
         units = fsdp_units(model)
     else:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from toolkit import loss
+from toolkit import fused, loss
 from toolkit.build import build_model
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, batch_shape
@@ -57,10 +57,12 @@ class _OnTheHost(activation_offload.HostCopy):
     """Takes none of the device's memory, and so none here."""
 
     def __init__(self, tensor: Tensor):
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.coming = None
 
-    def back(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype)
+    def fetch(self) -> None:
+        if self.coming is None:
+            self.coming = torch.empty(self.shape, dtype=self.dtype)
 
 
 class _Numbers(TorchDispatchMode):
@@ -97,11 +99,14 @@ def fake_run(
     device = torch.device("cpu")
     batch = _batch(config, layout)
     with pretended(rank, layout.world_size), ExitStack() as stack:
-        if target in loss.PIECE:
+        # What is fused has no temporary memory, as pieces that fit into a CPU's cache have next to none.
+        if target in loss.PIECE and "loss" not in config.training.fused_parts:
             stack.enter_context(mock.patch.dict(loss.PIECE, cpu=loss.PIECE[target]))
         stack.enter_context(mock.patch.object(activation_offload, "HostCopy", _OnTheHost))
         mesh = build_mesh(device, **asdict(layout))
         model_parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
+        if target == "cuda":
+            stack.callback(fused.enable, fused.enable(config.training.fused_parts))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Numbers())
         for model in model_parts.models:

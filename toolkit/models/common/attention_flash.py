@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from toolkit.models.common.attention import AttentionBackend
 from toolkit.models.common.attention_sdpa import causal_mask, sdpa
@@ -26,5 +26,4 @@ class Flash(AttentionBackend):
         return causal_mask(length, device, first)
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return sdpa(q_BSHE, k_BSKE, v_BSKE, mask)
+        return sdpa(q_BSHE, k_BSKE, v_BSKE, mask, [SDPBackend.FLASH_ATTENTION])

@@ -5,9 +5,13 @@ Shapes: B batch, S sequence, P learned tokens, H heads, K key/value heads (H a m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from toolkit.models.common.attention import AttentionBackend, Prefix
@@ -79,22 +83,62 @@ def prefix_mask(mask: Tensor | None, queries: int, keys: int, prefix: int, devic
     return F.pad(mask, (prefix, 0), value=True)
 
 
-def sdpa(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:
+Kernels = Sequence[SDPBackend]
+_GROUPED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+
+
+def sdpa(
+    q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None, kernels: Kernels = ()
+) -> Tensor:
     """softmax(q kᵀ / √E) v over what the mask allows, with each key head serving H / K query heads.
 
-    Returns the shape of the queries.
+    ``kernels`` of CUDA are those of :func:`cuda_kernels` by default. Returns the shape of the queries.
     """
     q_BHSE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
     group = q_BHSE.shape[1] // k_BKSE.shape[1]
-    # Of CUDA's fused kernels flash alone takes grouped heads, which has no masks and no fp32 (cuDNN's, with
-    # both, is preferred on few GPUs: sdp_utils.cpp). The fallback keeps all S x S scores, beside which
-    # repeated keys are small.
-    plain = mask is None or isinstance(mask, CausalBias)
-    flash = plain and q_BHSE.dtype in (torch.bfloat16, torch.float16)
-    grouped = group > 1 and (flash or not q_BHSE.is_cuda)
-    if group > 1 and not grouped:
-        k_BKSE, v_BKSE = (torch.repeat_interleave(x, group, dim=1) for x in (k_BKSE, v_BKSE))
-    out_BHSE = F.scaled_dot_product_attention(
-        q_BHSE, k_BKSE, v_BKSE, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+    if group > 1 and q_BHSE.is_cuda:
+        kernels = kernels or cuda_kernels(q_BHSE, k_BKSE, mask)
+        if kernels[0] not in _GROUPED:  # the fallback keeps all S x S scores, beside which this is small
+            k_BKSE, v_BKSE = (torch.repeat_interleave(x, group, dim=1) for x in (k_BKSE, v_BKSE))
+    return scaled_dot_product(q_BHSE, k_BKSE, v_BKSE, mask, causal=mask is None, kernels=kernels).transpose(
+        1, 2
     )
-    return out_BHSE.transpose(1, 2)
+
+
+def scaled_dot_product(
+    q_BHSE: Tensor,
+    k_BKSE: Tensor,
+    v_BKSE: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool = False,
+    kernels: Kernels = (),
+) -> Tensor:
+    """Call torch's function, on CUDA with ``kernels``, those of :func:`cuda_kernels` by default."""
+    context: AbstractContextManager[None] = nullcontext()
+    if q_BHSE.is_cuda:
+        kernels = kernels or cuda_kernels(q_BHSE, k_BKSE, mask)
+        context = sdpa_kernel(list(kernels), set_priority=True)
+    grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
+    with context:
+        return F.scaled_dot_product_attention(
+            q_BHSE, k_BKSE, v_BKSE, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+        )
+
+
+def cuda_kernels(q_BHSE: Tensor, k_BKSE: Tensor, mask: Tensor | None) -> Kernels:
+    """Return the kernels that a CUDA device may take for these inputs, the preferred one first.
+
+    On Hopper torch prefers cuDNN's for all inputs. It is the fastest in training, but builds a plan of some
+    30 ms for each new length, and its gradients become NaN under masks or at lengths that are no multiple of
+    128 (pytorch issue 196678, cudnn-frontend issues 160 and 1072). So it gets whole causal rows that are
+    trained on, at such lengths; flash gets the other rows without a dense mask.
+    """
+    fallback = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    dense = mask is not None and not isinstance(mask, CausalBias)
+    if dense or q_BHSE.dtype not in (torch.bfloat16, torch.float16):
+        return fallback
+    length = q_BHSE.shape[2]
+    whole = mask is None and length == k_BKSE.shape[2] and length % 128 == 0
+    cudnn = [SDPBackend.CUDNN_ATTENTION] if whole and torch.is_grad_enabled() else []
+    return [*cudnn, SDPBackend.FLASH_ATTENTION, *fallback]

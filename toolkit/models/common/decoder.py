@@ -8,7 +8,6 @@ norms, rotations and the loss compute in at least fp32 (fp64 stays fp64).
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.models.common.args import ModelArgs
@@ -16,6 +15,7 @@ from toolkit.models.common.attention import AttentionBackend, AttentionMask, att
 from toolkit.models.common.lm_head import OutputHead, output_head
 from toolkit.models.common.rms_norm import RMSNorm
 from toolkit.models.common.rope import rope_rotations, rotate
+from toolkit.models.common.swiglu import swiglu
 
 
 class Decoder(nn.Module):
@@ -118,7 +118,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) · w3 x) (Shazeer 2020, arXiv:2002.05202)."""
+    """w2(silu(w1 x) · w3 x)."""
 
     def __init__(self, dim: int, ffn_dim: int):
         super().__init__()
@@ -127,4 +127,4 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
+        return self.w2(swiglu(self.w1(x_BSD), self.w3(x_BSD)))

@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from toolkit import fused
+from toolkit.fused import Fused
 from toolkit.models.common.args import ModelArgs, RopeScaling
 
 
@@ -47,10 +49,22 @@ def rotate(x_BSHE: Tensor, rotations: Tensor) -> Tensor:
     As complex numbers this is faster in eager mode on CPU than with separate cosines and sines; inductor
     generates no code for complex numbers.
     """
-    x_BSHP2 = x_BSHE.to(rotations.dtype).unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():
-        (even, odd), (cos, sin) = x_BSHP2.unbind(-1), rotations.unbind(-1)
-        turned_BSHP2 = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    else:
-        turned_BSHP2 = torch.view_as_real(torch.view_as_complex(x_BSHP2) * torch.view_as_complex(rotations))
+        return _turned(x_BSHE, rotations)
+    if x_BSHE.is_cuda and fused.is_enabled("rotary"):
+        return _turn(x_BSHE, rotations)
+    x_BSHP2 = x_BSHE.to(rotations.dtype).unflatten(-1, (-1, 2))
+    turned_BSHP2 = torch.view_as_real(torch.view_as_complex(x_BSHP2) * torch.view_as_complex(rotations))
     return turned_BSHP2.flatten(-2).to(x_BSHE.dtype)
+
+
+def _turned(x_BSHE: Tensor, rotations: Tensor) -> Tensor:
+    (even, odd), (cos, sin) = (
+        x_BSHE.to(rotations.dtype).unflatten(-1, (-1, 2)).unbind(-1),
+        rotations.unbind(-1),
+    )
+    turned_BSHP2 = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return turned_BSHP2.flatten(-2).to(x_BSHE.dtype)
+
+
+_turn = Fused("rotary", _turned)

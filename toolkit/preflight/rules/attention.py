@@ -59,14 +59,17 @@ def attention_keeps_documents_apart(run: PlannedRun) -> list[Problem]:
 def triton_has_a_compiler(run: PlannedRun) -> list[Problem]:
     """FlexAttention, and what inductor compiles, are kernels of Triton on a GPU."""
     compiling = run.config.compile
-    compiles = compiling.enable and compiling.backend == "inductor"
-    if run.hardware.device == "cpu" or not (run.attention == "flex" or compiles):
-        return []
+    users = {
+        "compile.enable": compiling.enable and compiling.backend == "inductor",
+        "model.attention": run.attention == "flex",
+        "training.fused_parts": bool(run.config.training.fused_parts),
+    }
+    key = next((key for key, compiles in users.items() if compiles), None)
     lacks = lacks_c_compiler()
-    without = 'set compile.enable = false and model.attention = "sdpa", which need none'
-    fix = f"install gcc, or name a compiler in CC; or {without}"
-    key = "compile.enable" if compiles else "model.attention"
-    return [run.problem(key, lacks, fix)] if lacks else []
+    if run.hardware.device == "cpu" or key is None or lacks is None:
+        return []
+    without = 'compile.enable = false, model.attention = "sdpa" and training.fused_parts = []'
+    return [run.problem(key, lacks, f"install gcc, or name a compiler in CC; or set {without}")]
 
 
 @rule()

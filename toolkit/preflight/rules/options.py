@@ -11,6 +11,13 @@ from toolkit.config.values import format_toml
 from toolkit.errors import Problem, either
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
+_ON_A_GPU = (
+    "training.dataloader.pin_memory",
+    "validation.dataloader.pin_memory",
+    "training.fused_parts",
+    "activation_checkpoint.offload_prefetch",
+)
+
 
 @rule()
 def supported_options(run: PlannedRun) -> list[Problem]:
@@ -60,8 +67,11 @@ def options_notes(run: PlannedRun) -> list[str]:
     for field, switches in _idle(run):
         idle[" or ".join(dict.fromkeys(map(str, switches)))].append(field.key)
     if run.hardware.device == "cpu":
-        pinned = ("training.dataloader.pin_memory", "validation.dataloader.pin_memory")
-        idle["a GPU"] = [key for key in pinned if run.config.value(key)]
+        idle["a GPU"] = [
+            field.key
+            for field in run.config.present_fields()
+            if field.key in _ON_A_GPU and run.config.value(field.key) != field.default
+        ]
     return [
         f"{', '.join(keys)} {'do' if len(keys) > 1 else 'does'} nothing without {needed}"
         for needed, keys in idle.items()

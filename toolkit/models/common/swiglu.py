@@ -1,0 +1,38 @@
+"""SwiGLU: silu(gate) · up, of equal shapes (Shazeer 2020, arXiv:2002.05202)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toolkit import fused
+from toolkit.fused import Fused
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Where it is fused, silu(gate) is computed again in backward, and only the arguments are saved."""
+    if fused.is_enabled("swiglu") and not torch.compiler.is_compiling():
+        return _SwiGLU.apply(gate, up)
+    return F.silu(gate) * up
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _forward(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return _backward(grad, *ctx.saved_tensors)
+
+
+def _gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+
+
+_forward = Fused("swiglu", lambda gate, up: F.silu(gate) * up)
+_backward = Fused("swiglu", _gradients)
