@@ -109,6 +109,7 @@ def main(argv: Sequence[str]) -> int:
 
     from toolkit.weights.convert import convert, mapping, prepare
     from toolkit.weights.hf_write import MAX_BYTES
+    from toolkit.weights.views import note_of
 
     try:
         conversion = prepare(
@@ -137,6 +138,8 @@ def main(argv: Sequence[str]) -> int:
         return 128 + signal.Signals[stopped.name]
     verified = ", each tensor compared" if asked.verify else ""
     print(f"{conversion.out}: {len(conversion.source.tensors)} tensors, {conversion.bytes:,} bytes{verified}")
+    if said := note_of(conversion.there):
+        print(said)
     if conversion.lacks:
         who = "Meta's programs" if conversion.to == "meta" else "transformers"
         lacking = f"no {', no '.join(conversion.lacks)}"

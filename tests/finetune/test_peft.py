@@ -204,6 +204,20 @@ def _pickled(folder: Path) -> None:
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
 
 
+def _saved_twice(folder: Path) -> None:
+    (folder / "adapter_model.bin").touch()
+
+
+def _integers(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    save_file(load_file(path) | {"base_model.model.model.position_ids": torch.arange(9)}, path)
+
+
+def _adapted_head(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    save_file(load_file(path) | {"base_model.model.lm_head.lora_A.weight": torch.zeros(8, 64)}, path)
+
+
 def _renamed(folder: Path) -> None:
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
@@ -224,6 +238,12 @@ def _renamed(folder: Path) -> None:
         (_change(r=8), "of another shape"),
         (_change(use_dora=True), "missing"),
         (_pickled, "has a pickle"),
+        (
+            _saved_twice,
+            "two saves of an adapter, adapter_model.safetensors and adapter_model.bin\n  fix:  keep",
+        ),
+        (_integers, "position_ids as I64; an adapter's tensors must be one of F64, F32, F16, BF16"),
+        (_adapted_head, "lm_head.lora_A.weight\n  fix:  LoRA updates linear layers of the blocks alone"),
         (_renamed, "no place for"),
     ],
 )

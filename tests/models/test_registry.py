@@ -8,7 +8,9 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.preflight.bad_runs import CPU, TOKENIZER, save
 from tests.preflight.bad_weights import SHAPE, write_config, write_model
@@ -134,6 +136,17 @@ def test_a_dropout_that_training_has_not_is_told(folder: Path) -> None:
         file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_dropout": value}))
         said = "\n".join(notes(configure(*START), world_size=1, hardware=CPU))
         assert ("m/config.json has attention_dropout 0.1" in said) == bool(value)
+
+
+def test_buffers_that_are_no_weights_are_told(folder: Path) -> None:
+    write_model(folder)
+    file = folder / "m/model-00001-of-00002.safetensors"
+    save_file(load_file(file) | {"model.position_ids": np.arange(9)}, file)
+    assert check(configure(*START), world_size=1, hardware=CPU) == []
+    said = notes(configure(*START), world_size=1, hardware=CPU)
+    assert [line for line in said if "model.position_ids" in line] == [
+        "m also stores model.position_ids: ignored, no weight of this model"
+    ]
 
 
 def test_what_only_rank_0_sees_is_left_to_it(folder: Path) -> None:

@@ -29,6 +29,7 @@ from toolkit.distributed.dtensor import local  # noqa: E402
 from toolkit.errors import ConfigError  # noqa: E402
 from toolkit.models.common.decoder import Decoder  # noqa: E402
 from toolkit.models.registry import resolve  # noqa: E402
+from toolkit.parallel.converters import Converters  # noqa: E402
 from toolkit.parallel.float8 import Float8Linear, apply_float8  # noqa: E402
 from toolkit.trainer import Trainer  # noqa: E402
 
@@ -80,6 +81,21 @@ def test_a_layer_that_is_no_plain_one_is_refused_or_left_out() -> None:
     apply_float8(model, options.model_copy(update={"filter_fqns": ["layers.1.feed_forward.w2"]}))
     kinds = [type(it.feed_forward.w2) for it in model.layers.values()]
     assert kinds[:3] == [Float8Linear, Own, Float8Linear]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_compiled_float8_has_torchaos_inductor_patch(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which torchao applies in convert_to_float8_training alone. Without it Triton may give NaN."""
+    from torch._inductor.codegen.triton import TritonOverrides
+    from torchao.float8 import _inductor_patch
+
+    for name in ("minimum", "maximum"):  # restores them afterwards
+        monkeypatch.setattr(TritonOverrides, name, staticmethod(lambda a, b: "unpatched"))
+    monkeypatch.setattr(_inductor_patch, "_PATCHED", False)
+    model = {"converters": ["quantize.linear.float8"]}
+    Converters(small_config("unused", model=model, compile={"enable": compiled}))
+    for name in ("minimum", "maximum"):
+        assert ("tl.where" in getattr(TritonOverrides, name)("a", "b")) == compiled
 
 
 # On any mesh

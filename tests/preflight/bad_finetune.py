@@ -36,6 +36,16 @@ _PAIR = write("a.jsonl", json.dumps({"prompt": "a", "chosen": "b", "rejected": "
 CASES: list[Bad] = [
     bad("lora_has_targets", f"finetune.lora.target_modules=qproj {LORA}", "none of the linear", "q_proj"),
     bad("lora_has_targets", f"finetune.lora.target_modules=attention_norm {LORA}", "none of the linear"),
+    *(
+        bad("lora_has_targets", f"finetune.lora.target_modules=wq,{target} {LORA}{tied}", *said)
+        for target, tied, *said in (
+            ("lm_head", "", '"lm_head" is the output head', 'finetune.trainable = ["output.weight"]'),
+            ("output", "", '"output" is the output head', 'finetune.trainable = ["output.weight"]'),
+            ("*.embed_tokens", "", "is the embedding", 'finetune.trainable = ["tok_embeddings.weight"]'),
+            ("tok_embeddings", "", "is the embedding", 'finetune.trainable = ["tok_embeddings.weight"]'),
+            ("lm_head", " model.tie_embeddings=true", 'trainable = ["tok_embeddings.weight"]', "as one"),
+        )
+    ),
     bad("lora_rank_is_low", f"finetune.lora.rank=300 {LORA}", "is 256", "at most 256"),
     bad("blocks_are_there", "finetune.freeze_first_layers=7", "6 blocks", "at most 6"),
     bad(
@@ -93,6 +103,13 @@ CASES: list[Bad] = [
         f"finetune.adapter_path=m checkpoint.enable {LORA}",
         "m is a checkpoint of a run without an adapter\n  fix:  name a folder of PEFT's",
         prepare=lambda folder: save(folder, 5).rename(folder / "m"),
+    ),
+    bad(
+        "adapter_path_fits",
+        f"finetune.adapter_path=peft checkpoint.enable {LORA}",
+        "r = 0: must be a positive whole number",
+        "docs/fine_tuning.md lists",
+        prepare=lambda folder: _peft(folder, r=0, rank=2),
     ),
     bad(
         "adapter_path_fits",

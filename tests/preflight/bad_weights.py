@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from tests.preflight.bad_runs import TOKENIZER, Bad, bad, save
 from toolkit.models.common.args import ModelArgs
@@ -77,6 +77,18 @@ def _with_larger_tokenizer(folder: Path) -> None:
             }
         )
     )
+
+
+def _narrow_tied_head(at: Path) -> None:
+    config = json.loads((at / "config.json").read_text())
+    (at / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    first = at / "model-00001-of-00002.safetensors"
+    save_file(load_file(first) | {"lm_head.weight": np.zeros((4300, 32), np.float32)}, first)
+
+
+def _quantize(at: Path) -> None:
+    first = at / "model-00001-of-00002.safetensors"
+    save_file(load_file(first) | {"model.norm.weight": np.zeros(32, np.int32)}, first)
 
 
 def _meta(folder: Path) -> None:
@@ -191,13 +203,27 @@ CASES = [
             ).rename(folder / "m"),
         },
     ),
-    *_alike("weights_readable", FROM_M, NOT_LLAMA),
+    *_alike(
+        "weights_readable",
+        FROM_M,
+        {f"{said} | name the folder of a Llama": prepare for said, prepare in NOT_LLAMA.items()},
+    ),
     *_alike(
         "weights_readable",
         FROM_M,
         {
             "model-00002-of-00002.safetensors": _then(lambda at: _second(at).unlink()),
-            "cut short": _then(lambda at: _second(at).write_bytes(_second(at).read_bytes()[:-4])),
+            "two saves of a model, model.safetensors.index.json and model.safetensors | keep one": _then(
+                lambda at: (at / "model.safetensors").write_bytes(_second(at).read_bytes())
+            ),
+            "two saves of a model, model.safetensors.index.json and consolidated.00.pth": _then(
+                lambda at: (at / "consolidated.00.pth").touch()
+            ),
+            "misshapen: lm_head.weight (4300, 32) where (4352, 32) is due": _then(_narrow_tied_head),
+            "norm.weight as I32 | take the model that this one was made from": _then(_quantize),
+            "cut short | take a folder of safetensors that is whole": _then(
+                lambda at: _second(at).write_bytes(_second(at).read_bytes()[:-4])
+            ),
             "missing: model.layers.2.": _model(num_hidden_layers=3),
             "too many: model.layers.1.": _model(num_hidden_layers=1),
             "misshapen: model.layers.0.mlp.gate_proj.weight (48, 32) where (64, 32)": _model(

@@ -24,6 +24,7 @@ from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, DataError
 from toolkit.io.locks import claim
 from toolkit.weights import convert as conversion_module
 from toolkit.weights import dcp_write, folder_write, hf_write
+from toolkit.weights import source as source_module
 from toolkit.weights.convert import convert, prepare
 from toolkit.weights.folder_write import no_progress
 from toolkit.weights.meta_folder import MetaFolder
@@ -135,6 +136,29 @@ def test_a_tied_head_is_in_metas_file_and_takes_no_room(tmp_path: Path) -> None:
     found = torch.load(path, weights_only=True)
     assert found["output.weight"].equal(found["tok_embeddings.weight"])
     assert path.stat().st_size < (tmp_path / "hf" / "model.safetensors").stat().st_size * 1.2
+
+
+@pytest.mark.parametrize(("parts", "embedding_dim"), [(1, 0), (2, 1), (4, 0)])
+def test_a_stored_head_is_compared_with_the_embedding_to_the_last_value(
+    parts: int, embedding_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows at a time."""
+    monkeypatch.setattr(source_module, "BUFFER_BYTES", 3 * 64 * 2)
+    tensors, params = _meta_tensors(), _PARAMS | {"tied_embeddings": True}
+    tensors["tok_embeddings.weight"][5, 5] = float("nan")  # is equal to itself
+    tensors["output.weight"] = tensors["tok_embeddings.weight"].clone()
+    save_meta(tensors, params, tmp_path / "meta", parts=parts, embedding_dim=embedding_dim)
+    _convert("meta-to-hf", tmp_path / "meta", tmp_path / "hf")
+    assert "lm_head.weight" not in _safetensors(tmp_path / "hf")
+    tensors["output.weight"][-1, -1] += 1
+    save_meta(tensors, params, tmp_path / "differs", parts=parts, embedding_dim=embedding_dim)
+    hf = _safetensors(tmp_path / "hf")
+    hf["lm_head.weight"] = tensors["output.weight"]
+    save_file(hf, tmp_path / "hf" / "model.safetensors")
+    ways = {"hf": "hf-to-meta hf-to-dcp", "differs": "meta-to-hf meta-to-dcp"}
+    for folder, key in {"hf": "tie_word_embeddings", "differs": "tied_embeddings"}.items():
+        for way in ways[folder].split():
+            assert f'set "{key}" to false' in _refused(way, tmp_path / folder, tmp_path)
 
 
 def test_dtype_and_vocabulary_change_on_the_way(tmp_path: Path, small_files: None) -> None:

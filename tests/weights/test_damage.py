@@ -17,6 +17,7 @@ from tests.weights.stories import ASSETS, needs_assets
 from toolkit.errors import DataError
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
+from tools import convert_weights
 
 pytestmark = needs_assets
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -54,9 +55,17 @@ def retype(folder: Path) -> None:
     save_file(tensors | {UP: tensors[UP].to(torch.int8)}, folder / WEIGHTS)
 
 
-def untie(folder: Path) -> None:
+def quantize(folder: Path) -> None:
+    """As GPTQ does."""
     tensors = load_file(folder / WEIGHTS)
-    save_file(tensors | {"lm_head.weight": -tensors["model.embed_tokens.weight"]}, folder / WEIGHTS)
+    packed = tensors.pop("model.layers.0.self_attn.q_proj.weight").to(torch.int32)
+    save_file(tensors | {"model.layers.0.self_attn.q_proj.qweight": packed}, folder / WEIGHTS)
+
+
+def widen_head(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    head = torch.cat([tensors["model.embed_tokens.weight"]] * 2)
+    save_file(tensors | {"lm_head.weight": head}, folder / WEIGHTS)
 
 
 DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -85,7 +94,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
         f"{UP} is there twice",
     ),
     "integers": (retype, f"holds {UP} as I8; weights must be one of F64, F32, F16, BF16"),
-    "a head of its own": (untie, "has a head of its own, though its embedding is said to be tied"),
+    "weights of integers beside them": (quantize, "q_proj.qweight as I32; weights must be one of F64, F32"),
+    "a tied head of another shape": (widen_head, "stores an output head that differs from the embedding"),
     "nothing": (lambda f: (f / WEIGHTS).unlink(), f"neither {WEIGHTS} nor {INDEX} is there"),
     "pickles": (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin") and None, ".bin files are pickles"),
     "a file missing": (
@@ -170,6 +180,21 @@ META_DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda part: torch.save(torch.load(part) | {"norm.weight": torch.ones(64, dtype=torch.int8)}, part),
         "holds norm.weight as torch.int8",
     ),
+    "weights of integers beside them": (
+        lambda part: torch.save(
+            {
+                name.replace("0.attention.wq.weight", packed): t.int() if "0.attention.wq" in name else t
+                for name, t in torch.load(part).items()
+                for packed in ("0.attention.wq.packed",)
+            },
+            part,
+        ),
+        "holds layers.0.attention.wq.packed as torch.int32",
+    ),
+    "an object": (
+        lambda part: torch.save(torch.load(part) | {"epoch": 3}, part),
+        "holds epoch as int; weights must be tensors",
+    ),
     "a tensor larger than its storage": (
         lambda part: part.write_bytes(shorten_storage(part.read_bytes(), by=4)),
         "bytes are said to be there, and ",
@@ -215,3 +240,13 @@ def test_damaged_parts_are_refused_by_what_is_wrong(case: str, tmp_path: Path) -
     with pytest.raises(DataError) as caught:
         MetaFolder(folder)
     assert message in str(caught.value) and str(folder) in str(caught.value)
+
+
+def test_buffers_of_integers_are_ignored_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In Meta's files as in Hugging Face's, where ``tests/weights/test_open.py`` has them."""
+    shutil.copytree(ASSETS / "stories260K/meta", tmp_path / "model")
+    before, part = MetaFolder(tmp_path / "model"), tmp_path / "model/consolidated.00.pth"
+    torch.save(torch.load(part) | {"layers.0.attention.steps": torch.tensor(9)}, part)
+    assert MetaFolder(tmp_path / "model").tensors == before.tensors and not before.note
+    assert convert_weights.main(["meta-to-dcp", str(tmp_path / "model"), str(tmp_path / "out")]) == 0
+    assert "also stores layers.0.attention.steps: ignored" in capsys.readouterr().out

@@ -157,9 +157,11 @@ def other_ways(folders: dict[str, Path]) -> dict[str, Any]:
         found[f"broadcast {name}"] = differing(source, model_parts)
     source, model_parts = fill("stories260K/hf", TP, dtype="bfloat16")
     found["cast"] = differing(source, model_parts)
-    for name, folder in folders.items():
+    cases = [(name, folder, PP) for name, folder in folders.items()]
+    cases += [(f"untied {name}", folders["untied"], layout) for name, layout in LAYOUTS[2].items()]
+    for name, folder, layout in cases:
         for broadcast in (False, True):
-            model_parts = empty_model(source.args, PP)
+            model_parts = empty_model(source.args, layout)
             tensors = dict(model_parts.named_parameters())
             try:
                 seen = open_alike(lambda folder=folder: SafetensorsFolder(folder), on_rank_0_alone=broadcast)  # type: ignore[misc]
@@ -178,6 +180,11 @@ def test_broadcast_cast_and_what_does_not_fit(tmp_path: Path) -> None:
     def rename(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.9.mlp.up_proj.weight"] = tensors.pop("model.layers.4.mlp.up_proj.weight")
 
+    def untie(tensors: dict[str, torch.Tensor]) -> None:
+        """In one value, which one rank of two has."""
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][-1, 0] += 1
+
     def widen(tensors: dict[str, torch.Tensor]) -> None:
         embedding = tensors["model.embed_tokens.weight"]
         tensors["model.embed_tokens.weight"] = torch.cat([embedding, embedding[:8]])
@@ -187,6 +194,7 @@ def test_broadcast_cast_and_what_does_not_fit(tmp_path: Path) -> None:
         "vocabulary": altered(tmp_path / "vocabulary", widen),
         "absent": tmp_path / "absent",
         "cut": altered(tmp_path / "cut", lambda tensors: None),
+        "untied": altered(tmp_path / "untied", untie),
     }
     first, second = run_world(other_ways, 2, folders)
     assert {case: found for case, found in first.items() if "broadcast" in case} == {
@@ -194,11 +202,15 @@ def test_broadcast_cast_and_what_does_not_fit(tmp_path: Path) -> None:
     }
     assert first["cast"] == second["cast"] == []
     for broadcast in (False, True):
-        messages = {name: first[f"{name} {broadcast}"] for name in folders}
-        assert messages == {name: second[f"{name} {broadcast}"] for name in folders}  # alike on every rank
+        names = [*folders, *(f"untied {layout}" for layout in LAYOUTS[2])]
+        messages = {name: first[f"{name} {broadcast}"] for name in names}
+        assert messages == {name: second[f"{name} {broadcast}"] for name in names}  # alike on every rank
         assert "not there: layers.4.feed_forward.w3.weight" in messages["names"]
         assert "there, but not in this model: layers.9.feed_forward.w3.weight" in messages["names"]
         assert "tok_embeddings.weight (520, 64) there, (512, 64) here" in messages["vocabulary"]
         assert "--vocab-size" in messages["vocabulary"]
         assert "config.json" in messages["absent"]
+        for layout in LAYOUTS[2]:
+            assert 'set "tie_word_embeddings" to false' in messages[f"untied {layout}"]
+            assert messages[f"untied {layout}"].count("differs") == 1
         assert "cut short" in messages["cut"] or "too early" in messages["cut"]

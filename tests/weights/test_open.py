@@ -1,7 +1,9 @@
 """Weights on disk by region, whoever saved them, and what is said where there are none."""
 
+import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -9,19 +11,25 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.helpers import run_world
 from tests.models.small_llama import small
+from tests.weights.folders import save_transformers
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
+from toolkit.generation.load import Loaded, load_model
+from toolkit.loss import IGNORED_LABEL
 from toolkit.weights.load import open_alike
 from toolkit.weights.open import CheckpointWeights, open_weights
 
 RUN = {"model": asdict(small())}
+WEIGHTS, INDEX, MISTRAL = "model.safetensors", "model.safetensors.index.json", "consolidated.safetensors"
+Change = Callable[[Path, dict[str, torch.Tensor]], None]
 
 
 def _full() -> dict[str, torch.Tensor]:
@@ -152,4 +160,102 @@ def test_one_model_in_two_formats_is_the_same_weights(tmp_path: Path) -> None:
         assert theirs.read(name).equal(metas.read(name)), name
     shutil.copytree(stories / "meta", tmp_path / "both")
     shutil.copytree(stories / "hf", tmp_path / "both", dirs_exist_ok=True)
-    assert type(open_weights(tmp_path / "both")) is type(theirs)
+    with pytest.raises(DataError, match="two saves of a model, model.safetensors and consolidated.00.pth"):
+        open_weights(tmp_path / "both")
+
+
+# What others write, beside what transformers makes of it
+
+
+def _untied(rows: slice) -> Change:
+    """A stored head that differs from the embedding in ``rows``, although config.json ties the two."""
+
+    def change(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][rows] += 1
+
+    return change
+
+
+def _says_so(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    _untied(slice(40, 41))(folder, tensors)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": False}))
+
+
+def _head_alone(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+
+def _buffers(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.self_attn.rotary_emb.position_ids"] = torch.arange(9)
+    tensors["model.mask"] = torch.ones(3, 3, dtype=torch.bool)
+
+
+def _sharded(file: str, index: str) -> Change:
+    """The tensors in ``file`` too, with an index."""
+
+    def change(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        save_file({name: 2 * it for name, it in tensors.items()}, folder / file)
+        (folder / index).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, file)}))
+
+    return change
+
+
+def _two_indexes(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    _sharded(WEIGHTS, INDEX)(folder, tensors)
+    _sharded("half.safetensors", "model.half.safetensors.index.json")(folder, tensors)
+
+
+def _meta_beside(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    torch.save(tensors, folder / "consolidated.00.pth")
+
+
+def _checkpoint_inside(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    CheckpointManager(folder / "checkpoint").save(3, _full(), RUN)
+
+
+ODD: dict[str, tuple[Change, tuple[str, ...]]] = {
+    "a tied head": (_untied(slice(0, 0)), ()),
+    "a tied head that differs late": (_untied(slice(90, None)), ("tie_word_embeddings", "config.json")),
+    "a tied head that differs early": (_untied(slice(0, 1)), ("tie_word_embeddings", "config.json")),
+    "an untied head": (_says_so, ()),
+    "a tied head alone": (_head_alone, ()),
+    "buffers of integers": (_buffers, ()),
+    "one file and its index": (_sharded(WEIGHTS, INDEX), ()),
+    "one file and another's index": (_sharded("a.safetensors", INDEX), (WEIGHTS, INDEX)),
+    "two indexes": (_two_indexes, (INDEX, "model.half.safetensors.index.json")),
+    "Mistral's index beside": (_sharded(MISTRAL, f"{MISTRAL}.index.json"), ()),
+    "Meta's file beside": (_meta_beside, (WEIGHTS, "consolidated.00.pth")),
+    "a checkpoint inside": (_checkpoint_inside, (WEIGHTS, "checkpoint/step-3")),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_a_folder_has_the_loss_of_transformers_or_is_rejected(case: str, tmp_path: Path) -> None:
+    """Within 1e-5, since both compute in fp32; what is rejected names both files and the way out."""
+    from transformers import AutoModelForCausalLM
+
+    folder, (change, named) = tmp_path / "hf", ODD[case]
+    save_transformers("llama3.2", folder)
+    tensors = load_file(folder / WEIGHTS)
+    change(folder, tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+    def opened() -> Loaded:
+        return load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+
+    if named:
+        with pytest.raises(DataError) as error:
+            opened()
+        assert all(name in str(error.value) for name in (*named, "fix:"))
+        return
+    loaded = opened()
+    assert (loaded.note.count("model.mask") == 1) == (case == "buffers of integers")
+    tokens = torch.randint(96, (2, 40), generator=torch.Generator().manual_seed(1))
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)
+    with torch.no_grad():
+        found = loaded.model(tokens, labels=labels).item() / (labels >= 0).sum().item()
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        expected = theirs(tokens, labels=tokens).loss.item()
+    assert abs(found - expected) < 1e-5

@@ -33,7 +33,8 @@ class LoRA(Table):
     """Part of the inputs of an update that is zeroed in training. Above 0 the curve depends on the mesh."""
     target_modules: Patterns = _BLOCK_LINEARS
     """Linear layers to update: names (wq, wk, wv, wo, w1, w2, w3, or q_proj and the like), patterns of whole
-    names such as layers.3.*, or all-linear, which is all but the head."""
+    names such as layers.3.*, or all-linear, which is all of them. Head and embedding are not among them:
+    finetune.trainable trains those whole."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732)."""
     quantize_base: Literal["none", "nf4"] = "none"

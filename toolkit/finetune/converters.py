@@ -11,8 +11,7 @@ from toolkit.finetune.parameters import adapted_layers, lora_targets, trained_na
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.init import Init
-from toolkit.models.common.parameters import linear_layers
-from toolkit.weights.source import EMBEDDING, HEAD
+from toolkit.models.common.parameters import EMBEDDING, HEAD, linear_layers
 
 
 def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dtype) -> None:

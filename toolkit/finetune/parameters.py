@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from toolkit.config.finetune import Finetune
 from toolkit.config.name_patterns import fits, idle
 from toolkit.models.common.args import ModelArgs, is_classifier_head
-from toolkit.models.common.parameters import linear_layers, parameter_shapes
+from toolkit.models.common.parameters import EMBEDDING, HEAD, linear_layers, parameter_shapes
 from toolkit.models.registry import spec
 
 _LORA = ("lora_a", "lora_b", "magnitude")
@@ -53,7 +53,7 @@ def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> s
             return False
         if name.startswith("layers."):
             return first <= int(name.split(".", 2)[1]) < last
-        return not (first and name == "tok_embeddings.weight")
+        return not (first and name == EMBEDDING)
 
     return {name for name in names if is_trained(name)}
 
@@ -90,6 +90,16 @@ def idle_targets(args: ModelArgs, patterns: Iterable[str]) -> list[str]:
     """The first of ``patterns`` that are none of the linear layers."""
     known = {ALL_LINEAR, *(name for pair in hf_linear_names(args).items() for name in pair)}
     return idle((pattern for pattern in patterns if pattern not in known), linear_layers(args))
+
+
+def outside_blocks(args: ModelArgs, pattern: str) -> str | None:
+    """The weight of the embedding or the head whose module a target of LoRA names, ours or Hugging Face's."""
+    for name in (EMBEDDING, HEAD):
+        theirs = spec(args.family).adapter().to_hf(name, classifier=args.classifier is not None)
+        modules = [called.removesuffix(".weight") for called in (name, theirs)]
+        if any(fits(module, [pattern]) for module in (*modules, modules[1].rpartition(".")[2])):
+            return name
+    return None
 
 
 def hf_linear_names(args: ModelArgs) -> Mapping[str, str]:

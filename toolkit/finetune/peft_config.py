@@ -24,9 +24,9 @@ from toolkit.finetune.parameters import (
 )
 from toolkit.io.json_fields import Fields, read_object
 from toolkit.models.common.args import ModelArgs, is_classifier_head
-from toolkit.models.common.parameters import linear_layers, parameter_shapes
+from toolkit.models.common.parameters import EMBEDDING, HEAD, linear_layers, parameter_shapes
 from toolkit.models.registry import spec
-from toolkit.weights.safetensors_header import file_entries
+from toolkit.weights.safetensors_header import ITEM_BYTES, ONE_SAVE, file_entries
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_TENSORS = "adapter_model.safetensors"
@@ -58,7 +58,6 @@ _UNKNOWN_FORMS = (
 """Fields that make another computation of a LoRA than rank, alpha, rsLoRA and DoRA do."""
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 """Values of init_lora_weights, beside true and false, that leave the base as it is."""
-_EMBEDDING = "tok_embeddings.weight"
 _SHOWN = 6
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -105,9 +104,17 @@ def read_peft(folder: Path, args: ModelArgs) -> PeftAdapter:
     if not (folder / PEFT_TENSORS).is_file():
         instead = " (it has a pickle, which could run code: save the adapter again with PEFT)"
         raise DataError(f"{folder} has no {PEFT_TENSORS}{instead if (folder / _PICKLED).is_file() else ''}")
+    if (folder / _PICKLED).is_file():
+        raise DataError(f"{folder} holds two saves of an adapter, {PEFT_TENSORS} and {_PICKLED}{ONE_SAVE}")
     if values.get("task_type") == _CLASSIFIES and args.classifier is None:
         raise DataError(f"{folder} is the adapter of a classifier, and the model that it is for here is none")
-    found = {name: entry.shape for name, entry in file_entries(folder / PEFT_TENSORS).items()}
+    entries = file_entries(folder / PEFT_TENSORS)
+    if strange := [f"{name} as {it.dtype}" for name, it in entries.items() if it.dtype not in ITEM_BYTES]:
+        raise DataError(
+            f"{folder / PEFT_TENSORS} holds {first_few(strange, _SHOWN)}; an adapter's tensors must be one "
+            f"of {', '.join(ITEM_BYTES)}"
+        )
+    found = {name: entry.shape for name, entry in entries.items()}
     fields = Fields(values)
     shapes: Shapes
     if kind == "lora":
@@ -142,7 +149,7 @@ def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         fields.refuse("lora_dropout", "must be a number from 0 to below 1")
         dropout = 0.0
-    if args.tie_embeddings and _EMBEDDING in shapes:
+    if args.tie_embeddings and EMBEDDING in shapes:
         fields.refuse("modules_to_save", "PEFT trained the embedding apart from the head, which is tied here")
     modules = {name.rpartition(".")[0] for name in shapes if is_added(name)}
     lora = LoRA(
@@ -200,8 +207,11 @@ def _named(found: Shapes, args: ModelArgs, folder: Path) -> dict[str, tuple[int,
     }
     strange = [name for name in found if name not in by_theirs]
     if strange:
+        outside = tuple(f"{to_peft_name(it, args).removesuffix('weight')}lora_" for it in (EMBEDDING, HEAD))
+        fix = "LoRA updates linear layers of the blocks alone: have PEFT merge the adapter (merge_and_unload)"
         raise DataError(
             f"{folder / PEFT_TENSORS} holds what this model has no place for: {first_few(strange, _SHOWN)}"
+            + (f"\n  fix:  {fix}" if any(name.startswith(outside) for name in strange) else "")
         )
     return {by_theirs[name]: shape for name, shape in found.items()}
 

@@ -36,15 +36,16 @@ from toolkit.parallel.mesh import Mesh, build_mesh
 from toolkit.weights.hf_assets import asked_bos, eos_ids, run_of, tokenizer_of
 from toolkit.weights.load import open_alike
 from toolkit.weights.source import WeightSource
+from toolkit.weights.views import note_of
 
 
 @dataclass(frozen=True)
 class Loaded:
     """``mesh`` is None for a model in one process, ``tokenizer`` where none was found. ``seq_len`` are the
     tokens of a row of the training, where a checkpoint tells. ``adapters`` are those that can be selected.
-    ``note`` is what a user should know of the speed. ``eos_ids`` end a text beside the tokenizer's, as
-    generation_config.json, or config.json, beside the weights tells. ``chat_template_kwargs`` are those with
-    which a checkpoint was trained."""
+    ``note`` is what a user should know of the weights and the speed. ``eos_ids`` end a text beside the
+    tokenizer's, as generation_config.json, or config.json, beside the weights tells.
+    ``chat_template_kwargs`` are those with which a checkpoint was trained."""
 
     model: Decoder
     args: ModelArgs
@@ -145,7 +146,7 @@ def load_model(
     prefix = any(it.options.adapter == "prefix_tuning" for it in of_base.adapters.values())
     attention = attention_choice("auto", "", device=device.type, documents=False, prefix=prefix)
     model = meta_decoder(source.args, attention=attention).to(dtype)
-    note = _shard(model, mesh, device, dtype) if mesh is not None else ""
+    notes = [note_of(source), _shard(model, mesh, device, dtype) if mesh is not None else ""]
     model.to_empty(device=device).requires_grad_(False)
     of_base.load(model, next(iter(of_base.adapters), None), mesh.tp if mesh else None)
     return Loaded(
@@ -155,7 +156,7 @@ def load_model(
         mesh,
         settings.get("training.seq_len"),
         adapters=of_base if adapters else None,
-        note=note,
+        note="\n".join(filter(None, notes)),
         eos_ids=Ranks().on_rank_0(partial(eos_ids, source)),
         chat_template_kwargs={
             name.removeprefix(_KWARGS): value for name, value in settings.items() if name.startswith(_KWARGS)

@@ -45,6 +45,15 @@ try:
     from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 finally:
     logging.disable(logging.NOTSET)
+try:
+    # Inductor of torch 2.14 and Triton's transposed stores of float8 give NaN together (triton issue 11111).
+    # torchao undoes inductor's part in convert_to_float8_training, which is not called here.
+    from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen as avoid_triton_nan
+except ImportError:  # a torchao that needs no such patch
+
+    def avoid_triton_nan() -> None:
+        """Do nothing."""
+
 
 _ops = torch.ops._c10d_functional
 _FILTER = "quantize.linear.float8.filter_fqns"
@@ -57,6 +66,8 @@ class Float8Converter:
 
     def __init__(self, config: Config):
         self.options, self.tell = config.quantize.linear.float8, config.model.print_after_conversion
+        if config.compile.enable:
+            avoid_triton_nan()
 
     def convert(self, model: Decoder) -> None:
         """Have linear layers compute in float8."""

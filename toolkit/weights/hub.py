@@ -13,6 +13,7 @@ _WEIGHTS = (
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
     "adapter_model.safetensors",
+    "adapter_model.bin",
     "config.json",
     "generation_config.json",
     "adapter_config.json",

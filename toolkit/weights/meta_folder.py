@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from toolkit.config.local_paths import open_regular
 from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import BUFFER_BYTES, SavedFile, TensorPlace, new_output, read_region, whole
 from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.parameters import EMBEDDING, HEAD, parameter_shapes
+from toolkit.models.common.spec import PARAMS
 from toolkit.models.on_disk import read_meta_params
-from toolkit.weights.source import Region, Stored, without_tied_head
+from toolkit.weights.safetensors_header import ignored
+from toolkit.weights.source import Region, Stored, TiedHead
 
-_EMBEDDING = "tok_embeddings.weight"
 _NO_WEIGHT = "rope.freqs"
 _BY_ROWS = ("wq.weight", "wk.weight", "wv.weight", "w1.weight", "w3.weight", "output.weight")
 _BY_COLUMNS = ("wo.weight", "w2.weight")
@@ -51,7 +54,7 @@ class MetaFolder:
     """See :class:`toolkit.weights.source.WeightSource`. Any number of parts.
 
     Where there are more parts than key/value heads, as in the 405B of 16 parts, neighbours hold the same
-    head, and one of them counts.
+    head, and one of them counts. ``note`` tells of what is stored and ignored.
 
     Raises:
         DataError: the folder is not there, is of another model, or is damaged.
@@ -62,30 +65,39 @@ class MetaFolder:
         parts = [_read_part(path) for path in _part_files(place)]
         _check_alike(place, parts)
         first = parts[0]
-        if not all(place.shape for part in parts for place in part.values()):
+        buffers = {name: it.dtype for name, it in first.items() if not it.dtype.is_floating_point}
+        weights = [name for name in first if name not in buffers]
+        if not all(part[name].shape for part in parts for name in weights):
             raise DataError(f"{place} is of no such model: it holds numbers beside tensors")
-        if _EMBEDDING not in first or "norm.weight" not in first:
-            raise DataError(f"{place} is of no such model: {_EMBEDDING} or norm.weight is missing")
+        if EMBEDDING not in first or "norm.weight" not in first:
+            raise DataError(f"{place} is of no such model: {EMBEDDING} or norm.weight is missing")
         by_rows = (
-            first[_EMBEDDING].shape[-1:] == first["norm.weight"].shape
+            first[EMBEDDING].shape[-1:] == first["norm.weight"].shape
         )  # newer releases, or a single part
-        embedding = _Joined([part[_EMBEDDING] for part in parts], 0 if by_rows else 1)
+        embedding = _Joined([part[EMBEDDING] for part in parts], 0 if by_rows else 1)
         self.args = read_meta_params(place, vocab_size=embedding.stored.shape[0])
-        joined = {name: _join(name, [part[name] for part in parts], self.args) for name in first}
-        self._joined = joined | {_EMBEDDING: embedding}
+        self.note = ignored(place, buffers, first, parameter_shapes(self.args))
+        joined = {name: _join(name, [part[name] for part in parts], self.args) for name in weights}
+        self._joined = joined | {EMBEDDING: embedding}
         self._refuse_misfits()
-        self.tensors: Mapping[str, Stored] = without_tied_head(
-            self, {name: joined.stored for name, joined in self._joined.items()}
-        )
+        stored = {name: joined.stored for name, joined in self._joined.items()}
+        self._tied_head = TiedHead(self, stored, key="tied_embeddings", config=PARAMS)
+        self.tensors: Mapping[str, Stored] = self._tied_head.tensors
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
         joined = self._joined[name]
         shape, dtype = joined.stored.shape, joined.stored.dtype
         region = whole(shape) if region is None else region
         out = new_output(shape, dtype, region, out)
+        self._read(joined, region, out)
+        if self._joined.get(HEAD) != joined:  # which torch may have stored once, under both names
+            self._tied_head.check(name, region, out, partial(self.read, HEAD))
+        return out
+
+    def _read(self, joined: _Joined, region: Region, out: Tensor) -> None:
         if len(joined.pieces) == 1:
             read_region(joined.pieces[0], region, out)
-            return out
+            return
         axis, end = joined.axis, 0
         for piece in joined.pieces:
             begin, end = end, end + piece.shape[axis]
@@ -94,7 +106,6 @@ class MetaFolder:
                 within = list(region)
                 within[axis] = slice(start - begin, stop - begin)
                 _read_piece(piece, within, out.narrow(axis, start - region[axis].start, stop - start))
-        return out
 
     def _refuse_misfits(self) -> None:
         """Refuse slices that cannot be joined: of several dtypes, or of other sizes across the cut."""
@@ -181,9 +192,8 @@ def _read_part(path: Path) -> dict[str, TensorPlace]:
 
 
 def _place(saved: SavedFile, path: Path, name: str, tensor: Any) -> TensorPlace:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise DataError(f"{path} holds {name} as {kind}; weights must be floating-point tensors")
+    if not isinstance(tensor, Tensor):
+        raise DataError(f"{path} holds {name} as {type(tensor).__name__}; weights must be tensors")
     try:
         return saved.place(tensor)
     except ValueError as error:

@@ -15,11 +15,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.distributed.agreement import Ranks
+from toolkit.models.common.parameters import EMBEDDING, HEAD
 from toolkit.models.common.spec import PARAMS
 from toolkit.models.registry import spec
 from toolkit.weights.folder_write import Folder, Progress, no_progress, write_folder
 from toolkit.weights.meta_folder import MetaFolder
-from toolkit.weights.source import EMBEDDING, HEAD, Stored, WeightSource
+from toolkit.weights.source import Stored, WeightSource
 from toolkit.weights.views import in_order
 
 PART = "consolidated.00.pth"

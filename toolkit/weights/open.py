@@ -1,7 +1,7 @@
 """Opens weights on disk, whatever the format: a Hugging Face folder, a Meta folder, or a checkpoint.
 
-A checkpoint is a step-N folder; a folder of such, or a run's, stands for its newest. Where a folder holds
-two formats, as some downloads do, Hugging Face's counts.
+A checkpoint is a step-N folder; a folder of such, or a run's, stands for its newest. A folder that holds
+weights in two formats is rejected, since they may be of two models.
 """
 
 from __future__ import annotations
@@ -135,20 +135,25 @@ def open_weights(path: Path | str, *, verify: bool = True, ranks: Ranks | None =
     folder = expand_user(path)
     step = find_checkpoint(folder)
     if step is not None:
+        if step != folder and (other := _first(folder, "*.safetensors", "consolidated.*.pth")):
+            raise DataError(
+                f"{folder} holds two saves of a model, {other.name} and the checkpoint {step}\n"
+                f"  fix:  name {step} itself, or move one of them away"
+            )
         manifest, metadata = open_checkpoint(step, verify=verify, ranks=ranks)
         return CheckpointWeights(step, metadata, manifest["run"])
     if not folder.is_dir():
         found = folder.exists()
         what, hint = ("is a file", "") if found else ("does not exist", _hub_hint(str(path)))
         raise DataError(f"{folder} {what}; {_NEEDED}{hint}")
-    if _holds(folder, "*.safetensors", "*.safetensors.index.json"):
+    if _first(folder, "*.safetensors", "*.safetensors.index.json"):
         return SafetensorsFolder(folder)
-    if _holds(folder, "consolidated.*.pth"):
+    if _first(folder, "consolidated.*.pth"):
         return MetaFolder(folder)
     lacking = "no weights"
-    if _holds(folder, CONFIG, PARAMS):
+    if _first(folder, CONFIG, PARAMS):
         lacking = "a config but no weights"
-    if _holds(folder, "pytorch_model*.bin"):
+    if _first(folder, "pytorch_model*.bin"):
         lacking = "weights in pytorch_model.bin only: save the model as safetensors with transformers;"
     raise DataError(f"{folder} holds {lacking}; {_NEEDED}")
 
@@ -164,7 +169,7 @@ def find_checkpoint(folder: Path) -> Path | None:
     for candidate in _step_parents(folder):
         if steps := committed_steps(candidate):
             return step_folder(candidate, steps[-1])
-    if _holds(folder, "step-*/.metadata"):
+    if _first(folder, "step-*/.metadata"):
         raise CheckpointError(f"{folder} has step-N folders, but no checkpoint that was committed")
     return None
 
@@ -172,13 +177,14 @@ def find_checkpoint(folder: Path) -> Path | None:
 def _step_parents(folder: Path) -> Iterator[Path]:
     """Where the steps are that ``folder`` stands for: it, or one in it, which a run may call as it likes."""
     yield from (folder, folder / "checkpoint")
-    if not _holds(folder, CONFIG, PARAMS):
+    if not _first(folder, CONFIG, PARAMS):
         inside = {path.parent for path in folder.glob("*/step-*")}
         yield from sorted(path for path in inside if path.name != EXPORTS)
 
 
-def _holds(folder: Path, *patterns: str) -> bool:
-    return any(next(folder.glob(pattern), None) for pattern in patterns)
+def _first(folder: Path, *patterns: str) -> Path | None:
+    """A path in ``folder`` that one of the ``patterns`` matches; None where there is none."""
+    return next((path for pattern in patterns for path in folder.glob(pattern)), None)
 
 
 def _hub_hint(name: str) -> str:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from toolkit.io.tensor_file import TensorPlace, new_output, read_region, whole
+from toolkit.models.common.parameters import HEAD
+from toolkit.models.common.spec import CONFIG
 from toolkit.models.on_disk import read_hf_config
 from toolkit.models.registry import spec
-from toolkit.weights.safetensors_header import folder_entries
-from toolkit.weights.source import Region, Stored, without_tied_head
+from toolkit.weights.safetensors_header import model_entries
+from toolkit.weights.source import Region, Stored, TiedHead
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class SafetensorsFolder:
-    """See :class:`toolkit.weights.source.WeightSource`.
+    """See :class:`toolkit.weights.source.WeightSource`. ``note`` tells of what is stored and ignored.
 
     Raises:
         DataError: the folder is not there, is of no model that is known, or is damaged.
@@ -29,13 +32,14 @@ class SafetensorsFolder:
         self.args = read_hf_config(place)
         self._adapter = spec(self.args.family).adapter()
         self._places: dict[str, TensorPlace] = {}
-        for theirs, entry in folder_entries(place).items():
+        entries, self.note = model_entries(place, self.args)
+        for theirs, entry in entries.items():
             name = self._adapter.from_hf(theirs, classifier=self.args.classifier is not None)
-            if name is not None:
-                self._places[name] = TensorPlace(entry.file, entry.begin, entry.shape, _DTYPES[entry.dtype])
-        self.tensors: Mapping[str, Stored] = without_tied_head(
-            self, {name: Stored(place.shape, place.dtype) for name, place in self._places.items()}
-        )
+            assert name is not None
+            self._places[name] = TensorPlace(entry.file, entry.begin, entry.shape, _DTYPES[entry.dtype])
+        stored = {name: Stored(place.shape, place.dtype) for name, place in self._places.items()}
+        self._tied_head = TiedHead(self, stored, key="tie_word_embeddings", config=CONFIG)
+        self.tensors: Mapping[str, Stored] = self._tied_head.tensors
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
         place = self._places[name]
@@ -43,4 +47,5 @@ class SafetensorsFolder:
         out = new_output(place.shape, place.dtype, region, out)
         paired = self.args.head_dim if self._adapter.reorders_rows(name) else 0
         read_region(place, region, out, paired_rows=paired)
+        self._tied_head.check(name, region, out, partial(self.read, HEAD))
         return out

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,17 @@ from typing import Any
 from toolkit.config.local_paths import open_regular
 from toolkit.errors import DataError, first_few, shown
 from toolkit.io.json_fields import is_size, parse_json, read_object
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.parameters import EMBEDDING, HEAD, parameter_shapes
+from toolkit.models.registry import spec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes of an item of each dtype that weights may have, by safetensors' name of it."""
+_BUFFER_BYTES = dict(BOOL=1, U8=1, I8=1, I16=2, U16=2, I32=4, U32=4, I64=8, U64=8, C64=8)
+
+ONE_SAVE = "\n  fix:  keep one: move the other away, or link the files of one into a folder of its own"
 
 _MAX_HEADER = 100_000_000
 _MAX_DIMENSIONS = 8
@@ -40,18 +46,64 @@ class Entry:
     end: int
 
 
+def model_entries(folder: Path, args: ModelArgs) -> tuple[dict[str, Entry], str]:
+    """The weights in the folder of a model of ``args``, by the name that each has there, and a note of the
+    buffers that are ignored.
+
+    Whether the weights are those of the model is not compared. Of a tied pair the embedding is there, and
+    the head where both are stored.
+
+    Raises:
+        DataError: no weights, or two saves of them; a file is missing, damaged or not what the index says;
+            the model is quantized.
+    """
+    adapter, classifies = spec(args.family).adapter(), args.classifier is not None
+    found = folder_entries(folder)
+    due = {adapter.to_hf(name, classifier=classifies) for name in parameter_shapes(args)}
+    buffers = {name: entry.dtype for name, entry in found.items() if entry.dtype not in ITEM_BYTES}
+    note = ignored(folder, buffers, found, due)
+    entries = {
+        name: entry
+        for name, entry in found.items()
+        if name not in buffers and adapter.from_hf(name, classifier=classifies) is not None
+    }
+    if args.tie_embeddings:
+        head, embedding = adapter.to_hf(HEAD), adapter.to_hf(EMBEDDING)
+        if head in entries and embedding not in entries:  # as safetensors' save_model leaves the pair
+            entries[embedding] = entries.pop(head)
+    return entries, note
+
+
+def ignored(place: Path, buffers: Mapping[str, object], stored: Collection[str], due: Collection[str]) -> str:
+    """Tell that ``buffers``, dtypes by the names of tensors of no floating-point numbers, are ignored, as
+    transformers does; "" where there are none.
+
+    Raises:
+        DataError: one is a weight of a quantized model: it has the name of one that is ``due``, or lies
+            beside one that is not ``stored``.
+    """
+    for name, dtype in buffers.items():
+        weight = f"{name.rpartition('.')[0]}.weight"
+        if name in due or (weight in due and weight not in stored):
+            raise _no_weight(place, name, dtype)
+    said = f"{place} also stores {first_few(sorted(buffers), _SHOWN)}: ignored, no weight of this model"
+    return said if buffers else ""
+
+
 def folder_entries(folder: Path) -> dict[str, Entry]:
     """Every tensor of the folder by the name it has there.
 
     Raises:
-        DataError: no weights; a file is missing, damaged or not what the index says.
+        DataError: no weights, or two saves of them; a file is missing, damaged or not what the index says.
     """
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
             raise DataError(f"{folder} has no weights: {_instead_of_safetensors(folder)}")
+        _refuse_two_saves(folder, SINGLE, [])
         return file_entries(folder / SINGLE)
     weight_map = _weight_map(folder / INDEX)
     files = sorted(set(weight_map.values()))
+    _refuse_two_saves(folder, INDEX, files)
     absent = [name for name in files if not _is_file(folder / name)]
     if absent:
         raise DataError(
@@ -73,6 +125,19 @@ def folder_entries(folder: Path) -> dict[str, Entry]:
     if elsewhere:
         raise DataError(f"{folder / INDEX} names tensors that are not there: {first_few(elsewhere, _SHOWN)}")
     return found
+
+
+def _refuse_two_saves(folder: Path, taken: str, files: list[str]) -> None:
+    """Raise DataError where the folder has other weights than those that the file ``taken`` holds, or that
+    its ``files`` do."""
+    others = [path.name for path in folder.glob("consolidated.*.pth")]
+    if taken == INDEX:
+        others += [path.name for path in folder.glob("*.safetensors.index.json")]
+        others += [SINGLE] * (_is_file(folder / SINGLE) and files != [SINGLE])
+    # Mistral's own format, which lies beside transformers' in its downloads and is read by neither.
+    others = [name for name in others if name not in (taken, "consolidated.safetensors.index.json")]
+    if others:
+        raise DataError(f"{folder} holds two saves of a model, {taken} and {min(others)}{ONE_SAVE}")
 
 
 def _is_file(path: Path) -> bool:
@@ -97,7 +162,8 @@ def file_entries(path: Path) -> dict[str, Entry]:
                 raise DataError(f"{path} is no safetensors file, or cut short: it has {size:,} bytes")
             header = parse_json(file.read(length), _without_repeats)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        fix = "see that it is a file which this user may read"
+        raise DataError(f"{path} cannot be read: {error.strerror}\n  fix:  {fix}") from None
     except ValueError as error:
         raise DataError(f"{path} has a damaged header: {error}") from None
     if not isinstance(header, dict):
@@ -122,11 +188,8 @@ def file_entries(path: Path) -> dict[str, Entry]:
 def _entry(path: Path, name: str, value: Any, data: int) -> Entry:
     fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if isinstance(dtype, str) and dtype not in ITEM_BYTES:
-        raise DataError(
-            f"{path} holds {name} as {dtype}; weights must be one of {', '.join(ITEM_BYTES)}: quantised "
-            "models are not supported, take the model they were made from"
-        )
+    if isinstance(dtype, str) and dtype not in ITEM_BYTES | _BUFFER_BYTES:
+        raise _no_weight(path, name, dtype)
     if (
         not isinstance(dtype, str)
         or not isinstance(shape, list)
@@ -138,10 +201,17 @@ def _entry(path: Path, name: str, value: Any, data: int) -> Entry:
     ):
         raise DataError(f"{path} has a damaged header: the entry of {name} is {shown(value, json.dumps)}")
     begin, end = offsets
-    if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+    if end - begin != math.prod(shape) * (ITEM_BYTES | _BUFFER_BYTES)[dtype]:
         what = f"{name} of shape {tuple(shape)} in {dtype} has {end - begin:,} bytes"
         raise DataError(f"{path} has a header that lies: {what}")
     return Entry(path, dtype, tuple(shape), data + begin, data + end)
+
+
+def _no_weight(path: Path, name: str, dtype: object) -> DataError:
+    return DataError(
+        f"{path} holds {name} as {dtype}; weights must be one of {', '.join(ITEM_BYTES)}: quantized models "
+        "are not supported\n  fix:  take the model that this one was made from"
+    )
 
 
 def _weight_map(path: Path) -> Mapping[str, str]:
@@ -168,7 +238,7 @@ def _instead_of_safetensors(folder: Path) -> str:
         return "there is no such folder"
     if any(folder.glob("*.bin")):
         return (
-            "its .bin files are pickles, and only safetensors are read: save it again with transformers' "
-            "save_pretrained, or take the safetensors of the same model"
+            "its .bin files are pickles, and only safetensors are read\n  fix:  save it again with "
+            "transformers' save_pretrained, or take the safetensors of the same model"
         )
     return f"neither {SINGLE} nor {INDEX} is there"

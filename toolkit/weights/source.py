@@ -7,7 +7,7 @@ Our names and our order of rows are Meta's: ``tok_embeddings.weight``, ``layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import DataError
-from toolkit.io.tensor_file import Region
+from toolkit.io.tensor_file import BUFFER_BYTES, Region
 from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.parameters import EMBEDDING, HEAD
 
 
 @dataclass(frozen=True)
@@ -60,23 +61,41 @@ class WeightSource(Protocol):
         ...
 
 
-HEAD, EMBEDDING = "output.weight", "tok_embeddings.weight"
+class TiedHead:
+    """Leaves a stored head out of ``tensors`` where the model ties it, and compares it with the embedding as
+    that is read, so that no value is read twice and each rank compares its shard.
 
-
-def without_tied_head(source: WeightSource, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """``tensors`` without a head that is stored although it is tied, as Meta does.
+    ``key`` of the file ``config`` ties the two.
 
     Raises:
-        DataError: the first rows of the head are not those of the embedding: it is not tied.
+        DataError: the stored head is of another shape or dtype than the embedding.
     """
-    if not source.args.tie_embeddings or HEAD not in tensors:
-        return dict(tensors)
-    head, embedding = tensors[HEAD], tensors.get(EMBEDDING)
-    if head == embedding:
-        first = (slice(0, min(16, head.shape[0])), *(slice(0, size) for size in head.shape[1:]))
-        if torch.equal(source.read(HEAD, first), source.read(EMBEDDING, first)):
-            return {name: stored for name, stored in tensors.items() if name != HEAD}
-    raise DataError(
-        f"{source.place} has a head of its own, though its embedding is said to be tied: set "
-        '"tie_word_embeddings" in config.json, or "tied_embeddings" in params.json, to false'
-    )
+
+    def __init__(self, source: WeightSource, tensors: Mapping[str, Stored], *, key: str, config: str):
+        self._wrong = (
+            f"{source.place} stores an output head that differs from the embedding, to which {config} ties "
+            "it\n"
+            f'  fix:  set "{key}" to false in {config}, which keeps both'
+        )
+        self._stored = source.args.tie_embeddings and HEAD in tensors
+        if self._stored and tensors[HEAD] != tensors.get(EMBEDDING):
+            raise DataError(self._wrong)
+        self.tensors = {name: it for name, it in tensors.items() if not self._stored or name != HEAD}
+
+    def check(self, name: str, region: Region, read: Tensor, read_head: Callable[[Region], Tensor]) -> None:
+        """Compare ``read``, a ``region`` of the tensor ``name``, with the same region of the stored head.
+
+        The head is read in blocks of rows. Bits are compared, so that NaN equals itself.
+
+        Raises:
+            DataError: ``name`` is the embedding, and the head differs.
+        """
+        if not self._stored or name != EMBEDDING:
+            return
+        rows, *columns = region
+        step = max(1, BUFFER_BYTES // max(1, read[:1].nbytes))
+        for start in range(rows.start, rows.stop, step):
+            block = slice(start, min(start + step, rows.stop))
+            ours = read[block.start - rows.start : block.stop - rows.start]
+            if not torch.equal(ours.view(torch.uint8), read_head((block, *columns)).view(torch.uint8)):
+                raise DataError(self._wrong)

@@ -14,8 +14,8 @@ from torch import Tensor
 from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import new_output, whole
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameters import parameter_shapes
-from toolkit.weights.source import EMBEDDING, HEAD, Region, Stored, WeightSource
+from toolkit.models.common.parameters import EMBEDDING, HEAD, parameter_shapes
+from toolkit.weights.source import Region, Stored, WeightSource
 
 _SHOWN = 20
 
@@ -41,6 +41,11 @@ def origin(source: WeightSource) -> WeightSource:
     while isinstance(source, View):
         source = source.base
     return source
+
+
+def note_of(source: WeightSource) -> str:
+    """Return what a user should know of the weights; "" where that is nothing."""
+    return getattr(origin(source), "note", "")
 
 
 def places(source: WeightSource) -> list[Path]:

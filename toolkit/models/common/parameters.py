@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from toolkit.models.common.args import ModelArgs, head_shapes
 
+EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
+
 
 def parameter_names(args: ModelArgs) -> list[str]:
     """Names of the distinct parameters in the model's order; a tied head has none."""
@@ -33,7 +35,7 @@ def parameter_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
         "feed_forward.w2.weight": (dim, args.ffn_dim),
         "feed_forward.w3.weight": (args.ffn_dim, dim),
     }
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (args.vocab_size, dim)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (args.vocab_size, dim)}
     for layer in range(args.n_layers):
         shapes |= {f"layers.{layer}.{part}": shape for part, shape in block.items()}
     shapes["norm.weight"] = (dim,)

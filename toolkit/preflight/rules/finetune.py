@@ -19,17 +19,20 @@ from toolkit.finetune.parameters import (
     hf_linear_names,
     idle_targets,
     lora_targets,
+    outside_blocks,
     trained_names,
 )
-from toolkit.finetune.peft_config import without_peft_form
+from toolkit.finetune.peft_config import is_peft_folder, without_peft_form
 from toolkit.finetune.saved_options import differences, saved_options
-from toolkit.models.common.parameters import linear_layers, parameter_shapes
+from toolkit.models.common.args import is_classifier_head
+from toolkit.models.common.parameters import EMBEDDING, linear_layers, parameter_shapes
 from toolkit.models.from_config import weights_folder
 from toolkit.models.on_disk import read_hf_config
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _SHOWN = 8
 _ADAPTERS = "name a folder of PEFT's, or a step-N of a run with an adapter"
+_FORMS = "take an adapter of this model, in a form that docs/fine_tuning.md lists"
 _TARGETS = "finetune.lora.target_modules"
 _FREEZING = ("frozen", "freeze_first_layers", "freeze_last_layers")
 _ROTATE = "parallelism.context_parallel_rotate_method"
@@ -48,11 +51,26 @@ def lora_has_targets(run: PlannedRun) -> list[Problem]:
     if not patterns:
         return [run.problem(_TARGETS, "LoRA updates at least one layer", f"name some of {', '.join(names)}")]
     return [
-        run.problem(
+        _outside_blocks(run, pattern, weight)
+        if (weight := outside_blocks(args, pattern))
+        else run.problem(
             _TARGETS, f'"{pattern}" is none of the linear layers', did_you_mean(pattern, names, "name one")
         )
         for pattern in idle_targets(args, patterns)
     ]
+
+
+def _outside_blocks(run: PlannedRun, pattern: str, weight: str) -> Problem:
+    """Describe a target that is the embedding or the head."""
+    assert run.model is not None
+    what = "embedding" if weight == EMBEDDING else "output head"
+    rule = f'"{pattern}" is the {what}, and LoRA updates linear layers of the blocks alone'
+    if is_classifier_head(weight, run.model):
+        return run.problem(_TARGETS, rule, "leave it out: a classifier's head is trained beside any adapter")
+    trained = EMBEDDING if run.model.tie_embeddings else weight
+    tied = ", with the embedding and the head as one" if run.model.tie_embeddings else ""
+    fix = f'leave it out; finetune.trainable = ["{trained}"] trains it whole{tied}'
+    return run.problem(_TARGETS, rule, fix)
 
 
 @rule()
@@ -257,7 +275,8 @@ def adapter_path_fits(run: PlannedRun) -> list[Problem]:
         saved = saved_options(folder, run.model)
     except (DataError, CheckpointError) as error:
         said, _, fix = str(error).partition("\n  fix:  ")
-        return [run.problem(key, said, fix or _ADAPTERS)]
+        otherwise = _FORMS if is_peft_folder(folder) else _ADAPTERS
+        return [run.problem(key, said, fix or otherwise)]
     if not saved.adds:
         return [run.problem(key, f"{folder} is a checkpoint of a run without an adapter", _ADAPTERS)]
     problems = [

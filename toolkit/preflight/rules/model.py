@@ -39,12 +39,16 @@ def architecture_readable(run: PlannedRun) -> list[Problem]:
     """config.json says what the model is, where nothing else does."""
     if not run.architecture_error or run.start.weights == config_folder(run.config):
         return []  # of the folder of the weights another rule says more
-    readable = either(spec(family).hf_config().called for family in families())
     fix = (
-        f"name the folder of {readable}; where only its tokenizer is wanted, "
-        "set model.name and model.flavor, which go before config.json"
+        f"{name_readable()}; where only its tokenizer is wanted, set model.name and model.flavor, which go "
+        "before config.json"
     )
     return [run.problem(architecture_key(run.config), run.architecture_error, fix)]
+
+
+def name_readable() -> str:
+    """Advise what to do where a config.json is of no model that can be read."""
+    return f"name the folder of {either(spec(family).hf_config().called for family in families())}"
 
 
 @rule()

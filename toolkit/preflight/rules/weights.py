@@ -13,14 +13,14 @@ from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import DataError, Problem, first_few, install
 from toolkit.io.json_fields import read_object
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameters import parameter_shapes
+from toolkit.models.common.parameters import EMBEDDING, HEAD, parameter_shapes
 from toolkit.models.common.spec import CONFIG
 from toolkit.models.on_disk import read_hf_config
 from toolkit.models.registry import presets, spec
 from toolkit.preflight.planned_run import PlannedRun, note, rule
-from toolkit.preflight.rules.model import CHANGEABLE
+from toolkit.preflight.rules.model import CHANGEABLE, name_readable
 from toolkit.preflight.weight_folders import instead_of_hugging_face
-from toolkit.weights.safetensors_header import folder_entries
+from toolkit.weights.safetensors_header import model_entries
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _SHOWN = 4
@@ -82,7 +82,7 @@ def weights_notes(run: PlannedRun) -> list[str]:
     path = run.config.checkpoint.initial_load_path
     if start.weights is None:
         return []
-    notes = [*_other_classes(run, start.weights), *_no_dropout(start.weights)]
+    notes = [*_other_classes(run, start.weights), *_no_dropout(start.weights), *_ignored(start.weights)]
     if path and start.weights != expand_user(path):
         notes.append(
             f"checkpoint.initial_load_path {path} is a checkpoint: the Hugging Face folder that its run "
@@ -99,6 +99,14 @@ def _no_dropout(folder: Path) -> list[str]:
     if not asked:
         return []
     return [f"{folder / CONFIG} has attention_dropout {asked}: here attention drops nothing in training"]
+
+
+def _ignored(folder: Path) -> list[str]:
+    try:
+        _, said = model_entries(folder, read_hf_config(folder))
+    except DataError:
+        return []  # another rule tells
+    return [said] if said else []
 
 
 def _other_classes(run: PlannedRun, folder: Path) -> list[str]:
@@ -180,20 +188,22 @@ def weights_readable(run: PlannedRun) -> list[Problem]:
     wrong = instead_of_hugging_face(start.weights, run.config.value(key))
     if wrong:
         return [run.problem(key, *wrong)]
+    otherwise = f"{name_readable()} (docs/weights.md lists what is read), or correct the file"
     try:
         theirs = read_hf_config(start.weights)
-        entries = folder_entries(start.weights)
+        otherwise = "take a folder of safetensors that is whole"
+        entries, _ = model_entries(start.weights, theirs)
     except DataError as error:
         said, _, fix = str(error).partition("\n  fix:  ")
-        return [run.problem(key, said, fix or "take a folder of safetensors that is whole")]
+        return [run.problem(key, said, fix or otherwise)]
     adapter = spec(theirs.family).adapter()
-    found = {name: entry.shape for name, entry in entries.items() if adapter.from_hf(name) is not None}
-    if theirs.tie_embeddings:
-        found.pop(adapter.to_hf("output.weight"), None)
+    found = {name: entry.shape for name, entry in entries.items()}
     classifies = theirs.classifier is not None
     meant = {
         adapter.to_hf(name, classifier=classifies): shape for name, shape in parameter_shapes(theirs).items()
     }
+    if theirs.tie_embeddings and (head := adapter.to_hf(HEAD)) in found:
+        meant[head] = meant[adapter.to_hf(EMBEDDING)]
     said = "; ".join(_differences(found, meant))
     rule = f"the files in {start.weights} are not of the model of its {CONFIG}: {said}"
     return [run.problem(key, rule, "take files and config.json of the same model")] if said else []
