@@ -232,8 +232,14 @@ def test_a_tensor_that_is_there_twice_among_many(place: Path) -> None:
 
 
 CONVERSATIONS: dict[str, tuple[str, dict[str, object], str]] = {
-    "a list that speaks": ("sharegpt", {"conversations": [{"from": ["human"], "value": "x"}]}, "from is"),
-    "an object that speaks": ("sharegpt", {"conversations": [{"from": {}, "value": "x"}]}, "from is"),
+    "a list that speaks": ("sharegpt", {"conversations": [{"from": ["human"], "value": "x"}]}, "from ["),
+    "nobody who speaks": ("messages", {"messages": [{"role": None, "content": "x"}]}, "role null"),
+    "nobody who prefers": (
+        "preference",
+        {"prompt": [{"role": None, "content": "x"}], "chosen": [], "rejected": []},
+        "line 1, message 1: role null",
+    ),
+    "an object that speaks": ("sharegpt", {"conversations": [{"from": {}, "value": "x"}]}, "from {}"),
     "a long role": ("messages", {"messages": [{"role": "x" * 500_000, "content": "x"}]}, "role 'xxx"),
     "a role of no type": ("messages", {"messages": [{"role": {"a": 1}, "content": "x"}]}, "role {"),
     "many keys": ("messages", {"messages": [{f"k{n}": 1 for n in range(50_000)}]}, "has no key 'role'"),

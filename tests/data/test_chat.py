@@ -177,6 +177,8 @@ def test_tools_of_a_row_are_written_as_transformers_writes_them(
     )
     ids, mask = encoder.encode(row, "row 1")
     tools[0]["function"]["description"] = "eot_id"
+    if form is list:  # where a null may come from a table, and counts as absent
+        del parameters["properties"]["a"]["default"]
     expected = judged(
         judges["llama3"], DIALOGS["all"], False, chat_template=file.read_text(), tools=tools, **variables
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +21,7 @@ import pytest
 from tests.data.byte_tokenizer import ByteTokenizer
 from tests.data.corpus_problem import check_source
 from toolkit.data import parquet, text_files
-from toolkit.data.chat.shapes import Shape
+from toolkit.data.chat.shapes import Conversation, Shape
 from toolkit.data.sources import open_corpus
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import TokenCache
@@ -222,25 +223,110 @@ def test_conversations_are_decoded_as_few_at_a_time_as_texts_of_their_length(tmp
     assert sum(decoded) == 400 and max(decoded) < 100
 
 
-def test_keys_that_a_table_gives_each_object_are_left_out_of_those_without_them(tmp_path: Path) -> None:
-    """Tools and the arguments of their calls; in JSON lines a null is what it says."""
-    calls = [{"function": {"arguments": {name: 1}}} for name in "ab"]
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": calls}]
-    row: dict[str, Any] = {
-        "messages": messages,
-        "tools": [{"function": {"name": name, name: [1]}} for name in "ab"],
-    }
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
-    row["tools"][0]["function"]["default"] = None
-    (tmp_path / "b.jsonl").write_text(json.dumps(row))
+def _tool_rows(call: Any, tool: Any) -> list[dict[str, Any]]:
+    """Two rows of one tool each, called with ``call(name)``, as ``tool(name)`` describes it."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": call(name)}}]},
+            ],
+            "tools": [{"function": {"name": name, "parameters": tool(name)}}],
+        }
+        for name in "ab"
+    ]
+
+
+def _conversations(path: Path) -> list[Conversation]:
     shape = Shape("messages")
-    for name in ("b.jsonl", "a.parquet"):
-        [piece] = open_corpus("x", str(tmp_path / name), shape=shape).pieces()
-        [(number, held)] = piece.rows()
-        found = shape.conversation(held, f"row {number}")
-        assert found.messages == messages
-        assert found.tools == row["tools"]
-        row["tools"][0]["function"].pop("default", None)
+    pieces = open_corpus("x", str(path), shape=shape).pieces()
+    return [shape.conversation(row, "here") for piece in pieces for _, row in piece.rows()]
+
+
+def _as_rows(conversations: list[Conversation]) -> list[dict[str, Any]]:
+    return [{"messages": found.messages, "tools": found.tools} for found in conversations]
+
+
+def test_keys_of_other_rows_are_no_keys_of_a_row_in_parquet_or_in_json_lines_exported_from_it(
+    tmp_path: Path,
+) -> None:
+    """In tools and the arguments of their calls, as trl's remove_none_values has it: items of lists stay."""
+    rows = _tool_rows(lambda name: {name: 1}, lambda name: {name: {"enum": [name, None], "of": name}})
+    dataset = datasets.Dataset.from_list(rows)
+    dataset.to_parquet(tmp_path / "a.parquet")
+    dataset.to_json(tmp_path / "a.jsonl")
+    dataset.save_to_disk(tmp_path / "saved")
+    exported = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert exported[0]["tools"][0]["function"]["parameters"]["b"] is None
+    for name in ("a.parquet", "a.jsonl", "saved"):
+        assert _as_rows(_conversations(tmp_path / name)) == rows
+
+
+def test_a_null_that_is_meant_is_kept_in_tools_as_the_text_of_json(tmp_path: Path) -> None:
+    rows = _tool_rows(lambda name: {name: 1}, lambda name: {name: {"default": None}})
+    dropped = _tool_rows(lambda name: {name: 1}, lambda name: {name: {}})
+    texts = [row | {"tools": json.dumps(row["tools"])} for row in rows]
+    for kept, expected in ((rows, dropped), (texts, rows)):
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+        pq.write_table(pa.Table.from_pylist(kept), tmp_path / "a.parquet")
+        for name in ("a.parquet", "a.jsonl"):
+            assert _as_rows(_conversations(tmp_path / name)) == expected
+
+
+def _row_types(arguments: pa.DataType, parameters: pa.DataType) -> pa.Schema:
+    def function(name: str, kind: pa.DataType) -> pa.DataType:
+        return pa.list_(pa.struct({"function": pa.struct({"name": pa.string(), name: kind})}))
+
+    message = {"role": pa.string(), "content": pa.string(), "tool_calls": function("arguments", arguments)}
+    tools = function("parameters", parameters)
+    return pa.schema({"messages": pa.list_(pa.struct(message)), "tools": tools})
+
+
+def test_a_map_is_an_object_wherever_it_stands(tmp_path: Path) -> None:
+    """As Spark writes tools and arguments, nested too; datasets cannot read it."""
+    strings = pa.map_(pa.string(), pa.string())
+    kinds = strings, pa.map_(pa.string(), pa.struct({"of": pa.list_(strings)}))
+    rows = _tool_rows(lambda name: {"city": name}, lambda name: {name: {"of": [{"type": name}, {}]}})
+    table = pa.Table.from_pylist(rows, schema=_row_types(*kinds))
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert _as_rows(_conversations(tmp_path / "a.parquet")) == rows
+    messages = pa.array([[{"role": "user", "content": "q"}]], pa.list_(strings))
+    pq.write_table(pa.table({"messages": messages}), tmp_path / "b.parquet")
+    assert _conversations(tmp_path / "b.parquet")[0].messages == [{"role": "user", "content": "q"}]
+    twice = pa.array([[[("role", "user"), ("role", "tool")]]], pa.list_(strings))
+    pq.write_table(pa.table({"messages": twice}), tmp_path / "c.parquet")
+    with pytest.raises(DataError, match=r"c.parquet, in rows 0 to 0: a map has the key 'role' twice\n  fix:"):
+        _conversations(tmp_path / "c.parquet")
+
+
+def test_a_value_of_the_type_json_is_what_it_says(tmp_path: Path) -> None:
+    """As datasets 4.7 and later write keys whose values are of several types."""
+    rows = _tool_rows(lambda name: {name: [1, name]}, lambda name: {name: {"enum": ["a", 1, None]}})
+    features = datasets.Features.from_arrow_schema(_row_types(pa.json_(), pa.json_()))
+    dataset = datasets.Dataset.from_list(rows, features=features)
+    dataset.to_parquet(tmp_path / "a.parquet")
+    dataset.save_to_disk(tmp_path / "saved")
+    for name in ("a.parquet", "saved"):
+        assert _as_rows(_conversations(tmp_path / name)) == rows
+    pq.write_table(pa.table({"messages": pa.array(["[{"], pa.json_())}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b.parquet, in rows 0 to 0: .*\n  fix:"):
+        _conversations(tmp_path / "b.parquet")
+
+
+def test_rows_that_python_has_no_values_for_are_told_with_their_file(tmp_path: Path) -> None:
+    message = {"role": "user", "content": "q"}
+    years = pa.array(
+        [[message | {"day": 10**7}]],
+        pa.list_(pa.struct({**dict.fromkeys(message, pa.string()), "day": pa.date32()})),
+    )
+    for messages, said in (
+        ([years], "in rows 0 to 0: .* out of range"),
+        ([pa.array([[message]])] * 2, "there are several columns 'messages'"),
+    ):
+        table = pa.table(messages, names=["messages"] * len(messages))
+        pq.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=rf"a.parquet(,|:) {said}\n  fix:"):
+            _conversations(tmp_path / "a.parquet")
 
 
 def test_the_text_of_files_is_estimated_by_their_metadata(tmp_path: Path) -> None:

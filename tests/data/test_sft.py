@@ -303,6 +303,13 @@ def test_names_that_are_others(llama3: Tokenizer) -> None:
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "a"},
     ]
+    row["dialog"][0] |= {"from": "gpt", "value": "b", "role": "tool", "content": "c"}
+    assert shape.conversation(row, "here").messages[1] == {
+        "role": "user",
+        "content": "q",
+        "from": "gpt",
+        "value": "b",
+    }
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert Shape("messages").conversation(
         {"messages": [{"role": "user", "content": parts}]}, ""
@@ -311,7 +318,7 @@ def test_names_that_are_others(llama3: Tokenizer) -> None:
 
 def test_tools_stand_beside_prompts_and_answers() -> None:
     """As trl reads them."""
-    tools = [{"name": "f", "parameters": None}]
+    tools = [{"name": "f", "parameters": {}}]
     asked, answer = ([{"role": role, "content": "a"}] for role in ("user", "assistant"))
     for shape, row in (
         ("prompt_completion", {"prompt": "q", "completion": "a"}),
@@ -341,6 +348,7 @@ def test_offsets_of_tokens_are_those_of_the_tokenizers_library(llama3: Tokenizer
                 assert ends[at - 1] == starts[at]
 
 
+DEEP: Any = functools.reduce(lambda inner, _: [inner], range(200), "x")
 BAD = {
     "role": ("messages", {"messages": [{"role": "narrator", "content": "a"}]}, "message 1: role 'narrator'"),
     "role alike": (
@@ -348,6 +356,18 @@ BAD = {
         {"messages": [{"role": "asistant", "content": "a"}]},
         "did you mean assistant",
     ),
+    "null": ("messages", {"messages": [{"role": None, "content": "a"}]}, "message 1: role null"),
+    "calls": (
+        "messages",
+        {"messages": [{"role": "assistant", "tool_calls": "f"}]},
+        "tool_calls that are a text",
+    ),
+    "half a key": (
+        "messages",
+        {"messages": [{"role": "user", "content": "a", "k": {"\ud800": 1}}]},
+        "surrogate",
+    ),
+    "deep": ("messages", {"messages": [{"role": "user", "content": "a", "k": DEEP}]}, "more than 100 deep"),
     "no role": ("messages", {"messages": [{"content": "a"}]}, "no key 'role'; it has 'content'"),
     "speaker": ("sharegpt", {"conversations": [{"from": "gtp", "value": "a"}]}, "did you mean gpt"),
     "empty": ("messages", {"messages": [{"role": "user", "content": " "}]}, "the user's turn is empty"),
@@ -366,7 +386,7 @@ BAD = {
         {"question": "a", "answer": "b"},
         "no column 'instruction'.*it has 'question', 'answer'",
     ),
-    "number": ("prompt_completion", {"prompt": 1, "completion": "b"}, "column 'prompt' holds a number"),
+    "number": ("prompt_completion", {"prompt": 1, "completion": "b"}, "column 'prompt' holds a JSON number"),
     "surrogate": ("alpaca", {"instruction": "a\ud800", "output": "b"}, "half a surrogate pair"),
     "weight": ("messages", {"messages": [{"role": "user", "content": "a", "weight": 2}]}, "weight 2"),
 }

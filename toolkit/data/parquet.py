@@ -24,7 +24,8 @@ from toolkit.data import text_files
 from toolkit.data.columns import Template, template_for
 from toolkit.data.corpus import RowShape
 from toolkit.data.text_files import REPLACE
-from toolkit.errors import DataError
+from toolkit.errors import DataError, shown
+from toolkit.io.json_fields import parse_json
 
 BATCH_ROWS = 4096  # at most, where statistics make documents look shorter than they are
 SAMPLED_FILES = 16  # footers read to estimate the text of a corpus
@@ -55,9 +56,8 @@ class RowPiece:
     def rows(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         batch = self._batch()
         with self._decoding(batch):
-            rows = batch.to_pylist()
-        for number, row in enumerate(rows, start=self.row):
-            yield number, {name: _without_nulls(value) for name, value in row.items()}
+            rows = [_plain(row, pa.struct(batch.schema)) for row in batch.to_pylist()]
+        yield from enumerate(rows, start=self.row)
 
     def _batch(self) -> pa.RecordBatch:
         with pa.ipc.open_stream(self.data) as stream:
@@ -67,17 +67,16 @@ class RowPiece:
     def _decoding(self, batch: pa.RecordBatch) -> Iterator[None]:
         try:
             yield
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{self.path}, in rows {self.row:,} to {self.row + batch.num_rows - 1:,}: a text is not "
-                f"UTF-8 ({error.reason}){REPLACE}"
-            ) from None
+        except (ValueError, OverflowError, LookupError, pa.ArrowException) as error:
+            said = f"a text is not UTF-8 ({error.reason})" if isinstance(error, UnicodeDecodeError) else error
+            rows = f"rows {self.row:,} to {self.row + batch.num_rows - 1:,}"
+            raise DataError(f"{self.path}, in {rows}: {said}{REPLACE}") from None
 
 
 def read_shaped(path: Path, shape: RowShape) -> Iterator[RowPiece]:
     """The pieces of a file whose rows have a shape, in order, with its columns."""
     with _errors(path):
-        columns = tuple(shape.columns(_schema(path).names, str(path)))
+        columns = _columns(path, shape)
         batches = _parquet_batches if path.suffix == ".parquet" else _arrow_batches
         row = position = 0
         for batch, end in batches(path, columns):
@@ -115,7 +114,7 @@ def check_schema(path: Path, text_column: str) -> None:
 def check_shape(path: Path, shape: RowShape) -> None:
     """Raises DataError where a column of the shape is missing, by the file's schema alone."""
     with _errors(path):
-        shape.columns(_schema(path).names, str(path))
+        _columns(path, shape)
 
 
 def text_bytes(paths: list[Path], text_column: str) -> int:
@@ -165,11 +164,22 @@ def _schema(path: Path) -> pa.Schema:
         return stream.schema
 
 
+def _columns(path: Path, shape: RowShape) -> tuple[str, ...]:
+    names = _schema(path).names
+    columns = tuple(shape.columns(names, str(path)))
+    _check_single(path, names, columns)
+    return columns
+
+
+def _check_single(path: Path, names: list[str], columns: tuple[str, ...]) -> None:
+    if twice := [column for column in columns if names.count(column) > 1]:
+        raise DataError(f"{path}: there are several columns {twice[0]!r}{REPLACE}")
+
+
 def _template(path: Path, schema: pa.Schema, text_column: str) -> Template:
     template = template_for(text_column, schema.names, str(path))
+    _check_single(path, schema.names, template.columns)
     for column in template.columns:
-        if schema.names.count(column) > 1:
-            raise DataError(f"{path}: there are several columns {column!r}{REPLACE}")
         kind = schema.field(column).type
         if not _holds_strings(kind):
             raise DataError(
@@ -222,11 +232,22 @@ def _cuts(rows: pa.RecordBatch, size: int) -> list[int]:
     return [0, *starts.tolist(), rows.num_rows] if rows.num_rows else [0]
 
 
-def _without_nulls(value: Any) -> Any:
-    """Leave out the keys that a table gives each of its objects, if only one of them has a value."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(held) for key, held in value.items() if held is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+def _plain(value: Any, kind: pa.DataType) -> Any:
+    """Return a value as JSON lines have it: a map is an object, a text of JSON what it says."""
+    if value is None or isinstance(value, str) and pa.types.is_string(kind):
+        return value
+    if pa.types.is_struct(kind):
+        return {field.name: _plain(value[field.name], field.type) for field in kind}
+    if pa.types.is_map(kind):
+        found: dict[str, Any] = {}
+        for key, held in value:
+            if str(key) in found:
+                raise ValueError(f"a map has the key {shown(str(key))} twice")
+            found[str(key)] = _plain(held, kind.item_type)
+        return found
+    if isinstance(value, list):
+        return [_plain(item, kind.value_type) for item in value]
+    return parse_json(value) if isinstance(kind, pa.JsonType) else value
 
 
 def _stream(rows: pa.RecordBatch) -> bytes:

@@ -147,7 +147,7 @@ def check_text(value: object, where: str) -> None:
     if not isinstance(value, str):
         raise DataError(
             f"{where} holds a JSON {_json_type(value)}\n"
-            f"  fix:  the text column must hold a string, or null for no text, on every line"
+            f"  fix:  a text column must hold a string, or null for no text, on every line"
         )
     try:
         value.encode("utf-8")
@@ -160,7 +160,7 @@ def check_text(value: object, where: str) -> None:
 
 def _json_type(value: object) -> str:
     names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(value), "null")
+    return "null" if value is None else names.get(type(value), f"value of type {type(value).__name__}")
 
 
 def _file_pieces(path: Path, raw: io.BufferedReader, size: int) -> Iterator[TextPiece]:

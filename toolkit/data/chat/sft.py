@@ -24,7 +24,7 @@ from toolkit.data.tokenize import Encoded
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
-VERSION = 3  # raise it when conversations become other ids or masks
+VERSION = 4  # raise it when conversations become other ids or masks
 
 
 @dataclass(frozen=True)

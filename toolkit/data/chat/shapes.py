@@ -8,7 +8,8 @@
                        lists, without a list as a prompt, are whole conversations, as in trl
 
 The last two may have ``tools``, too. ``system``, ``input`` and ``tools`` may be absent or empty. Names of
-columns, and of the keys of a message, can be others (``data.columns``).
+columns, and of the keys of a message, can be others (``data.columns``). A key that is null is absent, in
+messages and in ``tools`` that are no text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from toolkit.data.corpus import PREFERENCE, SourceError
-from toolkit.errors import DataError, Problem, did_you_mean, either, first_few, shown
+from toolkit.data.text_files import check_text
+from toolkit.errors import DataError, Problem, did_you_mean, first_few, shown
 from toolkit.io.json_fields import parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
@@ -39,6 +41,7 @@ FORMATS = tuple(name for name in _NAMES if name != PREFERENCE)
 """Those of which a row is one conversation."""
 _OPTIONAL = ("input", "system", "tools")
 _SHOWN = 20
+_MAX_DEPTH = 100
 _OF_MESSAGES = ("role", "content", "from", "value")
 
 
@@ -132,18 +135,15 @@ class Shape:
 
     def _text(self, row: Mapping[str, Any], name: str, where: str) -> str:
         value = self._value(row, name)
-        if value is None:
-            value = ""
-        if not isinstance(value, str):
-            raise DataError(
-                f"{where}: column {self.names[name]!r} holds {_kind(value)}\n  fix:  it must hold a text"
-            )
-        return value
+        check_text(value, f"{where}: column {self.names[name]!r}")
+        return value or ""
 
     def _messages(self, value: Any, name: str, where: str) -> Conversation:
         """A list of messages, with weights."""
         role, content = ("from", "value") if self.format == "sharegpt" else ("role", "content")
-        keys = {self.names[role]: "role", self.names[content]: "content"}
+        own = {"content": self.names[content], "role": self.names[role]}
+        keys = {key: name for name, key in own.items()}
+        roles = _SHAREGPT_ROLES if self.format == "sharegpt" else {name: name for name in ROLES}
         if not isinstance(value, list):
             raise DataError(
                 f"{where}: column {self.names[name]!r} holds {_kind(value)}\n  fix:  it must hold a list of "
@@ -160,7 +160,14 @@ class Shape:
                     f"{at} has no key {self.names[role]!r}; it has {there}\n  fix:  name the key of the role "
                     f'in data.columns, such as {{{role} = "{next(iter(item), "name")}"}}'
                 )
-            message = {str(keys.get(key, key)): held for key, held in item.items() if held is not None}
+            said = item[self.names[role]]
+            if not isinstance(said, str) or said not in roles:
+                fix = did_you_mean(str(said), roles, f"roles are {', '.join(roles)}")
+                told = "null" if said is None else shown(said)
+                raise DataError(f"{at}: {self.names[role]} {told}\n  fix:  {fix}")
+            held = _plain(item, at)
+            message = {keys.get(key, key): held[key] for key in held if key in keys or key not in own}
+            message["role"] = roles[said]
             if (weight := message.pop("weight", 1)) not in (0, 1):
                 fix = "0 leaves the message out of the loss, 1 does not"
                 raise DataError(f"{at}: weight {shown(weight)}\n  fix:  {fix}")
@@ -174,28 +181,19 @@ class Shape:
 
     def _tools(self, row: Mapping[str, Any], where: str) -> list[Any] | None:
         value = self._value(row, "tools") or None
+        as_text = isinstance(value, str)
         if isinstance(value, str):
             with suppress(ValueError):
                 value = parse_json(value)
-        if value is not None and not (
-            isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)
-        ):
+        if value is not None and not _are_objects(value):
             raise DataError(
                 f"{where}: column {self.names['tools']!r} holds {_kind(value)}\n  fix:  it must hold a list "
                 "of functions, each an object, or the JSON of such a list"
             )
-        return value or None
+        return _plain(value, f"{where}: column {self.names['tools']!r}", as_text) or None
 
     def _sharegpt(self, row: Mapping[str, Any], where: str) -> Conversation:
         found = self._messages(self._value(row, "conversations"), "conversations", where)
-        for number, message in enumerate(found.messages):
-            said = message.get("role")
-            if not isinstance(said, str) or said not in _SHAREGPT_ROLES:
-                raise DataError(
-                    f"{where}, message {number + 1}: {self.names['from']} is {shown(said)}\n"
-                    f"  fix:  {did_you_mean(str(said), _SHAREGPT_ROLES, f'use {either(_SHAREGPT_ROLES)}')}"
-                )
-            message["role"] = _SHAREGPT_ROLES[said]
         system = self._text(row, "system", where)
         if not system:
             return found
@@ -266,29 +264,22 @@ def unknown_names(format: str, names: Collection[str]) -> str | None:
 
 
 def _check(message: dict[str, Any], where: str) -> None:
-    """See that a message has a known role and a text; joins a text that comes in parts."""
-    role, content = message["role"], message.get("content")
-    if role not in ROLES:
-        fix = did_you_mean(str(role), ROLES, f"roles are {', '.join(ROLES)}")
-        raise DataError(f"{where}: role {shown(role)}\n  fix:  {fix}")
+    """See that a message has a text, or calls of tools; joins a text that comes in parts."""
+    role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
+    if calls and not _are_objects(calls):
+        fix = "tool_calls must be a list of calls, each an object"
+        raise DataError(f"{where} ({role}) has tool_calls that are {_kind(calls)}\n  fix:  {fix}")
     if isinstance(content, list):
         content = message["content"] = "".join(_part(part, where) for part in content)
-    if content is None and message.get("tool_calls"):
+    if content is None and calls:
         return
     if not isinstance(content, str):
         said = "no content" if content is None else f"content that is {_kind(content)}"
         raise DataError(f"{where} ({role}) has {said}\n  fix:  content must be a text")
-    if role in ("user", "assistant") and not content.strip() and not message.get("tool_calls"):
+    if role in ("user", "assistant") and not content.strip() and not calls:
         raise DataError(
             f"{where}: the {role}'s turn is empty\n  fix:  remove the conversation, or write the turn"
         )
-    try:
-        content.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where} has half a surrogate pair, \\u{ord(content[error.start]):04x}, at character "
-            f"{error.start}\n  fix:  repair the line"
-        ) from None
 
 
 def _part(part: Any, where: str) -> str:
@@ -303,6 +294,33 @@ def _part(part: Any, where: str) -> str:
     )
 
 
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+
+
+def _plain(value: Any, where: str, keep_nulls: bool = False, depth: int = 0) -> Any:
+    """Copy a value of JSON, leaving out the keys that are null unless ``keep_nulls``.
+
+    A table of Arrow gives each object the keys of the same object in all other rows, as null, and JSON lines
+    exported from it have them too: nothing tells them from nulls that somebody wrote. Items of lists stay.
+
+    Raises:
+        DataError: a text or a key that is not UTF-8; nested too deep.
+    """
+    if isinstance(value, str):
+        check_text(value, where)
+        return value
+    if depth > _MAX_DEPTH:
+        raise DataError(f"{where}: it is nested more than {_MAX_DEPTH} deep\n  fix:  remove it")
+    if isinstance(value, Mapping):
+        held = {str(key): item for key, item in value.items() if keep_nulls or item is not None}
+        return {_plain(key, where): _plain(item, where, keep_nulls, depth + 1) for key, item in held.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, where, keep_nulls, depth + 1) for item in value]
+    return value
+
+
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a text", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+    numbers = dict.fromkeys((int, float), "a number")
+    return (names | numbers).get(type(value), f"of type {type(value).__name__}")
