@@ -71,8 +71,8 @@ def test_the_split_that_is_asked_for_is_taken(clone: Path) -> None:
     assert [file.name for file in test.files] == ["test-00000-of-00001.parquet"]
     assert train.notes == (
         f"{clone}: train-00000-of-00002.parquet, train-00001-of-00002.parquet (split train) is taken, and "
-        "left out: test-00000-of-00001.parquet (split test), extra.jsonl (no split), a.tar.gz, raw.csv (not a "
-        "kind of file that is read), LICENSE.txt, dataset_infos.json (no data)",
+        "left out: test-00000-of-00001.parquet (split test), extra.jsonl (no split), a.tar.gz, raw.csv (not "
+        "a kind of file that is read), LICENSE.txt, dataset_infos.json (no data)",
     )
     assert train.choices == {"split"}
     assert len(open_corpus("x", f"{clone}/*.parquet").files) == 3  # a glob names all that it matches
