@@ -146,7 +146,7 @@ def first_row(path: Path) -> TextPiece | None:
 
 
 def unit_of(path: Path) -> str:
-    """What the rows of a file are counted in, as the ``unit`` of its pieces."""
+    """Say what the rows of a file are counted in, as the ``unit`` of its pieces."""
     if kind(path) == "rows":
         return "row"
     with contextlib.suppress(DataError):
@@ -221,7 +221,7 @@ def _line_blocks(stream: BinaryIO, head: bytes, size: int) -> Iterator[tuple[byt
 
 
 def _decompressed(path: Path, raw: io.BufferedReader) -> BinaryIO:
-    """What an open file holds, with the ``peek`` of a BufferedReader."""
+    """Decompress an open file, as its suffix says; the result has ``peek``, as a BufferedReader."""
     if path.suffix == ".zst":
         import pyarrow  # some tenths of a second
 
