@@ -79,6 +79,22 @@ def test_all_corpora_are_built_and_a_run_builds_none(config_file: Path, tmp_path
         assert sum(sizes) == int(n_bytes.replace(",", ""))
 
 
+def test_what_is_left_out_of_a_folder_is_told(
+    config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "clone").mkdir()
+    rows = [{"text": f"{number} " * 40} for number in range(9)]
+    (tmp_path / "clone" / "train.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "clone" / "test.json").write_text(json.dumps(rows[:2]))
+    words = ["--job.config_file", str(config_file), "--data.mixture.code.dataset_path", f"{tmp_path}/clone"]
+    assert prepare_data.main(words) == EXIT_FINISHED
+    told = capfd.readouterr()
+    assert "[data.mixture.code] 9 documents" in told.out
+    assert "train.json (split train) is taken, and left out: test.json (split test)" in told.err
+    assert prepare_data.main([*words, "--data.mixture.code.dataset_split=test"]) == EXIT_FINISHED
+    assert "[data.mixture.code] 2 documents" in capfd.readouterr().out
+
+
 def test_a_second_time_it_finds_what_is_there(config_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = [f"--job.config_file={config_file}", "--processes=1", "--data.max_inline_gb=1"]
     assert prepare_data.main(words) == EXIT_FINISHED

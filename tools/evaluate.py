@@ -34,7 +34,16 @@ from toolkit.data.find_files import open_text
 from toolkit.data.run_data import RunData
 from toolkit.data.validation_loader import validation_loader
 from toolkit.distributed import process_group
-from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, install, report
+from toolkit.errors import (
+    EXIT_FINISHED,
+    ConfigError,
+    DataError,
+    Problem,
+    ToolkitError,
+    install,
+    one_line,
+    report,
+)
 from toolkit.evaluation.perplexity import Evaluator, Loss, documents, text_loss
 from toolkit.generation.load import Loaded, needed_tokenizer
 from toolkit.io import standard_streams
@@ -216,7 +225,8 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
         raise DataError(f"cannot write {asked.output}: {why}")
     if asked.text:
         with flags_named(_TEXT_FLAGS):
-            open_text(asked.text, asked.text_column or _COLUMN)
+            for note in open_text(asked.text, asked.text_column or _COLUMN).notes if _is_chief() else ():
+                print(f"note   {one_line(note)}", file=sys.stderr)
     if not asked.config:
         return None
     bos = [] if asked.add_bos_token is None else [f"--model.add_bos_token={asked.add_bos_token}".lower()]

@@ -31,7 +31,6 @@ from typing import NamedTuple
 
 import torch
 
-from toolkit import preflight
 from toolkit.config import Config, asks_for_tracebacks, load_config
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import open_data, run_tokenizer
@@ -45,7 +44,7 @@ from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
 from toolkit.loss import IGNORED_LABEL
 from tools.arguments import count, local_path
-from tools.prepare_data import RULES
+from tools.prepare_data import check
 
 WIDTH = 72  # characters of text in a line of the terminal
 _GREEN, _UNDERLINED, _FAINT, _PLAIN = "\x1b[32m", "\x1b[4m", "\x1b[2m", "\x1b[0m"
@@ -265,7 +264,7 @@ def main(argv: Sequence[str]) -> int:
     own, words = parser.parse_known_args(argv)
     try:
         config = load_config(words)
-        preflight.raise_problems(config, world_size=1, only=RULES)
+        check(config)
         found = samples(config, run_tokenizer(config), own.samples, validation=own.validation)
         if own.html:
             _write(own.html, as_html(list(found), f"{config.job.config_file or 'samples'}"))

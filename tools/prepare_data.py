@@ -31,7 +31,8 @@ from collections.abc import Sequence
 from toolkit import preflight
 from toolkit.config import Config, asks_for_tracebacks, load_config
 from toolkit.data.build import open_corpora, run_tokenizer
-from toolkit.errors import EXIT_FINISHED, ToolkitError, report
+from toolkit.errors import EXIT_FINISHED, ToolkitError, one_line, report
+from toolkit.hardware import detect
 from toolkit.io import standard_streams
 from tools.arguments import count
 
@@ -51,6 +52,18 @@ RULES = (
     "new_tokens_have_rows",
 )
 """Those about data and tokenizer."""
+
+
+def check(config: Config) -> None:
+    """Check what concerns data and tokenizer, and tell on stderr what may surprise about the corpora.
+
+    Raises:
+        ConfigError, DataError: as :func:`toolkit.preflight.raise_problems`.
+    """
+    hardware = detect(config.training.device)
+    preflight.raise_problems(config, world_size=1, hardware=hardware, only=RULES)
+    for note in preflight.notes(config, world_size=1, hardware=hardware, only=("corpora_notes",)):
+        print(f"note   {one_line(note)}", file=sys.stderr, flush=True)
 
 
 def prepare(config: Config, processes: int, *, verify: bool) -> None:
@@ -103,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
     own, words = parser.parse_known_args(argv)
     try:
         config = load_config(words)
-        preflight.raise_problems(config, world_size=1, only=RULES)
+        check(config)
         prepare(config, own.processes, verify=own.verify)
     except ToolkitError as error:
         return report(error, show=True, debug=asks_for_tracebacks(words))

@@ -26,7 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from toolkit.data.find_files import open_text
 from toolkit.data.sources import open_corpus
-from toolkit.errors import EXIT_ERROR, ConfigError, Problem, ToolkitError, printable
+from toolkit.errors import EXIT_ERROR, ConfigError, Problem, ToolkitError, one_line, printable
 from toolkit.io import standard_streams
 from toolkit.models.registry import tiktoken_forms
 from tools.arguments import flags_named, local_path, local_path_text
@@ -39,8 +39,11 @@ _LONGEST = 1 << 20
 
 
 def texts(corpus: str | None, column: str) -> Iterator[str]:
-    """The texts of files named as ``training.dataset_path`` names them; None: the shipped corpus."""
+    """The texts of files named as ``training.dataset_path`` names them; None: the shipped corpus. Tells on
+    stderr what is left out of a folder."""
     source = open_corpus("embedded", None) if corpus is None else open_text(corpus, column)
+    for note in source.notes:
+        print(f"note   {one_line(note)}", file=sys.stderr)
     for piece in source.pieces():
         yield from piece.texts(column)
 

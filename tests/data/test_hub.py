@@ -19,7 +19,7 @@ from tests.data.byte_tokenizer import ByteTokenizer
 from tests.data.corpus_problem import check_source
 from tests.data.test_parquet import ROWS, TEMPLATE, TEXTS, build, files_of, texts_of, write
 from toolkit.data import text_files
-from toolkit.data.sources import choices_read, open_corpus
+from toolkit.data.sources import open_corpus
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import TokenCache
 from toolkit.errors import DataError
@@ -110,9 +110,9 @@ def test_the_split_of_a_saved_dataset(place: Path) -> None:
     problem = check_source("x", str(place / "both"), split="validation")
     assert problem is not None and problem.key == "dataset_split" and problem.value == "validation"
     assert "it has train, test" in problem.fix
-    assert choices_read("x", str(place / "both")) == {"split"}
-    assert choices_read("x", str(place / "one")) == choices_read("c4_test", None) == set()
-    assert choices_read("c4", None) == choices_read("a/b", None) == {"subset", "split"}
+    assert open_corpus("x", str(place / "both")).choices == {"split"}
+    assert open_corpus("x", str(place / "one")).choices == open_corpus("c4_test", None).choices == set()
+    assert open_corpus("c4", None).choices == open_corpus("a/b", None).choices == {"subset", "split"}
 
 
 def test_a_saved_dataset_that_is_not_whole_is_refused(place: Path, tmp_path: Path) -> None:

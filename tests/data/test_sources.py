@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import bz2
 import errno
 import gzip
 import io
 import json
+import lzma
 import os
 import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +29,12 @@ from toolkit.errors import DataError
 def _write(path: Path, content: str | bytes) -> Path:
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    if path.suffix == ".zst":
+        data = pa.compress(data[:9], "zstd", asbytes=True) + pa.compress(
+            data[9:], "zstd", asbytes=True
+        )  # two frames
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
+    path.write_bytes(compress(data))
     return path
 
 
@@ -126,7 +134,10 @@ def test_what_cannot_be_a_corpus_is_refused_in_milliseconds(tmp_path: Path) -> N
 # --- reading ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+PACKED = ["", ".gz", ".bz2", ".xz", ".zst"]
+
+
+@pytest.mark.parametrize("suffix", [f".jsonl{packed}" for packed in PACKED])
 def test_lines_of_json_are_documents(tmp_path: Path, suffix: str) -> None:
     texts = ["one", "zwei\nLinien \u2028 und \x85 keine", "", "三😀\r\n", " "]
     content = "\ufeff" + _rows(*texts).replace("\n", "\r\n") + "\n  \n" + _rows("last").rstrip("\n")
@@ -179,7 +190,14 @@ GOOD = _rows("good") * 40
     ("name", "content", "message"),
     [
         ("a.txt", b"fine\n" * 9 + b"caf\xe9 au lait", r"a.txt, line 10 \(byte 48\): byte 0xe9 is not UTF-8"),
-        ("a.txt.gz", b"fine\n" * 9 + b"\xff", r"a.txt.gz, line 10 \(byte 45\): byte 0xff"),
+        *(
+            (f"a.txt{packed}", b"fine\n" * 9 + b"\xff", rf"a.txt{packed}, line 10 \(byte 45\): byte 0xff")
+            for packed in PACKED
+        ),
+        *(
+            (f"a.jsonl{packed}", GOOD + '["text"]\n', rf"a.jsonl{packed}, line 41: a JSON array")
+            for packed in PACKED
+        ),
         ("a.jsonl", GOOD.encode() + b'{"text": "\xc3("}\n', r"a.jsonl, line 41 .*byte 0xc3 is not UTF-8"),
         ("a.jsonl", GOOD + '{"text": "open}\n', r"line 41: not valid JSON \(Unterminated string"),
         ("a.jsonl", GOOD + '["text"]\n', r"line 41: a JSON array"),
@@ -200,6 +218,32 @@ def test_a_mistake_in_the_text_is_reported_with_file_and_line(
     source = open_corpus("x", str(_write(tmp_path / name, content)))
     with mock.patch.object(text_files, "PIECE_BYTES", 100), pytest.raises(DataError, match=message):
         _documents(source)
+
+
+@pytest.mark.parametrize("packed", PACKED[1:])
+def test_a_text_file_may_be_compressed(tmp_path: Path, packed: str) -> None:
+    path = _write(tmp_path / f"a.txt{packed}", "title\n\n  indented\nplain\n\n\nplain\n")
+    with mock.patch.object(text_files, "PIECE_BYTES", 12):
+        pieces = list(open_corpus("x", str(path)).pieces())
+    assert [p.data.decode() for p in pieces] == ["title\n\n  indented\n", "plain\n\n\nplain\n"]
+    assert sum(piece.n_file_bytes for piece in pieces) == path.stat().st_size
+
+
+@pytest.mark.parametrize("packed", PACKED[1:])
+def test_a_compressed_file_that_is_cut_or_is_none_is_named(tmp_path: Path, packed: str) -> None:
+    whole = _write(tmp_path / f"a.jsonl{packed}", GOOD)
+    whole.write_bytes(whole.read_bytes()[:-9])
+    (tmp_path / f"b.jsonl{packed}").write_bytes(b"not compressed")
+    for name in ("a", "b"):
+        with pytest.raises(DataError, match=f"{name}.jsonl{packed}: cannot be read.*\n  fix:"):
+            _documents(Corpus("x", (tmp_path / f"{name}.jsonl{packed}",), "text"))
+
+
+def test_without_pyarrow_zst_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _write(tmp_path / "a.txt.zst", "text")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    problem = check_source("x", str(path))
+    assert problem is not None and "a.txt.zst needs the package pyarrow" in problem.rule
 
 
 def test_a_damaged_gzip_file_is_named(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import random
 import re
 import signal
@@ -28,6 +30,7 @@ from toolkit.data import streaming
 from toolkit.data.batch_size import batch_shape, n_shards
 from toolkit.data.corpus import Corpus
 from toolkit.data.packing import PackedRows
+from toolkit.data.sources import open_corpus
 from toolkit.data.streaming import Encoders, Shard, StreamedLoader, streamed_loader
 from toolkit.data.tokenize import TextEncoder
 from toolkit.data.tokenize_helpers import Helper
@@ -250,6 +253,31 @@ def test_object_storage_gives_the_same_samples(corpus: Path, store: Server, plac
     same(rows(loader(place), 40), rows(loader(corpus), 40))
 
 
+def test_a_folder_of_a_store_gives_one_split_of_any_compression(corpus: Path, store: Server) -> None:
+    lines = (corpus / "0.jsonl").read_bytes()
+    array = json.dumps([json.loads(line) for line in lines.splitlines()], indent=1).encode()
+    for name, content in {
+        "train-0.jsonl.zst": pytest.importorskip("pyarrow").compress(lines, "zstd", asbytes=True),
+        "train-1.json.xz": lzma.compress(array),
+        "train-2.jsonl.bz2": bz2.compress(lines),
+        "test-0.jsonl": lines, "dataset_infos.json": b"{\n", ".cache/train.jsonl": b"{\n",
+    }.items():  # fmt: skip
+        RemotePath(f"s3://bucket/clone/{name}").write_new(content)
+    expected = rows(loader(corpus / "0.jsonl"), 20)
+    for name in ("train-0.jsonl.zst", "train-1.json.xz", "train-2.jsonl.bz2"):
+        same(rows(loader(f"s3://bucket/clone/{name}"), 20), expected)
+    source = open_corpus("x", "s3://bucket/clone")
+    assert [file.name for file in source.files] == [
+        "train-0.jsonl.zst",
+        "train-1.json.xz",
+        "train-2.jsonl.bz2",
+    ]
+    assert source.choices == {"split"} and "test-0.jsonl (split test)" in source.notes[0]
+    same(rows(loader("s3://bucket/clone", training__dataset_split="test"), 20), expected)
+    with pytest.raises(DataError, match="it has train, test"):
+        open_corpus("x", "s3://bucket/clone", split="validation")
+
+
 def test_a_store_that_fails_for_a_while_loses_nothing(corpus: Path, store: Server) -> None:
     streamed = loader("s3://bucket/corpus", training__dataloader__num_workers=1)
     store.fail("GET", "corpus", status=503, times=3)
@@ -312,7 +340,7 @@ def test_a_web_address_streams(corpus: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("s3://bucket/corpus/none.jsonl", "no such file"),
         ("s3://bucket/nothing", "holds no"),
         ("s3://bucket/corpus/*.parquet", "no file matches"),
-        ("s3://bucket/notes/*", "'README.md' is not a text corpus\n  fix:  use one of .txt, .jsonl"),
+        ("s3://bucket/notes/*", "'README.md' is not a text corpus\n  fix:  name a .txt, .jsonl"),
         ("s3://elsewhere/corpus", "bucket does not exist"),
         ("s3://bucket/corpus,books.txt", "a path beside URLs"),
     ],

@@ -214,13 +214,13 @@ class Training(Table):
     shipped, or a dataset of the Hugging Face hub as owner/name; c4 is en of allenai/c4. With dataset_path the
     name is only a label."""
     dataset_path: Annotated[str | None, LocalPath(storage="read")] = None
-    """Own text: a .txt, .jsonl (also .gz) or .parquet file, a folder of them or one that Hugging Face's
-    save_to_disk wrote, a glob, or several of these with commas."""
+    """Own text: a .txt, .jsonl, .json (also .gz, .bz2, .xz or .zst) or .parquet file, a folder of them or one
+    that Hugging Face's save_to_disk wrote, a glob, or several of these with commas."""
     dataset_subset: str | None = None
     """Configuration of a dataset of the Hugging Face hub, such as en of allenai/c4."""
     dataset_split: str = "train"
-    """Split of a dataset of the Hugging Face hub, or a part of it such as train[:1%]; or of a DatasetDict
-    that was saved."""
+    """Split of a dataset of the Hugging Face hub, or a part of it such as train[:1%]; or of a folder with
+    several, by the names of its files (a cloned dataset) or as a DatasetDict that was saved."""
     format: Literal["text"] | ConversationFormat | None = None
     """As data.format, which it replaces."""
     columns: dict[str, str] | None = None

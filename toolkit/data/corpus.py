@@ -13,7 +13,12 @@ from toolkit.errors import DataError, Problem, install
 if TYPE_CHECKING:
     from toolkit.data.text_files import Piece
 
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+"""Suffixes of compressed text and JSON."""
 COMPRESSION = 3  # compressed text is about three times as long as its file
+READ = ".txt, .jsonl or .json (plain, .gz, .bz2, .xz or .zst) or .parquet"
+SUFFIXES = (".parquet", *(kind + how for kind in (".txt", ".jsonl", ".json") for how in ("", *COMPRESSED)))
+"""Those of every file that is read, which :data:`READ` tells."""
 
 
 class SourceError(DataError):
@@ -46,7 +51,8 @@ class Corpus:
     """An ordered list of files. ``name`` is what the user called it.
 
     ``identity`` names the contents where they are known without reading the files. With a ``shape`` its
-    rows are more than texts: conversations, or texts with a class.
+    rows are more than texts: conversations, or texts with a class. ``splits`` are those that a folder has, of
+    which the files are one; ``notes`` say what of a folder was taken and what left out.
     """
 
     name: str
@@ -54,6 +60,13 @@ class Corpus:
     text_column: str
     identity: str = ""
     shape: RowShape | None = None
+    splits: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def choices(self) -> set[str]:
+        """Which of "subset" and "split" mean something for it."""
+        return {"split"} if self.splits else set()
 
     @property
     def n_bytes(self) -> int:
@@ -65,7 +78,7 @@ class Corpus:
         """About how many bytes of text there are."""
         rows = [path for path in self.files if kind(path) == "rows"]
         others = [path for path in self.files if kind(path) != "rows"]
-        size = sum(path.stat().st_size * (COMPRESSION if path.suffix == ".gz" else 1) for path in others)
+        size = sum(path.stat().st_size * (COMPRESSION if path.suffix in COMPRESSED else 1) for path in others)
         if self.shape:
             return size + sum(path.stat().st_size * COMPRESSION for path in rows)
         if not rows:
@@ -105,8 +118,9 @@ def kind(path: Path) -> str:
 
 
 def is_json(path: Path) -> bool:
-    """Say if the file has JSON lines (else it is plain text), by its name."""
-    return path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
+    """Say if the file has rows of JSON (else it is plain text), by its name."""
+    name = path.name.removesuffix(path.suffix) if path.suffix in COMPRESSED else path.name
+    return name.endswith((".jsonl", ".json"))
 
 
 def require(package: str, what: str, key: str, value: str | None) -> None:

@@ -7,14 +7,14 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from toolkit.config.local_paths import expand_user
 from toolkit.data import text_files
-from toolkit.data.corpus import Corpus, SourceError, kind, require
+from toolkit.data.corpus import READ, SUFFIXES, Corpus, SourceError, kind, require
+from toolkit.data.folder_files import take
 from toolkit.errors import ConfigError, Problem, closest
 
-TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".txt.gz", ".jsonl.gz", ".json.gz")
-SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
 _LIKE_AN_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 MAX_RECURSIVE, MAX_PARTS = 3, 100  # of a glob
 MAX_ENTRIES = 500_000  # of a folder that is searched, folders included
@@ -25,32 +25,46 @@ def open_text(path: str, text_column: str = "text") -> Corpus:
     them; one that is named may have any suffix, and is text then.
 
     Raises:
-        SourceError: as :func:`~toolkit.data.sources.open_corpus`.
+        SourceError: as :func:`~toolkit.data.sources.open_corpus`; a folder has several splits.
         ConfigError: another column than "text" is named, and no file there has columns.
     """
-    source = Corpus(path, find(path, any_suffix=True), text_column)
+    found = find(path, split=None, any_suffix=True)
+    source = Corpus(path, found.files, text_column, notes=found.notes)
     if text_column != "text" and all(kind(file) == "text" for file in source.files):
         raise ConfigError(Problem(f"no file of {path} has columns", "remove it", "text_column", text_column))
     check_columns(source)
     return source
 
 
-def find(path: str, *, split: str = "train", any_suffix: bool = False) -> tuple[Path, ...]:
-    """The files at ``path``; ``split`` counts where ``save_to_disk`` wrote several, and a file that is named
-    may have ``any_suffix``.
+class Found(NamedTuple):
+    """Files, the splits that their folders have, and notes on what is left out of these."""
+
+    files: tuple[Path, ...]
+    splits: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def find(path: str, *, split: str | None, any_suffix: bool = False) -> Found:
+    """The files at ``path``; ``split`` counts where a folder has several, and a file that is named may have
+    ``any_suffix``.
 
     Raises:
-        SourceError: there are none, or one that cannot be read.
+        SourceError: there are none, or one that cannot be read; a folder without this split.
     """
     if "://" in path:
         from toolkit.data.remote_text import find_remote
 
-        return find_remote(path, SUFFIXES)
+        return Found(*find_remote(path, split))
     # A path that exists is taken whole, so that a comma or a bracket in a name does no harm.
     items = [path] if os.path.exists(os.path.expanduser(path)) else [item.strip() for item in path.split(",")]
     found: dict[str, Path] = {}
+    splits: list[str] = []
+    notes: list[str] = []
     for item in filter(None, items):
-        for file in _find_item(item, split, any_suffix=any_suffix):
+        some = _find_item(item, split, any_suffix=any_suffix)
+        splits += some.splits
+        notes += some.notes
+        for file in some.files:
             found.setdefault(os.path.realpath(file), file)  # whatever links name it
     files = tuple(found.values())
     for file in files:
@@ -60,20 +74,20 @@ def find(path: str, *, split: str = "train", any_suffix: bool = False) -> tuple[
             raise _path_error(path, f"{file} cannot be read", "give this user permission to read it")
     if not files:
         raise _path_error(path, "it names no file", "name a file, a folder or a glob")
-    return files
+    return Found(files, tuple(dict.fromkeys(splits)), tuple(notes))
 
 
-def _find_item(item: str, split: str, *, any_suffix: bool) -> list[Path]:
+def _find_item(item: str, split: str | None, *, any_suffix: bool) -> Found:
     place = expand_user(item)
     if _is_saved_dataset(place):
         from toolkit.data import hub
 
-        return hub.saved_files(place.absolute(), split)
+        return Found(*hub.saved_files(place.absolute(), split))
     if place.is_dir():
-        found = sorted(file for file in _walk(place) if file.name.endswith(SUFFIXES))
-        if not found:
-            raise _path_error(item, f"the folder holds no {', '.join(SUFFIXES)} file", "check the folder")
-    elif os.path.exists(place):
+        taken = take(item, (file.relative_to(place).as_posix() for file in _walk(place)), split)
+        files = tuple(Path(os.path.abspath(place / name)) for name in taken.names)
+        return Found(files, taken.splits, (taken.note,) * bool(taken.note))
+    if os.path.exists(place):
         found = [place]
     elif glob.has_magic(item):
         matches = _matches(str(_simple(place, item)), item)
@@ -89,10 +103,8 @@ def _find_item(item: str, split: str, *, any_suffix: bool) -> list[Path]:
         raise _path_error(item, "there is no such file or folder", hint)
     for file in found:
         if not any_suffix and not file.name.endswith(SUFFIXES):
-            raise _path_error(
-                item, f"{file.name!r} is not a text corpus", f"use one of {', '.join(SUFFIXES)}"
-            )
-    return [Path(os.path.abspath(file)) for file in found]
+            raise _path_error(item, f"{file.name!r} is not a text corpus", f"name a {READ} file")
+    return Found(tuple(Path(os.path.abspath(file)) for file in found))
 
 
 def _is_saved_dataset(place: Path) -> bool:
@@ -180,12 +192,14 @@ def _path_error(path: str, rule: str, fix: str) -> SourceError:
 def check_columns(source: Corpus) -> None:
     """See a missing column before anything is started, by the first file of each kind."""
     first, shape = {kind(path): path for path in reversed(source.files)}, source.shape
+    if zst := next((path.name for path in source.files if path.suffix == ".zst"), None):
+        require("pyarrow", f"reading {zst}", "dataset_path", source.name)
     if shape and "text" in first:
         rule = f"{first['text'].name} is plain text, and format {shape.format} is read from columns"
         fix = 'name .jsonl or .parquet files, or set the format to "text"'
         raise SourceError(Problem(rule, fix, "dataset_path", source.name))
     if "json" in first:
-        _check_first_line(first["json"], source)
+        _check_first_row(first["json"], source)
     if "rows" in first:
         require("pyarrow", f"reading {first['rows'].name}", "dataset_path", source.name)
         from toolkit.data import parquet  # some tenths of a second
@@ -196,12 +210,12 @@ def check_columns(source: Corpus) -> None:
             parquet.check_schema(first["rows"], source.text_column)
 
 
-def _check_first_line(path: Path, source: Corpus) -> None:
-    line = text_files.first_line(path)
-    if line is None:
+def _check_first_row(path: Path, source: Corpus) -> None:
+    first = text_files.first_row(path)
+    if first is None:
         return
     if not source.shape:
-        line.texts(source.text_column)
+        first.texts(source.text_column)
         return
-    for number, row in line.rows():
-        source.shape.check(row, f"{line.path}, line {number}")
+    for number, row in first.rows():
+        source.shape.check(row, f"{path}, {first.unit} {number}")

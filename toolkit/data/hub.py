@@ -23,25 +23,27 @@ from typing import Any, cast
 
 from toolkit.config.local_paths import expand_user
 from toolkit.data.content_hash import remember, say, too_large
-from toolkit.data.corpus import Corpus, RowShape, SourceError, require
+from toolkit.data.corpus import SUFFIXES, Corpus, RowShape, SourceError, kind, require
+from toolkit.data.folder_files import no_split
 from toolkit.errors import DataError, Problem, install, shown
 from toolkit.io.json_fields import read_object
 from toolkit.io.locks import locked
 
 KNOWN = {"c4": ("allenai/c4", "en")}
-_STREAMED = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def saved_files(folder: Path, split: str) -> list[Path]:
-    """The Arrow files of a folder that ``save_to_disk`` wrote; ``split`` counts where it wrote several."""
+def saved_files(folder: Path, split: str | None) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    """The Arrow files of a folder that ``save_to_disk`` wrote, and the splits, where it wrote several, of
+    which they are ``split``."""
+    splits: list[str] = []
     try:
         if (folder / "dataset_dict.json").is_file():
             splits = read_object(folder / "dataset_dict.json")["splits"]
             if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
                 raise ValueError("its splits are no names")
-            if split not in splits:
-                raise _no_split(split, splits)
+            if split is None or split not in splits:
+                raise no_split(str(folder), split, splits)
             folder = folder / split
         state = read_object(folder / "state.json")
         names = [entry["filename"] for entry in state["_data_files"]]
@@ -57,7 +59,7 @@ def saved_files(folder: Path, split: str) -> list[Path]:
         if not os.path.isfile(file):
             rule = f"{shown(str(file), str)} is missing, which save_to_disk wrote"
             raise SourceError(Problem(rule, "copy the folder again", "dataset_path", str(folder)))
-    return files
+    return tuple(files), tuple(splits)
 
 
 def named(
@@ -85,6 +87,10 @@ class HubSource(Corpus):
 
     subset: str | None = None
     split: str = "train"
+
+    @property
+    def choices(self) -> set[str]:
+        return {"subset", "split"}
 
     def fetched(self, cache_folder: Path, *, progress: bool, max_bytes: float, again: bool) -> Corpus:
         """The source with its Arrow files, downloaded where no record says what they are, or ``again``.
@@ -122,10 +128,8 @@ class HubSource(Corpus):
             urls = [str(url) for url in (builder.config.data_files or {}).get(self.split) or []]
         except Exception as error:  # of the package, of its HTTP client: any
             raise _cannot_fetch(self, error) from error
-        if not urls or any(
-            not str(url).endswith((".json.gz", ".jsonl.gz", ".json", ".jsonl", ".parquet")) for url in urls
-        ):
-            rule = f"{_title(self)} has no files of JSON lines or Parquet on the hub to stream"
+        if not urls or not all(url.endswith(SUFFIXES) and kind(Path(url)) != "text" for url in urls):
+            rule = f"{_title(self)} has no files of JSON or Parquet on the hub to stream"
             raise DataError(f"{rule}\n  fix:  correct dataset_split, or set data.streaming = false")
         from toolkit.data.remote_text import RemoteText
 
@@ -172,7 +176,7 @@ def _download(source: HubSource, folder: Path, progress: bool, max_bytes: float)
     files = [entry["filename"] for entry in dataset.cache_files]
     if not files or source.split not in builder.info.splits:  # a part such as train[:1%] is not whole files
         dataset.save_to_disk(folder)
-        files = [str(path) for path in saved_files(folder, source.split)]
+        files = [str(path) for path in saved_files(folder, source.split)[0]]
     return {"dataset": _title(source), "fingerprint": dataset._fingerprint, "files": files}
 
 
@@ -199,8 +203,3 @@ def _cannot_fetch(source: HubSource, error: Exception) -> DataError:
     else:
         fix = "set dataset_path to a local copy: .jsonl or .parquet files, or a folder of save_to_disk"
     return DataError(f"{_title(source)} cannot be fetched from the Hugging Face hub: {said}\n  fix:  {fix}")
-
-
-def _no_split(split: str, splits: list[str]) -> SourceError:
-    fix = f"it has {', '.join(splits)}; set dataset_split to one of them"
-    return SourceError(Problem("the dataset has no such split", fix, "dataset_split", split))

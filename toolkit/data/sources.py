@@ -1,6 +1,6 @@
 """Where text comes from: files found by name, folder or glob, or a dataset of the Hugging Face hub.
 
-Text, JSON lines, Parquet (:mod:`toolkit.data.text_files`, :mod:`toolkit.data.parquet`), and folders that
+Text, JSON, Parquet (:mod:`toolkit.data.text_files`, :mod:`toolkit.data.parquet`), and folders that
 ``datasets.save_to_disk`` wrote. The corpus is the files in sorted order, the documents of each in file
 order. A dataset of the hub is only named here, and is fetched when its tokens are first needed
 (:mod:`toolkit.data.hub`).
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toolkit.config.local_paths import expand_user
 from toolkit.config.schema import added
 from toolkit.data.corpus import Corpus, RowShape, SourceError
 from toolkit.errors import DataError, Problem, did_you_mean
@@ -39,8 +38,9 @@ def open_corpus(
 
     ``path`` is a file, a folder (searched with its subfolders, or written by ``save_to_disk``), a glob, or
     several of these with commas between. ``name`` is an embedded corpus or, with its owner, a dataset of
-    the Hugging Face hub; ``subset`` and ``split`` choose from the latter. Costs milliseconds and no
-    network; the columns are looked up in the first line or the schema of the first file that has any.
+    the Hugging Face hub; ``subset`` and ``split`` choose from the latter, ``split`` also from a folder that
+    has several. Costs milliseconds and no network; the columns are looked up in the first row or the schema
+    of the first file that has any.
 
     Raises:
         SourceError: unknown name, no such path, no text files there, missing column or package.
@@ -62,7 +62,8 @@ def open_corpus(
     from toolkit.data.find_files import check_columns, find
 
     if path is not None:
-        source = Corpus(path, find(path, split=split), text_column, shape=shape)
+        files, splits, notes = find(path, split=split)
+        source = Corpus(path, files, text_column, shape=shape, splits=splits, notes=notes)
     check_columns(source)
     return source
 
@@ -73,14 +74,6 @@ def problem_of(error: DataError, path: str | None) -> Problem:
         return error.problems[0]
     rule, _, fix = str(error).partition("\n  fix:  ")
     return Problem(rule, fix, "dataset_path", path)
-
-
-def choices_read(name: str, path: str | None) -> set[str]:
-    """Which of "subset" and "split" mean something for a corpus."""
-    if path is not None:
-        saved = "://" not in path and (expand_user(path) / "dataset_dict.json").is_file()
-        return {"split"} if saved else set()
-    return set() if name in EMBEDDED or name in added("training.dataset") else {"subset", "split"}
 
 
 def check_name(name: str) -> Problem | None:

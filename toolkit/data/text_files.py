@@ -1,31 +1,40 @@
-"""Text and JSON-lines files as a stream of bounded pieces.
+"""Text and JSON files as a stream of bounded pieces.
 
 A ``.txt`` file is one document. A ``.jsonl`` (or ``.json``) file has one JSON object a line, a document
-in its columns. Either may be gzipped (``.txt.gz``, ``.jsonl.gz``).
+in its columns, or is one array of such objects (:mod:`toolkit.data.json_arrays`). Either may be compressed
+(``.txt.gz``, ``.jsonl.zst``).
 
-A piece is about 1 MiB of a file: whole lines of JSON, or a segment of a text file
+A piece is about 1 MiB of a file: whole rows of JSON, or a segment of a text file
 (:mod:`toolkit.data.text_segments`).
 """
 
 from __future__ import annotations
 
+import bz2
+import contextlib
 import gzip
 import io
+import lzma
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Protocol
+from typing import Any, BinaryIO, Protocol, cast
 
 from toolkit.config.local_paths import open_regular
 from toolkit.data.columns import template_for
-from toolkit.data.corpus import is_json
+from toolkit.data.corpus import is_json, kind
+from toolkit.data.json_arrays import BETWEEN, array_blocks, begins_array
 from toolkit.errors import DataError
 from toolkit.io.json_fields import parse_json
 
 PIECE_BYTES = 1 << 20
+_FIRST_BLOCK = 1 << 16
 REPLACE = "\n  fix:  repair the file, or name another"
 _BOM = "\ufeff"
+_LINES = "each line must be one JSON object, or the file one array of objects"
+_ROWS = "each row of the array must be one JSON object"
+_UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 class Piece(Protocol):
@@ -36,8 +45,8 @@ class Piece(Protocol):
     in.
     """
 
-    unit: ClassVar[str]
-
+    @property
+    def unit(self) -> str: ...
     @property
     def path(self) -> Path: ...
     @property
@@ -58,10 +67,9 @@ class Piece(Protocol):
 class TextPiece:
     """A :class:`Piece` cut where a line ends.
 
-    ``offset`` and ``line`` (from 1) say where in the (decompressed) file it begins.
+    ``offset`` and ``line`` (from 1) say where in the (decompressed) file it begins. Of an array, ``row`` is
+    the number of its first row (from 0, as in Parquet), and it is cut between two rows.
     """
-
-    unit: ClassVar[str] = "line"
 
     path: Path
     is_json: bool
@@ -71,18 +79,32 @@ class TextPiece:
     opens: bool
     closes: bool
     n_file_bytes: int
+    row: int | None = None
+
+    @property
+    def unit(self) -> str:
+        return "line" if self.row is None else "row"
 
     def texts(self, text_column: str) -> list[str]:
         if not self.is_json:
             # An empty middle of a document cannot be: only an empty file gives an empty text.
             return [text] if (text := self._text()) else []
-        found = (_row_text(row, text_column, self.path, line) for line, row in self.rows())
+        where = f"{self.path}, {self.unit}"
+        found = (_row_text(row, text_column, f"{where} {place}") for place, row in self.rows())
         return [text for text in found if text]
 
     def rows(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        for line, row in enumerate(self._text().split("\n"), start=self.line):
-            if row and not row.isspace():
-                yield line, _read_row(row, self.path, line)
+        text, line = self._text(), self.line
+        if self.row is None:
+            for place, row in enumerate(text.split("\n"), start=line):
+                if row and not row.isspace():
+                    yield place, _read_row(row, f"{self.path}, line {place}", _LINES)
+            return
+        for place, row in enumerate(text.removesuffix(BETWEEN).split(BETWEEN), start=self.row):
+            json = row.lstrip()
+            begin = line + row.count("\n", 0, len(row) - len(json))
+            yield place, _read_row(json, f"{self.path}, row {place} (line {begin})", _ROWS)
+            line += row.count("\n")
 
     def _text(self) -> str:
         try:
@@ -103,40 +125,51 @@ def read_pieces(path: Path, size: int = 0) -> Iterator[TextPiece]:
     try:
         with open_regular(path) as raw:
             yield from _file_pieces(path, raw, size or PIECE_BYTES)
-    except (OSError, EOFError, zlib.error) as error:
+    except _UNREADABLE as error:
         raise DataError(f"{path}: cannot be read: {error}{REPLACE}") from error
 
 
-def first_line(path: Path) -> TextPiece | None:
-    """The first line of a file, to see a missing column before anything is started; None where it is longer
-    than a piece, which waits for the reading."""
+def first_row(path: Path) -> TextPiece | None:
+    """The first line of a file of JSON, or row of an array, to see a missing column before anything is
+    started; None of a line that is longer than a piece, which waits for the reading."""
     try:
         with open_regular(path) as raw:
-            stream: BinaryIO = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # type: ignore[assignment]
+            stream = _decompressed(path, raw)
             line = stream.readline(PIECE_BYTES)
-    except (OSError, EOFError, zlib.error) as error:
+            if begins_array(line):
+                data, _ = next(array_blocks(path, stream, line, _FIRST_BLOCK), (b"", True))
+                line = data.partition(BETWEEN.encode())[0]
+                return TextPiece(path, True, line, 0, 1, True, True, 0, row=0) if line else None
+    except _UNREADABLE as error:
         raise DataError(f"{path}: cannot be read: {error}{REPLACE}") from error
     return TextPiece(path, True, line, 0, 1, True, True, 0) if line.endswith(b"\n") else None
 
 
-def _read_row(row: str, path: Path, line: int) -> dict[str, Any]:
+def unit_of(path: Path) -> str:
+    """Say what the rows of a file are counted in, as the ``unit`` of its pieces."""
+    if kind(path) == "rows":
+        return "row"
+    with contextlib.suppress(DataError):
+        first = first_row(path)
+        return first.unit if first else "line"
+    return "line"
+
+
+def _read_row(row: str, where: str, rule: str) -> dict[str, Any]:
     try:
         values = parse_json(row)
+        what = f"a JSON {_json_type(values)}"
     except ValueError as error:
-        raise DataError(
-            f"{path}, line {line}: not valid JSON ({error})\n  fix:  each line must be one JSON object"
-        ) from None
-    if not isinstance(values, dict):
-        raise DataError(
-            f"{path}, line {line}: a JSON {_json_type(values)}\n  fix:  each line must be one JSON object"
-        )
-    return values
+        values, what = None, f"not valid JSON ({error})"
+    if isinstance(values, dict):
+        return values
+    raise DataError(f"{where}: {what}\n  fix:  {rule}")
 
 
-def _row_text(values: Mapping[str, Any], text_column: str, path: Path, line: int) -> str:
-    template = template_for(text_column, values, f"{path}, line {line}")
+def _row_text(values: Mapping[str, Any], text_column: str, where: str) -> str:
+    template = template_for(text_column, values, where)
     for column in template.columns:
-        check_text(values[column], f"{path}, line {line}: column {column!r}")
+        check_text(values[column], f"{where}: column {column!r}")
     return template.fill([values[column] for column in template.columns])
 
 
@@ -164,20 +197,34 @@ def _json_type(value: object) -> str:
 
 
 def _file_pieces(path: Path, raw: io.BufferedReader, size: int) -> Iterator[TextPiece]:
-    stream: BinaryIO = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # type: ignore[assignment]
-    json_lines = is_json(path)
-    blocks = _line_blocks(stream, size)
-    if not json_lines:
+    stream, has_rows, row = _decompressed(path, raw), is_json(path), None
+    if not has_rows:
         from toolkit.data.text_segments import text_segments
 
         blocks = text_segments(stream, size)
+    elif begins_array(head := stream.read(size)):
+        blocks, row = array_blocks(path, stream, head, size), 0
+    else:
+        blocks = _line_blocks(stream, head, size)
     offset, line, file_offset = 0, 1, 0
     for data, last in blocks:
         n_file_bytes = raw.tell() - file_offset
-        yield TextPiece(path, json_lines, data, offset, line, json_lines or offset == 0, last, n_file_bytes)
+        yield TextPiece(path, has_rows, data, offset, line, has_rows or offset == 0, last, n_file_bytes, row)
         offset, line, file_offset = (offset + len(data), line + data.count(b"\n"), file_offset + n_file_bytes)
+        row = None if row is None else row + data.count(BETWEEN.encode())
 
 
-def _line_blocks(stream: BinaryIO, size: int) -> Iterator[tuple[bytes, bool]]:
-    while data := stream.read(size) + stream.readline():
+def _line_blocks(stream: BinaryIO, head: bytes, size: int) -> Iterator[tuple[bytes, bool]]:
+    while data := head + stream.readline():
         yield data, True
+        head = stream.read(size)
+
+
+def _decompressed(path: Path, raw: io.BufferedReader) -> BinaryIO:
+    """Decompress an open file, as its suffix says; the result has ``peek``, as a BufferedReader."""
+    if path.suffix == ".zst":
+        import pyarrow  # some tenths of a second
+
+        return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"))
+    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    return cast(BinaryIO, openers[path.suffix](raw) if path.suffix in openers else raw)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from toolkit.config import Config
 from toolkit.errors import one_line
@@ -10,16 +10,16 @@ from toolkit.hardware import Hardware
 from toolkit.models.common.args import parameter_count
 from toolkit.parallel.dims import ParallelDims, strategy_in_effect
 from toolkit.preflight import rules
-from toolkit.preflight.planned_run import NOTES, PlannedRun
+from toolkit.preflight.planned_run import NOTES, Note, PlannedRun
 
 
-def notes(config: Config, *, world_size: int, hardware: Hardware) -> list[str]:
-    """Say what is allowed but may surprise."""
+def notes(config: Config, *, world_size: int, hardware: Hardware, only: Collection[str] = ()) -> list[str]:
+    """Say what is allowed but may surprise; ``only`` names notes."""
     run = PlannedRun(config, world_size, hardware)
     training = config.training
     files = [file.__name__ for file in rules.load(config, hardware.device)]
-    said = [message for file in files for tell in NOTES if tell.__module__ == file for message in tell(run)]
-    if run.mesh and run.batch:
+    said = [message for file in files for tell in _notes(file, only) for message in tell(run)]
+    if run.mesh and run.batch and not only:
         total, local, per_rank = run.batch.total, run.batch.local, run.batch.total // run.mesh.dp
         if training.global_batch_size == -1:
             said.append(
@@ -87,6 +87,10 @@ def _techniques(run: PlannedRun, mesh: ParallelDims) -> Iterator[str]:
     yield modes[checkpointing.mode]
     yield f"{run.attention} attention"
     yield "compiled" if run.config.compile.enable else "eager"
+
+
+def _notes(file: str, only: Collection[str]) -> list[Note]:
+    return [tell for tell in NOTES if tell.__module__ == file and (not only or tell.__name__ in only)]
 
 
 def describe(config: Config, *, world_size: int, hardware: Hardware) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
+from toolkit.data.text_files import unit_of
 from toolkit.data.token_files import TokenCache
 from toolkit.errors import DataError
 
@@ -69,5 +72,4 @@ def check_conversations(corpus: TokenCache, seq_len: int, empty_mask: str, table
 def source_of(files: tuple[str, ...], about: np.ndarray) -> str:
     """Where the conversation that ``about`` tells of was read: its file, and its line or row."""
     name = files[about[FILE]]
-    unit = "row" if name.endswith((".parquet", ".arrow")) else "line"
-    return f"{name}, {unit} {about[PLACE]}"
+    return f"{name}, {unit_of(Path(name))} {about[PLACE]}"

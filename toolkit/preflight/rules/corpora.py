@@ -10,7 +10,7 @@ from toolkit.config.schema import find_field
 from toolkit.data.build import CorpusOptions, corpora
 from toolkit.data.corpus import kind
 from toolkit.data.run_data import BASE_CORPUS
-from toolkit.data.sources import EMBEDDED, choices_read
+from toolkit.data.sources import EMBEDDED
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.planned_run import PlannedRun, rule
 
@@ -33,12 +33,13 @@ def template_has_no_escapes(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def dataset_choices_act(run: PlannedRun) -> list[Problem]:
-    """A subset or a split chooses from what has several: a dataset of the hub, or splits that were saved."""
+    """A subset or a split chooses from what has several: a dataset of the hub, or a folder with splits."""
     problems = []
     for corpus in corpora(run.config):
-        if isinstance(run.opened[corpus.table], DataError):
+        opened = run.opened[corpus.table]
+        if isinstance(opened, DataError):
             continue  # another rule says what is wrong
-        for choice in sorted({"subset", "split"} - choices_read(corpus.dataset, corpus.dataset_path)):
+        for choice in sorted({"subset", "split"} - opened.choices):
             key = f"{corpus.table}.dataset_{choice}"
             field = find_field(key)
             if field and run.config.value(key) != field.default:

@@ -145,9 +145,13 @@ def idle_datasets_exist(run: PlannedRun) -> list[Problem]:
 
 @note
 def corpora_notes(run: PlannedRun) -> list[str]:
-    """Names that stand for other text than they say, and names that are not looked at."""
+    """Names that stand for other text than they say, names that are not looked at, and what is left out of a
+    folder."""
     said = []
     for corpus in corpora(run.config):
+        opened = run.opened[corpus.table]
+        notes = () if isinstance(opened, DataError) else opened.notes
+        said += [f"{corpus.table}.dataset_path {note}" for note in notes]
         key = f"{corpus.table}.dataset"
         field = find_field(key)
         if corpus.dataset_path is None and corpus.dataset in STAND_INS:
