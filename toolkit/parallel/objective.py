@@ -21,8 +21,7 @@ def count_valid(batches: Iterable[MicroBatch]) -> Tensor:
 
 
 def divisor(count: Tensor) -> Tensor:
-    """What a sum over a batch is divided by for its mean: without a single label that counts the loss is 0
-    and the gradient 0, not 0/0."""
+    """Divisor of a batch's sums for their means, 1 where nothing counts: loss and gradient are 0, not 0/0."""
     return torch.where(count > 0, count, 1)
 
 
