@@ -293,8 +293,8 @@ class Data(Table):
     format: Literal["text"] | ConversationFormat = "text"
     """Form of a file's rows: a text, or a conversation as messages (role and content, as OpenAI's),
     sharegpt (from and value), alpaca (instruction, input, output) or prompt_completion (two texts or lists
-    of messages); or two answers to a prompt, preference (prompt, chosen, rejected). Conversations and messages
-    may have a weight in the loss."""
+    of messages); or two answers to a prompt, preference (prompt, chosen, rejected). A conversation
+    and its messages may have a weight in the loss."""
     columns: dict[str, str] = {}
     """Other names for the columns of a conversation's format and the keys of its messages, such as
     {conversations = "dialog", from = "speaker", weight = "importance"}."""
