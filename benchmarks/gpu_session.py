@@ -10,8 +10,8 @@ there; ``--again`` forgets it. A report with the command, the machine, all rows 
 goes to benchmarks/results/<gpu>, or to --out. The exit code is 0 if all pieces ran.
 
 Forecasts of memory and time are made on the machine's processors while correctness is tested. The aim is 5%
-for memory and 20% for time; the report says how far each is off. Only the standard library is imported here: a
-piece that needs packages which are not there fails alone.
+for memory and 20% for time; the report says how far each is off. Only the standard library is imported
+here: a piece that needs packages which are not there fails alone.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ Result = dict[str, Any]
 def configure(folder: str | Path, layout: str, sizes: meshes.Settings | None = None) -> Config:
     """The config of a layout that keeps its files in ``folder``, with other ``sizes`` than the table's."""
     folder = Path(folder)
-    write = write_pairs if "dpo" in layout.split() else write_documents
+    special = {"dpo": write_pairs, "weighted": write_weighted}
+    write = next((special[word] for word in layout.split() if word in special), write_documents)
     data = {
         "training.dataset_path": write(folder / f"{write.__name__}.jsonl", 400),
         "validation.dataset_path": write(folder / f"{write.__name__}.held-out.jsonl", 12),
@@ -92,6 +93,28 @@ def write_pairs(file: Path, count: int) -> str:
             return "".join(chance.choices("abcdefgh", k=chance.randint(1, 6)))
 
         rows = [{"prompt": text(), "chosen": text(), "rejected": text()} for _ in range(count)]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def write_weighted(file: Path, count: int) -> str:
+    """Conversations of which rows and messages have weights, some of them 0 or none."""
+    if not file.exists():
+        chance = random.Random(count)
+
+        def message(role: str) -> dict[str, Any]:
+            text = "".join(chance.choices("abcdefgh", k=chance.randint(1, 6)))
+            weight = chance.choice([None, 1, 0.25, 3, 0]) if role == "assistant" else None
+            return {"role": role, "content": text, "weight": weight}
+
+        rows = [
+            {
+                "messages": [message(role) for _ in range(2) for role in ("user", "assistant")],
+                "weight": chance.choice([None, 0.1, 1, 7.5]),
+            }
+            for _ in range(count)
+        ]
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)

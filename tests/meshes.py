@@ -170,6 +170,7 @@ WORDS: dict[str, Settings] = {
     "llama-adapter-peft": _adapter(
         "llama_adapter", **{"llama_adapter.gate": "layer", "llama_adapter.adapter_layers": 4}
     ),
+    "weighted": {"data.format": "messages", "data.chat_template": PAIR_TEMPLATE, "data.empty_mask": "drop"},
     "dpo": {
         **_adapter("lora", **_ALL_LINEAR),
         "finetune.objective": "dpo",
@@ -224,6 +225,7 @@ CURVES = (
     "adamw-8bit",
     "muon",
     "regularized",
+    "weighted",
     "qwen3",
     "qwen2",
     "mistral",
@@ -347,6 +349,9 @@ FAST = [
     # Another loss.
     "shard2 tp2 regularized",
     "pp2 cp2 1F1B regularized tied accumulate3",
+    # Weights of tokens.
+    "shard2 tp2 weighted accumulate3",
+    "pp2 cp2 1F1B weighted tied",
 ]
 """Layouts that CI runs."""
 
@@ -365,6 +370,16 @@ MORE = [
     "shard2 cp2 tp2 mistral AC-full",
     "pp2 shard2 tp2 Interleaved1F1B mistral tied",
     "shard2 tp2 regularized compiled",
+    # Weights of tokens.
+    "tp2 weighted",
+    "replicate2 shard2 weighted AC-full",
+    "shard2 tp2 weighted whole-logits tied",
+    "shard2 cp2 tp2 weighted regularized accumulate3",
+    "pp2 ZBVZeroBubble weighted",
+    "pp2 tp2 Interleaved1F1B weighted bare-ends",
+    "shard2 weighted compiled",
+    "cp2 weighted unmasked",
+    "shard2 weighted bfloat16",
     # One dimension, at more ranks.
     "shard4 over2 AC-full compiled",
     "shard8 accumulate3 prefetch reduce-once FULL_SHARD",
@@ -619,6 +634,7 @@ FINETUNED_FAST = [
     "cp2 class-lora AC-op",
     "pp2 1F1B class-head",
     "pp2 tp2 Interleaved1F1B classification",
+    "shard2 freeze-last weighted accumulate3",
     "shard2 dpo AC-full accumulate3",
     "tp2 dpo",
     "cp2 dpo",

@@ -132,6 +132,20 @@ class _Page(HTMLParser):
         self.text += data
 
 
+def test_weights_stand_behind_what_they_weigh(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes", "weight": 0.5}]
+    messages += [{"role": "user", "content": "q"}, {"role": "assistant", "content": "no"}]
+    write_rows(tmp_path / "a.jsonl", [{"messages": messages, "weight": 3}])
+    assert inspect_data.main([*words, "--samples=1", "--color=never"]) == EXIT_FINISHED
+    shown = capsys.readouterr().out
+    assert "⟦yes<|eot_id|>×1.5⟧" in shown and "⟦no×3⟧⟦<|eot_id|>×3⁎⟧" in shown
+    page = tmp_path / "page.html"
+    assert inspect_data.main([*words, "--html", str(page)]) == EXIT_FINISHED
+    assert page.read_text(encoding="utf-8").count("document 0, weight 1.5") >= 2
+
+
 def test_the_page_refers_to_nothing_and_escapes_text(words: list[str], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     attack = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<script src=x>&amp;"}]

@@ -27,7 +27,7 @@ from toolkit.parallel.fsdp import mixed_precision
 from toolkit.parallel.init_weights import initialize
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.model_parts import ModelParts, SingleModel
-from toolkit.parallel.objective import Objective
+from toolkit.parallel.objective import Objective, WeightedObjective
 from toolkit.parallel.parallelize import parallelize
 
 if TYPE_CHECKING:
@@ -66,13 +66,14 @@ def build_model(
     param_dtype: torch.dtype,
     seed: int,
     pretrained: bool = False,
+    weighted: bool = False,
     storage: bool = True,
 ) -> ModelParts:
     """Build a model sharded over ``mesh`` on ``device``, which computes in ``param_dtype``.
 
     Its weights are a function of ``seed`` alone; ``pretrained`` ones, which will be loaded, are whatever was
-    in memory, save for what fine-tuning adds to them. Without ``storage`` it stays on the meta device, to be
-    looked at.
+    in memory, save for what fine-tuning adds to them. ``weighted`` says that tokens have weights in the loss.
+    Without ``storage`` it stays on the meta device, to be looked at.
 
     Raises:
         ConfigError: a user's decoder or converter changes what a model is made of.
@@ -131,7 +132,8 @@ def build_model(
         )
         models.append(model.to_empty(device="cpu" if offload else device) if storage else model)
     after_update = converters.connect(models, mesh) if converters else []
-    model_parts = _model_parts(config, models, stages, mesh, shards, param_dtype, device)
+    objective = _objective(config, mesh, weighted=weighted)
+    model_parts = _model_parts(config, models, stages, mesh, shards, objective, param_dtype, device)
     model_parts.after_update = after_update
     if storage:
         _initialize(config, args, model_parts, seed, pretrained)
@@ -184,10 +186,10 @@ def _model_parts(
     stages: Stages | None,
     mesh: Mesh,
     shards: SequenceShards | None,
+    objective: Objective,
     param_dtype: torch.dtype,
     device: torch.device,
 ) -> ModelParts:
-    objective = _objective(config, mesh)
     if stages is None:
         return SingleModel(models[0], mesh, shards, config.parallelism, objective)
     from toolkit.parallel.pipeline_parallel import Pipeline
@@ -208,9 +210,9 @@ def _model_parts(
     )
 
 
-def _objective(config: Config, mesh: Mesh) -> Objective:
+def _objective(config: Config, mesh: Mesh, *, weighted: bool) -> Objective:
     if config.finetune.objective == "sft":
-        return Objective()
+        return WeightedObjective() if weighted else Objective()
     from toolkit.finetune.dpo import PreferenceObjective
 
     return PreferenceObjective(config.finetune.dpo, mesh.cp.get_group() if mesh.cp else None)

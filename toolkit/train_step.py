@@ -20,7 +20,7 @@ from torch import Tensor
 
 from toolkit.optim.grad_clip import clip_, global_norm
 from toolkit.parallel.model_parts import ModelParts
-from toolkit.parallel.objective import MicroBatch, count_valid
+from toolkit.parallel.objective import MicroBatch, count_valid, divisor
 
 FINITE = torch.finfo(torch.float64).max
 
@@ -112,8 +112,7 @@ class TrainStep:
         counts = torch.stack([*own_counts, torch.full((), int(stop), device=self.device)])
         dist.all_reduce(counts)
         tokens, items, stops = counts.unbind()
-        # A batch without a single valid label has loss 0 and gradient 0, not 0/0.
-        scale = 1.0 / items.clamp(min=1).double()
+        scale = 1.0 / divisor(items).double()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         own = model_parts.backward(batches, scale)

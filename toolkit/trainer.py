@@ -127,6 +127,7 @@ class Trainer:
             seed=self.seed,
             # Weights that the run does not begin with are not drawn: that takes longer than reading others.
             pretrained=pretrained_folder(config) is not None,
+            weighted=self.data.weighted,
         )
         parameters = [*self.model_parts.named_parameters(), *self.model_parts.tied_copies()]
         self.optimizer = build_optimizer(parameters, config)

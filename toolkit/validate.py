@@ -17,7 +17,7 @@ from toolkit.data.validation_loader import validation_loader
 from toolkit.metrics.summary import perplexity
 from toolkit.models.from_config import pretrained_folder
 from toolkit.parallel.model_parts import ModelParts
-from toolkit.parallel.objective import MicroBatch, Objective
+from toolkit.parallel.objective import MicroBatch, Objective, divisor
 from toolkit.train_step import TrainState
 
 
@@ -119,7 +119,7 @@ def validate(
     model_parts.objective = own
     for model in model_parts.models:
         model.train()
-    means = (sums[1:] / sums[0].clamp(min=1)).tolist()
+    means = (sums[1:] / divisor(sums[0])).tolist()
     return None if stops else dict(zip(names, means, strict=True))
 
 

@@ -11,7 +11,7 @@ token in the row, the text of its tokens, and their ids. What has a loss is gree
 colour, between ⟦ and ⟧; each document (conversation) of a row begins with a line of its own, and with
 data.document_mask its positions from 0. A token that is predicted and is no input, as the last of a
 conversation, is underlined, or followed by ⁎. So is the class of a text (finetune.classification), by its
-name and number.
+name and number. A weight in the loss other than 1 stands behind its tokens, as ×0.5.
 
 --html writes one file, for any browser, that needs no network. Takes every flag of toolkit.train; of the
 config only what concerns data and tokenizer is checked. Exit codes are those of toolkit.train: 0 done, 2 the
@@ -51,7 +51,8 @@ _GREEN, _UNDERLINED, _FAINT, _PLAIN = "\x1b[32m", "\x1b[4m", "\x1b[2m", "\x1b[0m
 
 
 class Token(NamedTuple):
-    """A token of a row: its id and text, where it is, whether it has a loss, and whether it is an input."""
+    """A token of a row: its id and text, where it is, whether it has a loss, whether it is an input, and the
+    weight of its loss."""
 
     id: int
     text: str
@@ -59,6 +60,7 @@ class Token(NamedTuple):
     position: int
     learnt: bool
     is_input: bool = True
+    weight: float = 1.0
 
 
 class Sample(NamedTuple):
@@ -129,6 +131,7 @@ def _sample(
     positions = row["positions"].tolist() if "positions" in row else list(range(n))
     # Where a document sees those before it, its first token may be the label of the last of them.
     of_next = (row["labels"] != row.get("own_labels", row["labels"])).tolist()
+    weights = row["weights"].tolist() if "weights" in row else [1.0] * n
     filled = max((at for at in range(n) if documents[at] != PADDING), default=-1) + 1
     found: list[Token] = []
     stream = TextStream(lambda ids: tokenizer.decode(ids))
@@ -138,12 +141,15 @@ def _sample(
             stream = TextStream(lambda ids: tokenizer.decode(ids))
         predicted = goes_on or (at > 0 and of_next[at - 1])
         learnt = predicted and not classes and labels[at - 1] != IGNORED_LABEL
-        found.append(Token(tokens[at], stream.add(tokens[at]), documents[at], positions[at], learnt))
+        weight = weights[at - 1] if learnt else 1.0
+        token = Token(tokens[at], stream.add(tokens[at]), documents[at], positions[at], learnt, True, weight)
+        found.append(token)
         last = at + 1 == filled
         ends = bool(classes) or last or (documents[at + 1] != documents[at] and not of_next[at])
         if ends and labels[at] != IGNORED_LABEL:
             text = f" → {classes[labels[at]]}" if classes else stream.add(labels[at])
-            found.append(Token(labels[at], text, documents[at], positions[at] + 1, True, is_input=False))
+            place = documents[at], positions[at] + 1
+            found.append(Token(labels[at], text, *place, True, is_input=False, weight=weights[at]))
     return Sample(number, found, n - filled)
 
 
@@ -179,12 +185,14 @@ def _lines(tokens: list[Token]) -> Iterator[list[Token]]:
 
 
 def _runs(line: list[Token]) -> Iterator[list[Token]]:
-    for _, run in groupby(line, key=lambda token: (token.learnt, token.is_input)):
+    for _, run in groupby(line, key=lambda token: (token.learnt, token.is_input, token.weight)):
         yield list(run)
 
 
 def _shown(run: list[Token], color: bool) -> str:
     text = "".join(one_line(token.text) for token in run)
+    if run[0].weight != 1:
+        text += f"×{run[0].weight:g}"
     if not color:
         text = f"{text}⁎" if not run[0].is_input else text
         return f"⟦{text}⟧" if run[0].learnt else text
@@ -230,6 +238,7 @@ def as_html(found: Sequence[Sample], title: str) -> str:
 def _span(token: Token) -> str:
     names = " ".join(["l"] * token.learnt + ["p"] * (not token.is_input))
     about = f"id {token.id}, position {token.position}, document {token.document}"
+    about += f", weight {token.weight:g}" * (token.weight != 1)
     text = html.escape(one_line(token.text)) or "&nbsp;"
     line = "<br>" * token.text.endswith("\n")
     return f'<span class="{names}" title="{about}">{text}<small>{token.id}</small></span>{line}'

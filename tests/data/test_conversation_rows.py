@@ -22,7 +22,7 @@ from tests.data.chat_data import ASSETS, as_row, conversation, text, write_rows
 from tests.models.small_llama import build, small
 from toolkit.config import load_config
 from toolkit.config.training import Data, Training
-from toolkit.data import text_files
+from toolkit.data import build_cache, text_files
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import open_data
 from toolkit.data.chat.sft import ChatOptions
@@ -238,6 +238,63 @@ def test_parquet_and_processes_give_the_same_cache(tmp_path: Path, shape: str) -
     assert several.conversations[:, 1].tolist() == list(range(1, len(rows) + 2))  # lines
     assert columns.conversations[:, 1].tolist() == list(range(len(rows)))  # rows
     assert np.array_equal(pickle.loads(pickle.dumps(plain)).mask, plain.mask)  # noqa: S301 (our own bytes)
+
+
+def _weighted(n: int, *, since: int) -> list[dict[str, Any]]:
+    """Conversations with weights from number ``since`` on; keys are the same, as a table has them."""
+    rng = random.Random(n)
+    weights = [None] * since + [rng.choice([None, 1, 0.5, 3]) for _ in range(since, n - 1)] + [0.25]
+    return [{"messages": conversation(rng), "weight": weight} for weight in weights[-n:]]
+
+
+@pytest.mark.parametrize("since", [0, 40])
+def test_weights_are_kept_where_there_are_some(tmp_path: Path, since: int) -> None:
+    """The same bytes of any file, however it is cut into pieces, and with weights in a last piece alone."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = _weighted(50, since=since)
+    shape = Shape("messages")
+    plain = _tokenized(write_rows(tmp_path / "a.jsonl", rows), shape)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
+    with mock.patch.object(text_files, "PIECE_BYTES", 500), mock.patch.object(build_cache, "ONES", 100):
+        columns = _tokenized(tmp_path / "a.parquet", shape)
+        several = _tokenized(write_rows(tmp_path / "b.jsonl", [*rows, rows[0]]), shape, processes=2)
+    assert plain.weights is not None and plain.mask is not None
+    expected = np.repeat([np.float32(row["weight"] or 1) for row in rows], np.diff(plain.offsets))
+    assert np.array_equal(plain.weights, np.where(plain.mask, expected, 1))
+    assert plain.weights.dtype == np.float32
+    assert (plain.folder / "weights.bin").read_bytes() == (columns.folder / "weights.bin").read_bytes()
+    assert np.array_equal(several.weights[: plain.n_tokens], plain.weights)  # type: ignore[index]
+    assert np.array_equal(pickle.loads(pickle.dumps(plain)).weights, plain.weights)  # noqa: S301 (our own)
+
+
+def test_weights_of_0_and_1_are_kept_as_a_mask(tmp_path: Path) -> None:
+    rows = [{"messages": conversation(random.Random(n)), "weight": n % 2} for n in range(10)]
+    cache = _tokenized(write_rows(tmp_path / "a.jsonl", rows), Shape("messages"))
+    learnt = np.add.reduceat(cache.mask, cache.offsets[:-1]) > 0  # type: ignore[arg-type]
+    assert learnt.tolist() == [bool(n % 2) for n in range(10)]
+    assert cache.weights is None and not (cache.folder / "weights.bin").exists()
+    assert "weights" not in ConversationRows(cache, 64, packing=True).sample(0)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("seq_len", [256, 40])
+def test_rows_have_the_weights_of_their_labels(tmp_path: Path, packing: bool, seq_len: int) -> None:
+    rows = _weighted(30, since=0)
+    cache = _tokenized(write_rows(tmp_path / "a.jsonl", rows), Shape("messages"))
+    held = ConversationRows(cache, seq_len, packing=packing)
+    seen = 0
+    for k in range(len(held)):
+        row = held.sample(k)
+        assert row["weights"].dtype == np.float32 and row["weights"].shape == (seq_len,)
+        for number, index in enumerate(held.conversations[held.starts[k] : held.starts[k + 1]]):
+            learnt = (row["documents"] == number) & (row["labels"] != IGNORED_LABEL)
+            assert (row["weights"][learnt] == np.float32(rows[index]["weight"] or 1)).all()
+            seen += int(learnt.sum())
+        assert (row["weights"][row["documents"] == PADDING] == 1).all()
+    counted = statistics(cache, held)
+    assert counted.learnt == seen and "learnt, by weights" in str(counted)
 
 
 def test_what_changes_masks_makes_another_cache(tmp_path: Path) -> None:

@@ -284,6 +284,23 @@ def test_a_mixture_has_the_rows_of_its_parts() -> None:
         assert torch.equal(batch[name][row], alone[name][1])  # type: ignore[index]
 
 
+def test_weights_of_a_part_that_has_none_are_1() -> None:
+    chat = replace(
+        _corpus(1), tokens=np.arange(5, dtype=np.uint32), offsets=np.array([0, 5]), n_documents=1,
+        mask=np.array([0, 0, 1, 1, 1], np.uint8), conversations=np.array([[0, 1, 2, 3]]), files=("a",),
+        weights=np.array([1, 1, 0.5, 3, 3], np.float32),
+    )  # fmt: skip
+    parts = [MixturePart("chat", 1, chat), _parts(web=1)[0]]
+    batch = next(iter(_loader(parts, global_batch_size=100, local_batch_size=100)))
+    weights, labels = batch["weights"], batch["labels"]
+    assert weights is not None and labels is not None and weights.dtype == torch.float32
+    rows = {False: [1, 1, 1, 1], True: [1, 0.5, 3, 3]}
+    ours = (labels == torch.tensor([IGNORED_LABEL, 2, 3, 4])).all(dim=1).tolist()
+    assert 40 < sum(ours) < 60 and weights.tolist() == [rows[of_chat] for of_chat in ours]
+    filled = next(iter(_loader(chat, samples=-1, global_batch_size=2, local_batch_size=2)))
+    assert filled["weights"].tolist() == [rows[True], rows[False]]  # type: ignore[union-attr]
+
+
 def test_a_mixture_in_the_state_is_told_by_what_changed() -> None:
     state = _loader(_parts()).state_dict()
     assert all(type(value) in (int, str, bool) for value in state.values())

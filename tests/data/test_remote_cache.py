@@ -25,7 +25,7 @@ from toolkit.data.batch_size import BatchShape
 from toolkit.data.chat.sft import ChatOptions
 from toolkit.data.chat.shapes import Shape
 from toolkit.data.corpus import Corpus
-from toolkit.data.dataloader import FIELDS, Loader, build_loader
+from toolkit.data.dataloader import Loader, build_loader
 from toolkit.data.labelled_texts import LabelledTexts
 from toolkit.data.run_data import RunData, from_text
 from toolkit.data.token_cache import tokenized
@@ -37,7 +37,7 @@ from toolkit.storage.remote_calls import StorageError
 from toolkit.storage.remote_path import RemotePath
 
 SEQ_LEN = 16
-KINDS = ("text", "messages", "labels")
+KINDS = ("text", "messages", "weighted", "labels")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,8 @@ def _corpus(folder: Path, kind: str = "text") -> Corpus:
         shape: Any = LabelledTexts("text", "label", ("a", "b", "c"))
         return Corpus("corpus", (write_rows(folder / "labels.jsonl", rows),), "text", shape=shape)
     turns = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": text}] for text in texts]
-    file = write_rows(folder / "messages.jsonl", [{"messages": turn} for turn in turns])
+    weights: dict[str, Any] = {"weight": 0.5} if kind == "weighted" else {}
+    file = write_rows(folder / f"{kind}.jsonl", [{"messages": turn, **weights} for turn in turns])
     return Corpus("corpus", (file,), "text", shape=Shape("messages"))
 
 
@@ -81,7 +82,7 @@ def _batches(cache: TokenCache, *, workers: int = 0, packing: bool = True) -> li
     """The first batches of a run."""
     loader = _loader(cache, workers=workers, packing=packing)
     taken = iter(loader)
-    return [{name: value for name in FIELDS if (value := batch[name]) is not None}
+    return [{name: value for name, value in batch.items() if value is not None}
             for batch, _ in zip(taken, range(4), strict=False)]  # fmt: skip
 
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import math
 import os
 import random
 import shutil
 import typing
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from tests.data.chat_data import (
 )
 from tests.data.test_chat import LLAMA2_TEMPLATE
 from toolkit.config.training import ConversationFormat
-from toolkit.data.chat.sft import ChatOptions, ConversationEncoder, loss_mask
+from toolkit.data.chat.sft import ChatOptions, ConversationEncoder, token_weights
 from toolkit.data.chat.shapes import FORMATS, PREFERENCE, Conversation, Shape
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -288,11 +290,56 @@ def test_what_is_learnt_is_chosen(llama3: Tokenizer) -> None:
     assert [ids[at] for at in left_out] == [*llama3.encode("no"), end]
     _, weighted = _encoded(llama3, "messages", row, train_on="all")
     assert np.flatnonzero(np.array(weighted) == 0).tolist() == [0, *left_out]
-    messages[0] |= {"weight": 0}
-    with pytest.raises(
-        DataError, match=rf"here: message 1 has .* the {messages[0]['role']}'s: .*\n  fix:  remove"
-    ):
-        _encoded(llama3, "messages", row, train_on="all")
+    for weight in (0, 0.5):
+        messages[0] |= {"weight": weight}
+        said = rf"here: message 1 has weight {weight} and is the {messages[0]['role']}'s: .*\n  fix:  remove"
+        with pytest.raises(DataError, match=said):
+            _encoded(llama3, "messages", row, train_on="all")
+
+
+@pytest.mark.parametrize("shape", FORMATS)
+def test_a_weight_is_that_of_the_row_times_that_of_the_message(llama3: Tokenizer, shape: str) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "an answer"}] * 2
+    messages = messages[:2] if shape == "alpaca" else messages
+    row = as_row(shape, messages)
+    ids, mask = _encoded(llama3, shape, row)
+    _, every = _encoded(llama3, shape, row, train_on="all")
+    for weight, factor in ((2, 2.0), (0.25, 0.25), (None, 1.0), (1.0, 1.0), (0, 0.0), (Decimal("2.5"), 2.5)):
+        for train_on, plain in (("assistant", mask), ("all", every)):
+            found = _encoded(llama3, shape, row | {"weight": weight}, train_on=train_on)
+            assert found == (ids, [held * factor for held in plain])
+    column = Shape(shape, (("weight", "importance"),)).conversation(
+        row | {"importance": 3, "weight": 2}, "here"
+    )
+    assert column.weight == 3
+    if shape == "alpaca":  # it has no messages
+        return
+    name = {"messages": "messages", "sharegpt": "conversations", "prompt_completion": "completion"}[shape]
+    weighted = row | {"weight": 0.7, name: [dict(message) for message in row[name]]}
+    weighted[name][-1]["weight"] = 0.3
+    for train_on, plain in (("assistant", mask), ("all", every)):
+        _, found = _encoded(llama3, shape, weighted, train_on=train_on)
+        last = max(at for at in range(1, len(ids)) if mask[at] and not mask[at - 1])
+        others = [np.float32(held * 0.7) for held in plain]
+        assert found == [
+            np.float32(0.7 * 0.3) if at >= last and mask[at] else others[at] for at in range(len(ids))
+        ]
+
+
+def test_preferences_reject_weights(llama3: Tokenizer) -> None:
+    pair = {"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}]}
+    pair["rejected"] = [{"role": "assistant", "content": "b", "weight": 0}]
+    shape = Shape("preference")
+    assert [it.weight for it in shape.conversations(pair | {"weight": 1.0}, "here")] == [1, 1]
+    for weight in (2, 0, 0.5):
+        with pytest.raises(
+            DataError, match=rf"^here: weight {weight}, and preferences have none\n  fix:  remove"
+        ):
+            shape.conversations(pair | {"weight": weight}, "here")
+    pair["rejected"][0]["weight"] = 0.5  # type: ignore[index]
+    with pytest.raises(DataError, match=r"^here: weight 0.5, and preferences have none"):
+        shape.conversations(pair, "here")
+    assert "weight" in shape.columns(["prompt", "chosen", "rejected", "weight", "other"], "here")
 
 
 def test_names_that_are_others(llama3: Tokenizer) -> None:
@@ -388,7 +435,15 @@ BAD = {
     ),
     "number": ("prompt_completion", {"prompt": 1, "completion": "b"}, "column 'prompt' holds a JSON number"),
     "surrogate": ("alpaca", {"instruction": "a\ud800", "output": "b"}, "half a surrogate pair"),
-    "weight": ("messages", {"messages": [{"role": "user", "content": "a", "weight": 2}]}, "weight 2"),
+    **{
+        f"weight {weight}": (
+            "messages",
+            {"messages": [{"role": "user", "content": "a", "weight": weight}]},
+            "message 1: weight .* is neither 0 nor a number from 1e-09 to 1e\\+09",
+        )
+        for weight in (-1, math.nan, math.inf, -math.inf, 10**400, 1e-30, 1e30, "2", True, [1])
+    },
+    "weight of a row": ("alpaca", {"instruction": "a", "output": "b", "weight": -0.5}, ": weight -0.5 is"),
 }
 
 
@@ -436,8 +491,8 @@ def test_the_configuration_has_every_shape() -> None:
 
 def test_an_answer_of_no_conversation_is_no_loss() -> None:
     alone = Conversation([{"role": "user", "content": "a"}])
-    assert not loss_mask(alone, [], 5, "assistant").any()
-    assert not loss_mask(alone, [], 5, "last_assistant").any()
+    assert not token_weights(alone, [], 5, "assistant").any()
+    assert not token_weights(alone, [], 5, "last_assistant").any()
 
 
 def test_the_shipped_conversations_are_made_by_their_program(

@@ -69,8 +69,20 @@ def test_the_validation_loss_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_validation_loss_on_conversations(tmp_path: Path) -> None:
-    [(recorded, _, loss)] = run_world(_trained_and_evaluated, 1, str(tmp_path / "run"), CONVERSATIONS)
-    assert loss == pytest.approx(recorded, rel=1e-6)
+    """With weights, which change it, and without."""
+    rows = [json.loads(line) for line in Path(CONVERSATIONS).read_text().splitlines()]
+    weighted = tmp_path / "weighted.jsonl"
+    weighted.write_text(
+        "".join(json.dumps(row | {"weight": 1e-6 + at % 3}) + "\n" for at, row in enumerate(rows))
+    )
+    found = []
+    for file in (CONVERSATIONS, str(weighted)):
+        place = tmp_path / str(len(found))
+        [(recorded, tokens, loss)] = run_world(_trained_and_evaluated, 1, str(place), file)
+        assert loss == pytest.approx(recorded, rel=1e-6)
+        found.append((tokens, loss))
+    (tokens, plain), (tokens_of_weighted, loss) = found
+    assert tokens_of_weighted == tokens and abs(loss - plain) > 1e-4
 
 
 def test_windows_are_of_the_length_of_the_training(tmp_path: Path) -> None:

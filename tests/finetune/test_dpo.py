@@ -188,6 +188,8 @@ def _loss(model: Decoder, batch: dict[str, Tensor | None], options: DPO) -> tupl
         return model(tokens, **dict(zip(("positions", "documents", "labels"), others, strict=True)))
 
     objective = PreferenceObjective(options, None)
+    assert model.output is not None
+    model.output.reduction = objective.reduction
     batch = objective.with_reference(objective.prepare(batch), [model], forward)
     loss, sums = objective(forward(batch), batch)
     count = objective.count([batch])

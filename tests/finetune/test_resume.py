@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers import run_world
-from tests.mesh_runs import write_pairs
+from tests.mesh_runs import write_pairs, write_weighted
 from tests.meshes import PAIR_TEMPLATE, SINCE_2_12
 from tests.training import small_config, small_trainer
 from toolkit.checkpoint.manifest import read_manifest
@@ -25,6 +25,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "llama_adapter": {"adapter": "llama_adapter", "llama_adapter": {"adapter_layers": 1}},
     "freeze": {"freeze_first_layers": 1},
     "dpo": {"adapter": "lora", "objective": "dpo"},
+    "weighted": {"adapter": "lora"},
 }
 if not SINCE_2_12:
     del ADAPTERS["qlora"]
@@ -38,16 +39,18 @@ EXACT = {"dtype": "float64", "mixed_precision_param": "float64", "mixed_precisio
 
 
 def configure(folder: Path, name: str, *, steps: int, layout: dict[str, int], **checkpoint: Any) -> Any:
-    pairs: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     if name == "dpo":
-        pairs = {"dataset_path": write_pairs(folder.parent / "pairs.jsonl", 40), "format": "preference"}
+        rows = {"dataset_path": write_pairs(folder.parent / "pairs.jsonl", 40), "format": "preference"}
+    if name == "weighted":
+        rows = {"dataset_path": write_weighted(folder.parent / "rows.jsonl", 40), "format": "messages"}
     return small_config(
         folder,
-        data={"chat_template": PAIR_TEMPLATE} if pairs else {},
+        data={"chat_template": PAIR_TEMPLATE, "empty_mask": "drop"} if rows else {},
         finetune=ADAPTERS[name],
         model={"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128},
         training={"steps": steps, "seq_len": 32, "global_batch_size": 4, "local_batch_size": 2, **EXACT}
-        | pairs,
+        | rows,
         optimizer={"lr": 1e-2},
         lr_scheduler={"warmup_steps": 0, "decay_type": "constant"},
         parallelism=layout,

@@ -302,10 +302,11 @@ class Data(Table):
     format: Literal["text"] | ConversationFormat = "text"
     """Form of a file's rows: a text, or a conversation as messages (role and content, as OpenAI's),
     sharegpt (from and value), alpaca (instruction, input, output) or prompt_completion (two texts or lists
-    of messages); or two answers to a prompt, preference (prompt, chosen, rejected)."""
+    of messages); or two answers to a prompt, preference (prompt, chosen, rejected). A conversation
+    and its messages may have a weight in the loss."""
     columns: dict[str, str] = {}
     """Other names for the columns of a conversation's format and the keys of its messages, such as
-    {conversations = "dialog", from = "speaker"}."""
+    {conversations = "dialog", from = "speaker", weight = "importance"}."""
     chat_template: str | None = None
     """How a conversation becomes text: the name of a family's format, a jinja template
     or its file. None: the template that comes with the tokenizer, else the format whose tokens it has."""

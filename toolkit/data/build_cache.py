@@ -22,6 +22,7 @@ from toolkit.cpu import cores
 from toolkit.data import text_files
 from toolkit.data.corpus import CLASSIFICATION, PREFERENCE, Corpus
 from toolkit.data.token_cache import FORMAT, ids_dtype
+from toolkit.data.token_files import WEIGHTS
 from toolkit.data.tokenize import Encoded, Encoder, TextEncoder, TokenizeBar, encode_all
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from toolkit.data.token_cache import RowEncoder
 
 ALONE_BYTES = 16 << 20  # of text: up to here helpers would hardly be under way before one process is done
+ONES = 1 << 20  # weights that are written at once
 
 
 def build_cache(
@@ -159,8 +161,8 @@ def _about(source: Corpus) -> dict[str, Any]:
 def _write(
     pieces: Iterator[Encoded], place: Building, bar: TokenizeBar, extra: Sequence[str]
 ) -> tuple[int, int, dict[str, list[str]]]:
-    """Write pieces as they come, with files for what is ``extra``; returns the number of tokens and of
-    documents, and the hashes of the files."""
+    """Write pieces as they come, with files for what is ``extra``, and for weights where there are some;
+    returns the number of tokens and of documents, and the hashes of the files."""
     n_tokens = n_documents = 0
     unfinished = 0  # tokens so far of a document that the next piece goes on with
     with contextlib.ExitStack() as opened:
@@ -168,8 +170,15 @@ def _write(
         files = {name: HashedFile(opened.enter_context(place.create(name))) for name in names}
         files["offsets.bin"].write(bytes(8))
         for piece in pieces:
+            extras = dict(piece.extra or {})
+            if WEIGHTS in extras and WEIGHTS not in files:  # the first: those of all tokens before are 1
+                files[WEIGHTS] = HashedFile(opened.enter_context(place.create(WEIGHTS)))
+                for begin in range(0, n_tokens, ONES):
+                    files[WEIGHTS].write(np.ones(min(ONES, n_tokens - begin), np.float32))
+            elif WEIGHTS in files:
+                extras.setdefault(WEIGHTS, np.ones(len(piece.tokens), np.float32))
             files["tokens.bin"].write(piece.tokens)
-            for name, values in (piece.extra or {}).items():
+            for name, values in extras.items():
                 files[name].write(values)
             lengths = piece.lengths.copy()
             if not piece.opens:

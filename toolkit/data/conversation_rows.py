@@ -31,7 +31,7 @@ class ConversationRows(Rows):
     ):
         super().__init__(corpus.tokens, corpus.offsets, seq_len, document_mask=document_mask, pad_id=pad_id)
         assert corpus.mask is not None
-        self.mask = corpus.mask
+        self.mask, self.weights = corpus.mask, corpus.weights
         n = together(corpus)
         fitting = places(corpus, seq_len).reshape(-1, n)
         kept = np.flatnonzero(~without_loss(corpus, seq_len).reshape(-1, n).any(axis=1))
@@ -50,6 +50,8 @@ class ConversationRows(Rows):
     def sample(self, k: int) -> Sample:
         """Row ``k``."""
         row, place = self.blank(), 0
+        if self.weights is not None:
+            row["weights"] = np.ones(self.seq_len, np.float32)
         there = slice(self.starts[k], self.starts[k + 1])
         for number, (index, n) in enumerate(zip(self.conversations[there], self.places[there], strict=True)):
             begin = int(self.offsets[index])
@@ -57,6 +59,8 @@ class ConversationRows(Rows):
             row["tokens"][here] = self.tokens[begin : begin + n]
             labels = self.tokens[begin + 1 : begin + 1 + n].astype(np.int64)
             row["labels"][here] = np.where(self.mask[begin + 1 : begin + 1 + n], labels, IGNORED_LABEL)
+            if self.weights is not None:
+                row["weights"][here] = self.weights[begin + 1 : begin + 1 + n]
             if self.document_mask:
                 row["positions"][here] = self._arange[:n]
                 row["documents"][here] = number
@@ -126,6 +130,7 @@ class Statistics:
     learnt: int
     pairs: int = 0
     alike: int = 0
+    weighted: bool = False
 
     def __str__(self) -> str:
         lengths = self.lengths
@@ -141,7 +146,7 @@ class Statistics:
                 f"  tokens of one: {low:,.0f} to {most:,.0f}, mean {lengths.mean():,.1f}, "
                 f"median {middle:,.0f}, 95% within {high:,.0f}",
                 f"  {self.rows:,} rows of {self.places // self.rows:,}: {padding:.2%} padding; "
-                f"{learnt:.1%} of the tokens are learnt",
+                f"{learnt:.1%} of the tokens are learnt{', by weights' * self.weighted}",
             ]
         )
 
@@ -165,6 +170,7 @@ def statistics(corpus: TokenCache, rows: ConversationRows) -> Statistics:
         learnt=learnt,
         pairs=len(kept) // 2 if corpus.paired else 0,
         alike=_alike(corpus, kept) if corpus.paired else 0,
+        weighted=corpus.weights is not None,
     )
 
 

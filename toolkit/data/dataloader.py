@@ -74,13 +74,16 @@ class _MicroBatches(Sampler[list[int]]):
 class _MicroBatchDataset(Dataset[Batch]):
     """Rows, put together a micro-batch at a time (torch's own collation would copy each row once more).
 
-    The rows of several corpora lie end to end, in the order of ``corpora``, which are by their names.
+    The rows of several corpora lie end to end, in the order of ``corpora``, which are by their names. Where
+    one of them has weights, those of the others' rows are 1.
     """
 
     def __init__(self, corpora: Mapping[str, TokenCache], **options: Any):
         self.corpora, self.options = dict(corpora), options
         self.rows = [_rows(name, corpus, **options) for name, corpus in corpora.items()]
         self.starts = [0, *accumulate(map(len, self.rows))]
+        weighted = any(corpus.weights is not None for corpus in corpora.values())
+        self._plain = {"weights": np.ones(options["seq_len"], np.float32)} if weighted else {}
         self._map = getattr(next(iter(corpora.values())).tokens, "map", map)  # RemoteArray's: at once
 
     def __len__(self) -> int:
@@ -96,14 +99,14 @@ class _MicroBatchDataset(Dataset[Batch]):
             name: torch.from_numpy(np.stack([sample[name] for sample in samples]))
             if name in samples[0]
             else None
-            for name in FIELDS
+            for name in (*FIELDS, *self._plain)
         }
 
     def _sample(self, index: int) -> Sample:
         if index == PADDING:
-            return self.rows[0].blank()
+            return self._plain | self.rows[0].blank()
         part = bisect_right(self.starts, index) - 1
-        return self.rows[part].sample(index - self.starts[part])
+        return self._plain | self.rows[part].sample(index - self.starts[part])
 
 
 def _rows(name: str, corpus: TokenCache, **options: Any) -> Rows:
@@ -126,9 +129,11 @@ def _as_it_is(batch: Batch) -> Batch:
 
 
 class Loader:
-    """Iterates micro-batches: tokens, labels, positions int64 and documents int32, each (B, S).
+    """Iterates micro-batches: tokens, labels, positions int64, documents int32 and weights float32, each
+    (B, S).
 
-    positions and documents are None without a document mask. An infinite loader goes on from where its
+    positions and documents are None without a document mask; weights are left out where no corpus has some.
+    An infinite loader goes on from where its
     state says; a finite one starts anew with each ``iter``, gives each sample once and ends with a global
     batch filled up by rows without labels, so that all ranks have equally many micro-batches.
     """

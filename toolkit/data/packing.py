@@ -28,7 +28,8 @@ Sample = dict[str, np.ndarray]
 
 
 class Rows(ABC):
-    """``len()`` rows of a corpus; tokens, labels, positions int64 and documents int32, each (seq_len,)."""
+    """``len()`` rows of a corpus; tokens, labels, positions int64, documents int32 and, of a corpus that has
+    some, weights float32 of the labels, each (seq_len,)."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ from toolkit.io.block_hashes import BLOCK_BYTES, first_damaged
 from toolkit.storage.remote_calls import StorageError
 from toolkit.storage.remote_path import RemotePath
 
-BY_RANGES = ("tokens.bin", "mask.bin")
+BY_RANGES = ("tokens.bin", "mask.bin", "weights.bin")
 """Files that are as long as the corpus."""
 REQUESTS_AT_ONCE = 16
 """Samples of a micro-batch that are asked for at once."""

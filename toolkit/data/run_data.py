@@ -32,6 +32,11 @@ class RunData:
     pad_id: int | None
     caches: Mapping[str, TokenCache]
 
+    @property
+    def weighted(self) -> bool:
+        """Say if tokens of some corpus have weights in the loss."""
+        return any(cache.weights is not None for cache in self.caches.values())
+
     def train(self, config: Config) -> TokenCache | tuple[MixturePart, ...]:
         """The corpus of the training, or the parts of its mixture."""
         parts = sorted(config.data.mixture.items())

@@ -4,6 +4,7 @@
                                /offsets.bin   int64: where each document begins, and the end
                                /mask.bin            of conversations: uint8, which tokens are learnt
                                /conversations.bin   and int64, where each was read and what of it is learnt
+                               /weights.bin         where some are not 1: float32, weights of learnt tokens
                                /labels.bin          of texts with a class: int32, the class of each
                                /meta.json     counts, type, key, size of the vocabulary, hashes of blocks
     <cache folder>/tokens/<key>.building/     a build in progress, or what a killed one left

@@ -13,7 +13,7 @@ from toolkit.errors import DataError
 from toolkit.io.block_hashes import BLOCK_BYTES, first_damaged
 from toolkit.io.json_fields import MAX_BYTES, Fields, parse_object
 
-LABELS = "labels.bin"
+LABELS, WEIGHTS = "labels.bin", "weights.bin"
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,8 @@ class TokenCache:
 
     ``tokens`` (n_tokens,) uint16 or uint32, the documents end to end; ``offsets`` (n_documents + 1,) int64.
     Every id is below ``n_words``. ``fingerprint`` names the content, whatever the place. Of conversations
-    there are also ``mask`` (n_tokens,) uint8, 1 where a token is learnt, ``conversations`` (n_documents, 4)
+    there are also ``mask`` (n_tokens,) uint8, 1 where a token is learnt, ``weights`` (n_tokens,) float32 of
+    the learnt tokens where some is not 1, ``conversations`` (n_documents, 4)
     int64 as :mod:`toolkit.data.chat.empty_masks` has it, and ``files``, the names that they had when they
     were tokenised; where they are ``paired``, each with an even number is chosen over the one behind it. Of
     texts with a class there are ``labels`` (n_documents,) int32. Pickles as its folder's name.
@@ -40,6 +41,7 @@ class TokenCache:
     files: tuple[str, ...] = ()
     labels: np.ndarray | None = field(default=None, repr=False)
     paired: bool = False
+    weights: np.ndarray | None = field(default=None, repr=False)
 
     def __reduce__(self) -> tuple:
         return open_cache, (self.folder,)
@@ -80,6 +82,8 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
         expected |= {"mask.bin": ("uint8", n_tokens), "conversations.bin": ("int64", n_documents * 4)}
     if LABELS in blocks.values:
         expected[LABELS] = ("int32", n_documents)
+    if WEIGHTS in blocks.values:
+        expected[WEIGHTS] = ("float32", n_tokens)
     arrays = {}
     for name, (kind, length) in expected.items():
         path, size = folder / name, length * np.dtype(kind).itemsize
@@ -108,4 +112,5 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
         files=tuple(files or ()),
         labels=arrays.get(LABELS),
         paired=bool(meta.values.get("paired")),
+        weights=arrays.get(WEIGHTS),
     )  # fmt: skip

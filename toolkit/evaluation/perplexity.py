@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from toolkit.loss import IGNORED_LABEL
 from toolkit.metrics.summary import perplexity
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.mesh import Mesh
+from toolkit.parallel.objective import WeightedObjective, count_valid
 
 _SCORED_AT_ONCE = 1024  # tokens that have logits at a time
 _BATCHES_READ = 64  # of each rank: their rows are sorted by length
@@ -55,16 +56,18 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """The summed loss (nats) of ``tokens`` predicted tokens; ``n_bytes`` of UTF-8 where the text is known."""
+    """The summed loss (nats) of ``tokens`` predicted tokens, times their weights, whose sum is ``weight``;
+    ``n_bytes`` of UTF-8 where the text is known."""
 
     total: float
     tokens: int
+    weight: float
     n_bytes: int | None = None
 
     @property
     def mean(self) -> float:
-        """Nats a token."""
-        return self.total / max(self.tokens, 1)
+        """Nats a token, a mean by their weights."""
+        return self.total / (self.weight or 1)
 
     @property
     def perplexity(self) -> float:
@@ -81,6 +84,9 @@ class Evaluator:
 
     def __init__(self, model: Decoder, *, batch_size: int = 8, mesh: Mesh | None = None):
         self.model = model.eval()
+        self.objective = WeightedObjective()
+        if model.output is not None:
+            model.output.reduction = self.objective.reduction
         self.batch_size = batch_size
         self.device = next(model.parameters()).device
         self.dp_rank, self.dp_size = (mesh.dp_rank, mesh.dp_size) if mesh else (0, 1)
@@ -90,22 +96,22 @@ class Evaluator:
     def loss(self, batches: Iterable[Batch]) -> Loss:
         """Loss of micro-batches as a loader gives them, of which each data-parallel rank brings its own and
         equally many."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in batches:
             moved = {name: None if x is None else x.to(self.device) for name, x in batch.items()}
-            labels = moved["labels"]
-            assert labels is not None
-            total = self.model(
+            moved = self.objective.prepare(moved)
+            losses = self.model(
                 moved["tokens"],
                 positions=moved.get("positions"),
                 documents=moved.get("documents"),
-                labels=labels,
+                labels=moved["labels"],
             )
-            sums += (
-                torch.stack((total.double(), (labels != IGNORED_LABEL).sum().double())) * self.is_loss_rank
-            )
+            total = self.objective(losses, moved)[0].double()
+            counts = count_valid([moved]), self.objective.count([moved])
+            sums += torch.stack((total, *counts)) * self.is_loss_rank
         self._sum_over_ranks(sums)
-        return Loss(sums[0].item(), int(sums[1].item()))
+        total, tokens, weight = sums.tolist()
+        return Loss(total, int(tokens), weight)
 
     def loss_of_rows(self, rows: Iterable[Row]) -> Loss:
         """Loss of the continuations of all rows together, which are read as they are needed."""
@@ -260,4 +266,4 @@ def text_loss(
     found = evaluator.loss_of_rows(rows())
     if not found.tokens:
         raise DataError("there is no text to evaluate")
-    return Loss(found.total, found.tokens, n_bytes)
+    return replace(found, n_bytes=n_bytes)

@@ -28,8 +28,6 @@ def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dty
         apply_lora(model, lora_targets(args, options), options.lora)
     elif options.adds:
         apply_to_attention(model, args, options)
-    if options.objective == "dpo" and model.output is not None:
-        model.output.reduction = "none"
     named = dict(model.named_parameters())
     # A pipeline's copy of a tied embedding is trained where the embedding is.
     tied = {HEAD: EMBEDDING} if args.tie_embeddings else {}

@@ -29,6 +29,7 @@ class PreferenceObjective(Objective):
     """The loss of ``options``, a mean over pairs, with the rewards that trl reports. ``group`` has the ranks
     that hold parts of the same sequences."""
 
+    reduction = "none"
     names = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
     fields = ("answers", "learnt", "reference")
     token_fields = ("answers",)

@@ -40,6 +40,9 @@ class ModelParts(ABC):
     ):
         self.models = models
         self.objective = objective
+        for model in models:
+            if model.output is not None:
+                model.output.reduction = objective.reduction
         self.after_update: list[Callable[[], None]] = []
         self.is_loss_rank = mesh.is_loss_rank
         self.dp_rank, self.coordinates = mesh.dp_rank, mesh.coordinates

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from toolkit.loss import IGNORED_LABEL
 
 MicroBatch = dict[str, Tensor | None]
-"""``tokens``, ``labels`` (B, S); ``positions`` and ``documents`` (B, S), or None; and an objective's own."""
+"""``tokens``, ``labels`` (B, S); ``positions`` and ``documents`` (B, S), or None; ``weights`` (B, S) where
+tokens have some; and an objective's own."""
 
 
 def count_valid(batches: Iterable[MicroBatch]) -> Tensor:
@@ -19,15 +20,22 @@ def count_valid(batches: Iterable[MicroBatch]) -> Tensor:
     return torch.stack(counts).sum()
 
 
+def divisor(count: Tensor) -> Tensor:
+    """Divisor of a batch's sums for their means, 1 where nothing counts: loss and gradient are 0, not 0/0."""
+    return torch.where(count > 0, count, 1)
+
+
 class Objective:
     """The loss of the next token, a mean over tokens.
 
     Attributes:
+        reduction: what it takes from the head: the sum of the losses of tokens, or with "none" each of them.
         names: what is reported beside the loss.
         fields: what it adds to a micro-batch, a row for each of its own.
         token_fields: those of them that are of tokens.
     """
 
+    reduction = "sum"
     names: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
     token_fields: tuple[str, ...] = ()
@@ -51,3 +59,26 @@ class Objective:
         """Sum up what the model gave: the loss with its gradient, and this rank's share of the sums that are
         reported (1 + names,), the loss first, fp64."""
         return output, output.detach().double()[None]
+
+
+class WeightedObjective(Objective):
+    """The loss of the next token, a mean over tokens by the weights of their labels, which are 1 where a
+    micro-batch has none."""
+
+    reduction = "none"
+    fields = token_fields = ("weights",)
+
+    def prepare(self, batch: MicroBatch) -> MicroBatch:
+        labels, weights = batch["labels"], batch.get("weights")
+        assert labels is not None
+        counted = (labels != IGNORED_LABEL).float()
+        return batch | {"weights": counted if weights is None else weights * counted}
+
+    def count(self, batches: Sequence[MicroBatch]) -> Tensor:
+        sums = [batch["weights"].sum(dtype=torch.float64) for batch in batches]  # type: ignore[union-attr]
+        return torch.stack(sums).sum()
+
+    def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        weights = batch["weights"]
+        assert weights is not None
+        return super().__call__((output * weights.flatten()).sum(), batch)

@@ -1,7 +1,8 @@
-"""Conversations as token ids, with a mask of those that the model learns (supervised fine-tuning).
+"""Conversations as token ids, with the weight in the loss of each (supervised fine-tuning).
 
-By ``train_on`` these are the assistant's texts with the ends of its turns, those of its last turn alone, or
-all. The first token of a conversation is never learnt: nothing predicts it.
+By ``train_on`` the assistant's texts with the ends of its turns are learnt, those of its last turn alone, or
+all. A token's weight is that of its row times that of its message, and 0 where it is not learnt. The first
+token of a conversation is never learnt: nothing predicts it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from toolkit.data.chat.formats import chat_format
 from toolkit.data.chat.shapes import Conversation, Shape
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.text_files import Piece
+from toolkit.data.token_files import WEIGHTS
 from toolkit.data.tokenize import Encoded
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
-VERSION = 4  # raise it when conversations become other ids or masks
+VERSION = 4  # raise it when conversations become other ids or weights
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class ChatOptions:
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """Turns pieces into tokens and masks, in any process: the template is compiled where it is first
+    """Turns pieces into tokens and weights, in any process: the template is compiled where it is first
     needed."""
 
     tokenizer: Tokenizer
@@ -61,32 +63,36 @@ class ConversationEncoder:
 
     @property
     def fingerprint(self) -> list[Any]:
-        """Everything that ids and masks depend on besides the text and the tokenizer."""
+        """Everything that ids and weights depend on besides the text and the tokenizer."""
         shape = [self.shape.format, sorted(self.shape.names.items())]
         special = sorted(self.tokenizer.special_tokens.items())  # of some tokenizers in a file of their own
         return [VERSION, *shape, self.form.fingerprint, self.options.train_on, special]
 
     def __call__(self, piece: Piece) -> Encoded:
-        tokens, masks, about = [], [], []
+        tokens, weights, about = [], [], []
         file = self.files.index(piece.path)
         for place, row in piece.rows():
             where = f"{piece.path}, {piece.unit} {place}"
             for conversation in self.shape.conversations(row, where):
-                ids, mask = self.encode(conversation, where)
-                learnt = np.flatnonzero(mask)
+                ids, weights_of_ids = self.encode(conversation, where)
+                learnt = np.flatnonzero(weights_of_ids)
                 tokens.append(ids)
-                masks.append(mask)
+                weights.append(weights_of_ids)
                 about.append((file, place, learnt[0] if len(learnt) else NO_LOSS, len(learnt)))
         lengths = np.array([len(ids) for ids in tokens], np.int64)
+        of_tokens = np.concatenate([np.zeros(0, np.float32), *weights])
+        mask = of_tokens != 0
         extra = {
-            self.EXTRA[0]: np.concatenate([np.zeros(0, np.uint8), *masks]),
+            self.EXTRA[0]: mask.astype(np.uint8),
             self.EXTRA[1]: np.array(about, np.int64).reshape(-1, 4),
         }
+        if (of_tokens[mask] != 1).any():
+            extra[WEIGHTS] = np.where(mask, of_tokens, np.float32(1))
         joined = np.concatenate([np.zeros(0, self.dtype), *tokens])
         return Encoded(joined, lengths, True, True, piece.n_file_bytes, extra)
 
     def encode(self, conversation: Conversation, where: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids (``dtype``) and mask (uint8) of a conversation.
+        """Ids (``dtype``) and weights (fp32) of a conversation.
 
         Raises:
             DataError: the format has no place for it; ``where`` is told.
@@ -95,12 +101,12 @@ class ConversationEncoder:
             turns = self._turns(conversation)
             if not turns.ids:
                 raise DataError(f"chat format {self.form.name} makes nothing of it")
-            mask = loss_mask(conversation, turns.answers, len(turns.ids), self.options.train_on)
+            weights = token_weights(conversation, turns.answers, len(turns.ids), self.options.train_on)
         except DataError as error:
             rule, _, rest = str(error).partition("\n  fix:  ")
             fix = rest or "correct it, or set data.chat_template to a template that has a place for it"
             raise DataError(f"{where}: {rule}\n  fix:  {fix}") from None
-        return np.array(turns.ids, self.dtype), mask
+        return np.array(turns.ids, self.dtype), weights
 
     def _turns(self, conversation: Conversation) -> Turns:
         if not conversation.tools:
@@ -113,39 +119,39 @@ class ConversationEncoder:
         return self.form.encode_turns(conversation.messages, conversation.tools)
 
 
-def loss_mask(
+def token_weights(
     conversation: Conversation, answers: list[tuple[int, int]], n_ids: int, train_on: str
 ) -> np.ndarray:
-    """uint8 (n_ids,): 1 where a token is learnt. ``answers`` are the assistant's tokens, a pair for each
-    turn.
+    """fp32 (n_ids,): the weight of each token, 0 where it is not learnt. ``answers`` are the assistant's
+    tokens, a pair for each turn.
 
     Raises:
         DataError: the template marks more or fewer parts than there are turns, where single turns are meant;
-            or a message that is learnt and not the assistant's has weight 0.
+            or a message that is learnt and not the assistant's has a weight.
     """
     indices = [at for at, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    left_out = [index in conversation.unweighted for index in indices]
+    of_turns = [conversation.weights.get(index, 1.0) for index in indices]
     in_prompt = [index < conversation.first for index in indices]
-    if train_on == "all" and (others := conversation.unweighted.difference(indices)):
+    if train_on == "all" and (others := conversation.weights.keys() - indices):
         number = min(others)
         raise DataError(
-            f"message {number + 1} has weight 0 and is the {conversation.messages[number]['role']}'s: with "
-            'data.train_on = "all" only turns of the assistant can be left out\n'
-            '  fix:  remove that weight, or set data.train_on = "assistant"'
+            f"message {number + 1} has weight {conversation.weights[number]:g} and is the "
+            f'{conversation.messages[number]["role"]}\'s: with data.train_on = "all" only turns of the '
+            'assistant can have another than 1\n  fix:  remove it, or set data.train_on = "assistant"'
         )
-    single = any(left_out) or any(in_prompt) or train_on == "last_assistant"
+    single = any(weight != 1 for weight in of_turns) or any(in_prompt) or train_on == "last_assistant"
     if single and len(indices) != len(answers):
         raise DataError(
             f"the template marks {len(answers)} parts for {len(indices)} turns of the assistant, so that "
             "single turns cannot be told\n  fix:  put {% generation %} around each turn once, or set "
             'data.train_on = "assistant" and no weights'
         )
-    mask = np.full(n_ids, train_on == "all", np.uint8)
+    weights = np.full(n_ids, conversation.weight * (train_on == "all"), np.float32)
     for number, (begin, end) in enumerate(answers):
-        learnt = not (single and left_out[number])
+        learnt = True
         if train_on != "all":
-            learnt &= not (single and in_prompt[number])
+            learnt = not (single and in_prompt[number])
             learnt &= train_on == "assistant" or number == len(answers) - 1
-        mask[begin:end] = learnt
-    mask[0] = 0
-    return mask
+        weights[begin:end] = conversation.weight * (of_turns[number] if single else 1) * learnt
+    weights[0] = 0
+    return weights

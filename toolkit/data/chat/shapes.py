@@ -7,9 +7,9 @@
     preference         {"prompt": "…", "chosen": "…", "rejected": "…"}, two conversations; answers that are
                        lists, without a list as a prompt, are whole conversations, as in trl
 
-The last two may have ``tools``, too. ``system``, ``input`` and ``tools`` may be absent or empty. Names of
-columns, and of the keys of a message, can be others (``data.columns``). A key that is null is absent, in
-messages and in ``tools`` that are no text.
+The last two may have ``tools``, too, and all but the last a ``weight``. ``system``, ``input``, ``tools`` and
+``weight`` may be absent or empty. Names of columns, and of the keys of a message, can be others
+(``data.columns``). A key that is null is absent, in messages and in ``tools`` that are no text.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -31,28 +32,32 @@ _SHAREGPT_ROLES = {
     "bot": "assistant", "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
 }  # fmt: skip
 _NAMES = {
-    "messages": ("messages", "tools", "role", "content"),
-    "sharegpt": ("conversations", "system", "from", "value"),
-    "alpaca": ("instruction", "input", "output", "system"),
-    "prompt_completion": ("prompt", "completion", "tools", "role", "content"),
+    "messages": ("messages", "tools", "weight", "role", "content"),
+    "sharegpt": ("conversations", "system", "weight", "from", "value"),
+    "alpaca": ("instruction", "input", "output", "system", "weight"),
+    "prompt_completion": ("prompt", "completion", "tools", "weight", "role", "content"),
     "preference": ("prompt", "chosen", "rejected", "tools", "role", "content"),
 }
 FORMATS = tuple(name for name in _NAMES if name != PREFERENCE)
 """Those of which a row is one conversation."""
-_OPTIONAL = ("input", "system", "tools")
+_OPTIONAL = ("input", "system", "tools", "weight")
 _SHOWN = 20
 _MAX_DEPTH = 100
 _OF_MESSAGES = ("role", "content", "from", "value")
+_LEAST, _MOST = 1e-9, 1e9
+"""Range of a weight that is not 0: in fp32 the product of two has room below and above."""
 
 
 class Conversation(NamedTuple):
-    """Messages with role and content, and which of the assistant's are not learnt: those of ``weight`` 0,
-    and those before message ``first``, which are part of a prompt. ``tools`` are what may be called."""
+    """Messages with role and content. ``weights`` are those of messages whose loss has another weight than 1,
+    which ``weight``, that of the row, multiplies. The assistant's messages before message ``first`` are part
+    of a prompt and not learnt. ``tools`` are what may be called."""
 
     messages: list[dict[str, Any]]
-    unweighted: frozenset[int] = frozenset()
+    weights: Mapping[int, float] = {}
     first: int = 0
     tools: list[Any] | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class Shape:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        return {name: name for name in _NAMES[self.format]} | self._chosen
+        # Preferences have no weights, and reject those that there are.
+        return {name: name for name in (*_NAMES[self.format], "weight")} | self._chosen
 
     @property
     def _chosen(self) -> dict[str, str]:
@@ -77,7 +83,7 @@ class Shape:
 
     @property
     def _optional(self) -> tuple[str, ...]:
-        return ("prompt", "tools") if self.paired else _OPTIONAL
+        return ("prompt", "tools", "weight") if self.paired else _OPTIONAL
 
     def columns(self, there: Collection[str], where: str) -> list[str]:
         """The columns to read, of those that are ``there``.
@@ -109,7 +115,8 @@ class Shape:
         """The conversation in a row, or the two, the chosen first.
 
         Raises:
-            DataError: it has another shape, an unknown role or an empty turn; ``where`` is told, and the fix.
+            DataError: it has another shape, an unknown role, an empty turn or an impossible weight; ``where``
+                is told, and the fix.
         """
         try:
             self.columns(row, where)
@@ -123,7 +130,12 @@ class Shape:
                 raise DataError(f"{where}{name}: the conversation has no message\n  fix:  remove it")
             for number, message in enumerate(conversation.messages):
                 _check(message, f"{where}{name}, message {number + 1}")
-        return found
+        weight = _weight(self._value(row, "weight"), where)
+        others = {weight, *(held for one in found for held in one.weights.values() if held)} - {1.0}
+        if self.paired and others:
+            fix = "remove it; of a message, 0 leaves it out and 1 does not"
+            raise DataError(f"{where}: weight {min(others):g}, and preferences have none\n  fix:  {fix}")
+        return [conversation._replace(weight=weight) for conversation in found]
 
     def conversation(self, row: Mapping[str, Any], where: str) -> Conversation:
         """The only conversation in a row. Raises DataError as :meth:`conversations`."""
@@ -149,7 +161,7 @@ class Shape:
                 f"{where}: column {self.names[name]!r} holds {_kind(value)}\n  fix:  it must hold a list of "
                 f'messages, each an object such as {{"{self.names[role]}": …, "{self.names[content]}": …}}'
             )
-        messages, unweighted = [], set()
+        messages, weights = [], {}
         for number, item in enumerate(value):
             at = f"{where}, message {number + 1}"
             if not isinstance(item, Mapping):
@@ -168,12 +180,10 @@ class Shape:
             held = _plain(item, at)
             message = {keys.get(key, key): held[key] for key in held if key in keys or key not in own}
             message["role"] = roles[said]
-            if (weight := message.pop("weight", 1)) not in (0, 1):
-                fix = "0 leaves the message out of the loss, 1 does not"
-                raise DataError(f"{at}: weight {shown(weight)}\n  fix:  {fix}")
-            unweighted |= {number} if weight == 0 else set()
+            if (weight := _weight(message.pop("weight", None), at)) != 1:
+                weights[number] = weight
             messages.append(message)
-        return Conversation(messages, frozenset(unweighted))
+        return Conversation(messages, weights)
 
     def _openai(self, row: Mapping[str, Any], where: str) -> Conversation:
         found = self._messages(self._value(row, "messages"), "messages", where)
@@ -197,7 +207,7 @@ class Shape:
         system = self._text(row, "system", where)
         if not system:
             return found
-        moved = frozenset(number + 1 for number in found.unweighted)
+        moved = {number + 1: weight for number, weight in found.weights.items()}
         return Conversation([{"role": "system", "content": system}, *found.messages], moved)
 
     def _alpaca(self, row: Mapping[str, Any], where: str) -> Conversation:
@@ -243,9 +253,9 @@ class Shape:
                 parts.append(Conversation([{"role": role, "content": self._text(row, name, where)}]))
         prompt, completion = parts
         first = len(prompt.messages)
-        moved = frozenset(first + number for number in completion.unweighted)
-        messages, unweighted = [*prompt.messages, *completion.messages], prompt.unweighted | moved
-        return Conversation(messages, unweighted, first, self._tools(row, where))
+        moved = {first + number: weight for number, weight in completion.weights.items()}
+        messages, weights = [*prompt.messages, *completion.messages], {**prompt.weights, **moved}
+        return Conversation(messages, weights, first, self._tools(row, where))
 
 
 _READERS = {
@@ -280,6 +290,17 @@ def _check(message: dict[str, Any], where: str) -> None:
         raise DataError(
             f"{where}: the {role}'s turn is empty\n  fix:  remove the conversation, or write the turn"
         )
+
+
+def _weight(value: Any, where: str) -> float:
+    """The weight of a row or a message, 1 where it has none. Raises DataError where it is no such number."""
+    if value is None:
+        return 1.0
+    number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    if not (number and (value == 0 or _LEAST <= value <= _MOST)):
+        rule = f"weight {shown(value)} is neither 0 nor a number from {_LEAST:g} to {_MOST:g}"
+        raise DataError(f"{where}: {rule}\n  fix:  0 leaves it out of the loss, another multiplies its loss")
+    return float(value)
 
 
 def _part(part: Any, where: str) -> str:
