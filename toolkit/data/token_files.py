@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +26,8 @@ class TokenCache:
     there are also ``mask`` (n_tokens,) uint8, 1 where a token is learnt, ``conversations`` (n_documents, 4)
     int64 as :mod:`toolkit.data.chat.empty_masks` has it, and ``files``, the names that they had when they
     were tokenised; where they are ``paired``, each with an even number is chosen over the one behind it. Of
-    texts with a class there are ``labels`` (n_documents,) int32. Pickles as its folder's name.
+    texts with a class there are ``labels`` (n_documents,) int32. ``remarks`` are what a user should know of
+    so many documents. Pickles as its folder's name.
     """
 
     folder: Path
@@ -40,6 +42,7 @@ class TokenCache:
     files: tuple[str, ...] = ()
     labels: np.ndarray | None = field(default=None, repr=False)
     paired: bool = False
+    remarks: Mapping[str, int] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple:
         return open_cache, (self.folder,)
@@ -74,6 +77,8 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
     files = meta.values.get("files")
     if not (files is None or (isinstance(files, list) and all(isinstance(name, str) for name in files))):
         meta.refuse("files", "must be the names of files")
+    found = meta.inner("remarks") or Fields({})
+    remarks = {remark: found.count(remark) for remark in found.values}
     meta.finish(f"{folder / 'meta.json'} is damaged")
     expected = {"tokens.bin": (dtype.name, n_tokens), "offsets.bin": ("int64", n_documents + 1)}
     if files is not None:
@@ -108,4 +113,5 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
         files=tuple(files or ()),
         labels=arrays.get(LABELS),
         paired=bool(meta.values.get("paired")),
+        remarks=remarks,
     )  # fmt: skip
