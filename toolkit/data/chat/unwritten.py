@@ -32,7 +32,12 @@ class UnwrittenKeys:
         structure = (
             bool(tools),
             *(
-                (message["role"], *further_keys(message), len(message.get("tool_calls") or ()))
+                (
+                    message["role"],
+                    bool((message.get("content") or "").strip()),
+                    *further_keys(message),
+                    len(message.get("tool_calls") or ()),
+                )
                 for message in messages
             ),
         )
