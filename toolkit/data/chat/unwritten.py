@@ -36,7 +36,7 @@ class UnwrittenKeys:
                     message["role"],
                     bool((message.get("content") or "").strip()),
                     *further_keys(message),
-                    len(message.get("tool_calls") or ()),
+                    len(_calls(message)),
                 )
                 for message in messages
             ),
@@ -48,6 +48,11 @@ class UnwrittenKeys:
             found = (place for place, less, fewer in lacking if _renders(text, render, less, fewer))
             self._known[structure] = tuple(dict.fromkeys(found))
         return self._known[structure]
+
+
+def _calls(message: Message) -> list[Any]:
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) else []
 
 
 def _renders(
@@ -67,13 +72,15 @@ def _lacking(
     if tools:
         yield (None, "tools"), messages, None
     for index, message in enumerate(messages):
-        calls = message.get("tool_calls")
+        calls = _calls(message)
         variants: list[tuple[str, Message]] = []
-        if (message.get("content") or "").strip() and (calls or message["role"] not in ("user", "assistant")):
+        if (message.get("content") or "").strip() and (
+            "tool_calls" in message or message["role"] not in ("user", "assistant")
+        ):
             variants.append(("content", {**message, "content": ""}))
         for key in further_keys(message):
             less: Message = {name: value for name, value in message.items() if name != key}
-            if key == "tool_calls" and isinstance(calls, list) and len(calls) > 1:
+            if key == "tool_calls" and len(calls) > 1:
                 fewer = [calls[:at] + calls[at + 1 :] for at in range(len(calls))]
                 variants += [(key, {**less, key: some}) for some in fewer]
             else:
