@@ -49,6 +49,7 @@ RULES = (
     "formats_act",
     "columns_known",
     "chat_template_readable",
+    "empty_thinking_is_masked",
     "new_tokens_have_rows",
 )
 """Those about data and tokenizer."""

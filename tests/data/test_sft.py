@@ -32,9 +32,9 @@ from tests.data.chat_data import (
 )
 from tests.data.test_chat import LLAMA2_TEMPLATE
 from toolkit.config.training import ConversationFormat
+from toolkit.data.chat.formats import chat_format
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder, token_weights
 from toolkit.data.chat.shapes import FORMATS, PREFERENCE, Conversation, Shape
-from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import EXIT_CONFIG, EXIT_FINISHED, DataError
 from toolkit.models.llama.chat import Llama2Format, Llama3Format
@@ -246,7 +246,14 @@ def test_templates_that_trl_ships(other: Path, name: str) -> None:
             messages, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
         )
         ids, mask = _mask(tokenizer, marked, messages)
-        assert (ids, mask) == (expected["input_ids"], list(expected["assistant_masks"]))
+        judged = list(expected["assistant_masks"])
+        for index, message in enumerate(messages):  # qwen2_5 marks the line end of the generation prompt
+            if message["role"] == "assistant":
+                prompt = judge.apply_chat_template(
+                    messages[:index], chat_template=marked, add_generation_prompt=True, return_dict=False
+                )
+                judged[len(prompt) - 1] = 0
+        assert (ids, mask) == (expected["input_ids"], judged)
         ids, mask = _mask(tokenizer, source, messages)
         assert ids == judge.apply_chat_template(messages, chat_template=source, return_dict=False)
         learnt = tokenizer.decode([token for token, held in zip(ids, mask, strict=True) if held])
@@ -368,6 +375,8 @@ def test_tools_stand_beside_prompts_and_answers() -> None:
     tools = [{"name": "f", "parameters": {}}]
     asked, answer = ([{"role": role, "content": "a"}] for role in ("user", "assistant"))
     for shape, row in (
+        ("sharegpt", {"conversations": [{"from": "human", "value": "q"}], "system": "s"}),
+        ("alpaca", {"instruction": "q", "output": "a"}),
         ("prompt_completion", {"prompt": "q", "completion": "a"}),
         ("prompt_completion", {"prompt": asked, "completion": answer}),
         ("preference", {"prompt": "q", "chosen": "a", "rejected": "b"}),
@@ -472,7 +481,7 @@ def test_what_a_format_has_no_place_for_is_told_with_place_and_fix(llama2: Token
     with pytest.raises(DataError, match=r"here: chat template .*: no tools\n  fix:  correct it"):
         _mask(tokenizer, "{{ raise_exception('no tools') }}", first)
     with pytest.raises(DataError, match=r"has no variable 'nothing'\n  fix:  remove it; .* messages"):
-        ChatTemplate(tokenizer, UNMARKED, variables={"nothing": "a"})
+        chat_format(tokenizer, UNMARKED, variables={"nothing": "a"})
     unended = CHATML.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|eot_id|>")
     with pytest.raises(DataError, match=r"<\|eot_id\|>, by which a model ends its turn\n  fix:  put"):
         _mask(tokenizer, unended, next(_generated(1)))

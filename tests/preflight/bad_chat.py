@@ -124,6 +124,25 @@ CASES = [
         "the format llama3 has no variables, and is given day",
         prepare=_rows,
     ),
+    bad(
+        "chat_template_readable",
+        f"data.chat_template=llama3 data.mask_empty_thinking=true {HERE}",
+        "the format llama3 writes no think block",
+        "set data.mask_empty_thinking = false",
+        prepare=_rows,
+    ),
+    bad(
+        "chat_template_readable",
+        f"data.chat_template=mine.jinja data.mask_empty_thinking=true {HERE}",
+        "chat template mine.jinja has no variable 'enable_thinking'",
+        prepare=_template("{{ messages }}"),
+    ),
+    bad(
+        "empty_thinking_is_masked",
+        f"data.mask_empty_thinking=true data.train_on=all {HERE}",
+        "every token is learnt",
+        prepare=_rows,
+    ),
     bad("new_tokens_have_rows", "model.additional_special_tokens=<|a|>,<|a|>", "<|a|> is there twice"),
     bad(
         "new_tokens_have_rows",

@@ -314,6 +314,9 @@ class Data(Table):
     """Variables for the template, such as {date_string = "26 Jul 2024", enable_thinking = false}."""
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     """Parts of a conversation to learn: the assistant's turns with their ends, the last of them, or all."""
+    mask_empty_thinking: bool = False
+    """Do not learn the empty think block that a template writes before an answer without reasoning, whether
+    or not the run's generation prompt writes it: for templates with a variable enable_thinking."""
     empty_mask: Literal["error", "drop"] = "error"
     """Conversations without a token to learn, by themselves or once they are cut at seq_len: refuse to
     train, or train without them."""

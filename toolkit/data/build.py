@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
+from toolkit.data.content_hash import say
 from toolkit.data.run_data import BASE_CORPUS, RunData
 from toolkit.data.sources import open_corpus
 from toolkit.data.token_cache import tokenized
@@ -114,6 +115,9 @@ def open_tokens(config: Config, corpus: CorpusOptions, tokenizer: Tokenizer, **o
 
         seq_len = config.value("validation" if corpus.table == "validation" else "training").seq_len
         check_conversations(cache, seq_len, config.data.empty_mask, corpus.table)
+        for remark, n in cache.remarks.items():
+            of_all = f"{n:,} of {cache.n_documents:,} conversations"
+            say(options.get("progress", True), f"note   [{corpus.table}] in {of_all} {remark}")
     return cache
 
 
@@ -121,7 +125,7 @@ def _chat_options(config: Config) -> ChatOptions:
     from toolkit.data.chat.sft import ChatOptions  # needs jinja
 
     data = config.data
-    return ChatOptions(data.chat_template, data.chat_template_kwargs, data.train_on)
+    return ChatOptions(data.chat_template, data.chat_template_kwargs, data.train_on, data.mask_empty_thinking)
 
 
 class CorpusOptions(NamedTuple):

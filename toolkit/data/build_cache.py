@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -32,6 +33,7 @@ from toolkit.io.block_hashes import HashedFile
 if TYPE_CHECKING:
     from toolkit.data.token_cache import RowEncoder
 
+_MAX_REMARKS = 20
 ALONE_BYTES = 16 << 20  # of text: up to here helpers would hardly be under way before one process is done
 ONES = 1 << 20  # weights that are written at once
 
@@ -64,7 +66,7 @@ def build_cache(
         with TokenizeBar(source.name, source.n_bytes, processes, shown=progress) as bar:
             pieces = encode_all(source.pieces(), encode, processes=processes)
             with contextlib.closing(pieces):
-                n_tokens, n_documents, blocks = _write(pieces, place, bar, extra)
+                n_tokens, n_documents, blocks, remarks = _write(pieces, place, bar, extra)
         if n_documents == 0:
             files = "file" if len(source.files) == 1 else f"{len(source.files):,} files"
             raise DataError(
@@ -81,6 +83,7 @@ def build_cache(
             "dtype": dtype,
             "n_words": tokenizer.n_words,
             "blocks": blocks,
+            "remarks": dict(remarks.most_common(_MAX_REMARKS)),
         }
         place.commit(json.dumps(meta | _about(source)).encode())
 
@@ -160,10 +163,11 @@ def _about(source: Corpus) -> dict[str, Any]:
 
 def _write(
     pieces: Iterator[Encoded], place: Building, bar: TokenizeBar, extra: Sequence[str]
-) -> tuple[int, int, dict[str, list[str]]]:
+) -> tuple[int, int, dict[str, list[str]], Counter[str]]:
     """Write pieces as they come, with files for what is ``extra``, and for weights where there are some;
-    returns the number of tokens and of documents, and the hashes of the files."""
+    returns the number of tokens and of documents, the hashes of the files, and the remarks."""
     n_tokens = n_documents = 0
+    remarks: Counter[str] = Counter()
     unfinished = 0  # tokens so far of a document that the next piece goes on with
     with contextlib.ExitStack() as opened:
         names = ("tokens.bin", "offsets.bin", *extra)
@@ -178,6 +182,7 @@ def _write(
             elif WEIGHTS in files:
                 extras.setdefault(WEIGHTS, np.ones(len(piece.tokens), np.float32))
             files["tokens.bin"].write(piece.tokens)
+            remarks.update(piece.remarks or {})
             for name, values in extras.items():
                 files[name].write(values)
             lengths = piece.lengths.copy()
@@ -190,4 +195,4 @@ def _write(
             files["offsets.bin"].write(ends)
             n_tokens, n_documents = (int(ends[-1]) if len(ends) else n_tokens, n_documents + len(ends))
             bar.advance(piece.n_file_bytes, n_tokens)
-    return n_tokens, n_documents, {name: file.hashes() for name, file in files.items()}
+    return n_tokens, n_documents, {name: file.hashes() for name, file in files.items()}, remarks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +27,8 @@ class TokenCache:
     the learnt tokens where some is not 1, ``conversations`` (n_documents, 4)
     int64 as :mod:`toolkit.data.chat.empty_masks` has it, and ``files``, the names that they had when they
     were tokenised; where they are ``paired``, each with an even number is chosen over the one behind it. Of
-    texts with a class there are ``labels`` (n_documents,) int32. Pickles as its folder's name.
+    texts with a class there are ``labels`` (n_documents,) int32. ``remarks`` are what a user should know of
+    so many documents. Pickles as its folder's name.
     """
 
     folder: Path
@@ -42,6 +44,7 @@ class TokenCache:
     labels: np.ndarray | None = field(default=None, repr=False)
     paired: bool = False
     weights: np.ndarray | None = field(default=None, repr=False)
+    remarks: Mapping[str, int] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple:
         return open_cache, (self.folder,)
@@ -76,6 +79,8 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
     files = meta.values.get("files")
     if not (files is None or (isinstance(files, list) and all(isinstance(name, str) for name in files))):
         meta.refuse("files", "must be the names of files")
+    found = meta.inner("remarks") or Fields({})
+    remarks = {remark: found.count(remark) for remark in found.values}
     meta.finish(f"{folder / 'meta.json'} is damaged")
     expected = {"tokens.bin": (dtype.name, n_tokens), "offsets.bin": ("int64", n_documents + 1)}
     if files is not None:
@@ -113,4 +118,5 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
         labels=arrays.get(LABELS),
         paired=bool(meta.values.get("paired")),
         weights=arrays.get(WEIGHTS),
+        remarks=remarks,
     )  # fmt: skip

@@ -16,8 +16,8 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer
 
 
 class Encoded(NamedTuple):
-    """A piece's ``tokens``, the ``lengths`` of its documents in tokens (int64), what it said of itself, and
-    what else is kept of it, by the names of files."""
+    """A piece's ``tokens``, the ``lengths`` of its documents in tokens (int64), what it said of itself,
+    what else is kept of it, by the names of files, and what a user should know of how many documents."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -25,6 +25,7 @@ class Encoded(NamedTuple):
     closes: bool
     n_file_bytes: int
     extra: Mapping[str, np.ndarray] | None = None
+    remarks: Mapping[str, int] | None = None
 
 
 Encoder = Callable[[Piece], Encoded]

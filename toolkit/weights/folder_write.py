@@ -126,9 +126,12 @@ def _end(
 ) -> None:
     try:
         for path in work.iterdir():  # of a try that was stopped, whose companions may have been others
-            if path.name not in {*folder.files, *folder.others}:
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in {*folder.files, *folder.others}:
                 path.unlink()
         for name, content in folder.others.items():
+            (work / name).parent.mkdir(exist_ok=True)
             with (work / name).open("wb") as file:
                 file.write(content)
                 sync_file(file)

@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.checkpoint.manifest import saved_settings
 from toolkit.config.local_paths import expand_user
 from toolkit.data.tokenizers.added import extended
-from toolkit.data.tokenizers.files import CANDIDATES, adds_bos, find
+from toolkit.data.tokenizers.files import CANDIDATES, TEMPLATE, TOOL_USE, adds_bos, find
 from toolkit.data.tokenizers.to_json import post_processor, tokenizer_json
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import DataError
@@ -25,14 +25,14 @@ from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import WeightSource
 from toolkit.weights.views import origin
 
-_TEMPLATE = "chat_template.jinja"
 _NAMES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    _TEMPLATE,
+    TEMPLATE,
+    TOOL_USE,
 )
 
 
@@ -154,7 +154,7 @@ def tokenizer_companions(path: Path, *, add_bos: bool | None = None) -> Companio
 
 def _stop_ids(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> tuple[int, ...]:
     """The tokenizer's, and those of the chat template among its ``files``, if that can be used."""
-    if _TEMPLATE in files or b'"chat_template"' in files.get("tokenizer_config.json", b""):
+    if TEMPLATE in files or b'"chat_template"' in files.get("tokenizer_config.json", b""):
         from toolkit.data.chat.template import template_beside  # needs jinja
 
         with contextlib.suppress(DataError):

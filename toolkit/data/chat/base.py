@@ -10,6 +10,8 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
 Message = Mapping[str, Any]
+Unwritten = tuple[int | None, str]
+"""A key of the message with this index, or of no message (``tools``), of which a format writes nothing."""
 
 
 class Turns(NamedTuple):
@@ -18,6 +20,14 @@ class Turns(NamedTuple):
 
     ids: list[int]
     answers: list[tuple[int, int]]
+
+
+def further_keys(message: Message) -> list[str]:
+    """The keys of ``message`` that hold something, besides its role and content."""
+    return [key for key, held in message.items() if key not in ("role", "content") and held not in _EMPTY]
+
+
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 class ChatFormat(ABC):
@@ -57,6 +67,13 @@ class ChatFormat(ABC):
         Raises:
             DataError: as ``encode``; answers that cannot be told from the rest.
         """
+
+    def unwritten(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> tuple[Unwritten, ...]:
+        """What a dialog holds of which its ids say nothing: all but roles and contents."""
+        keys = ((index, key) for index, message in enumerate(messages) for key in further_keys(message))
+        return (*([(None, "tools")] if tools else []), *keys)
 
 
 def special_ids(tokenizer: Tokenizer, names: Sequence[str], wanted_by: str) -> list[int]:

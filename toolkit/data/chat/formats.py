@@ -15,7 +15,14 @@ from typing import Any
 
 from toolkit.config.local_paths import expand_user
 from toolkit.data.chat.base import ChatFormat
-from toolkit.data.chat.template import ChatTemplate, compiled, read_template, template_beside
+from toolkit.data.chat.template import (
+    ChatTemplate,
+    compiled,
+    no_empty_thinking,
+    read_template,
+    refuse_unused,
+    template_beside,
+)
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 from toolkit.models.registry import chat_formats
@@ -27,43 +34,58 @@ def chat_format(
     *,
     variables: Mapping[str, Any] | None = None,
     training: bool = False,
+    mask_empty_thinking: bool = False,
 ) -> ChatFormat:
     """The format of ``tokenizer``'s model; ``asked`` is the name of a format, a jinja template or its file.
 
     ``variables`` are for a template to use. For ``training`` its ids do not depend on the day.
+    ``mask_empty_thinking`` leaves an empty think block that the template writes out of what is learnt.
 
     Raises:
-        DataError: no format can be told, the tokenizer lacks its tokens, or the template cannot be read.
+        DataError: no format can be told, the tokenizer lacks its tokens, the template cannot be read, or it
+            has no use for an option.
     """
     known = chat_formats()
+    variables = variables or {}
+    options: dict[str, Any] = {
+        "variables": variables,
+        "training": training,
+        "mask_empty_thinking": mask_empty_thinking,
+    }
+    form = None
     if asked is None:
-        found = template_beside(tokenizer, variables=variables, training=training)
-        if found is not None:
-            return found
-        asked = next((name for name, form in known.items() if form.fits(tokenizer)), None)
+        form = template_beside(tokenizer, **options)
+        if form is None:
+            asked = next((name for name, kind in known.items() if kind.fits(tokenizer)), None)
+    elif asked not in known:
+        name, source = _template(asked)
+        form = ChatTemplate(tokenizer, source, name=name, **options)
+    if form is not None:
+        refuse_unused(form.name, form.used, variables, mask_empty_thinking)
+        if mask_empty_thinking and not form.has_empty_thinking:
+            raise no_empty_thinking(f"chat template {form.name}", "opens every answer alike")
+        return form
     if asked is None:
         raise DataError(
             f"no chat format is known for {tokenizer.path}: there is no chat_template.jinja and no "
             f"chat_template in tokenizer_config.json beside it, and it has the tokens of none\n"
             f"  fix:  name {', '.join(known)} or the file of a jinja template"
         )
-    if asked in known:
-        _refuse_variables(asked, variables)
-        return known[asked](tokenizer)
-    name, source = _template(asked)
-    return ChatTemplate(tokenizer, source, name=name, variables=variables, training=training)
+    _refuse_options(asked, variables, mask_empty_thinking)
+    return known[asked](tokenizer)
 
 
-def check_asked(asked: str, variables: Mapping[str, Any]) -> None:
-    """See that a format is there, or a template can be read and uses ``variables``, without a tokenizer.
+def check_asked(asked: str, variables: Mapping[str, Any], mask_empty_thinking: bool = False) -> None:
+    """See that a format is there, or a template can be read and uses the options, without a tokenizer.
 
     Raises:
         DataError: it cannot, or does not.
     """
     if asked in chat_formats():
-        _refuse_variables(asked, variables)
+        _refuse_options(asked, variables, mask_empty_thinking)
     else:
-        compiled(*_template(asked), variables)
+        name, source = _template(asked)
+        refuse_unused(name, compiled(name, source).used, variables, mask_empty_thinking)
 
 
 def template_text(asked: str) -> str | None:
@@ -88,9 +110,11 @@ def _template(asked: str) -> tuple[str, str]:
     return asked, read_template(path)
 
 
-def _refuse_variables(name: str, variables: Mapping[str, Any] | None) -> None:
+def _refuse_options(name: str, variables: Mapping[str, Any], mask_empty_thinking: bool) -> None:
     if variables:
         raise DataError(
             f"the format {name} has no variables, and is given {', '.join(variables)}\n"
             "  fix:  remove them, or name a template that uses them"
         )
+    if mask_empty_thinking:
+        raise no_empty_thinking(f"the format {name}", "writes no think block")

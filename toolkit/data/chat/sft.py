@@ -7,7 +7,8 @@ token of a conversation is never learnt: nothing predicts it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from toolkit.data.chat.base import ChatFormat, Turns
+from toolkit.data.chat.base import ChatFormat, Message, Turns
 from toolkit.data.chat.empty_masks import NO_LOSS
 from toolkit.data.chat.formats import chat_format
 from toolkit.data.chat.shapes import Conversation, Shape
@@ -36,10 +37,17 @@ class ChatOptions:
     template: str | None = None
     variables: Mapping[str, bool | str] = field(default_factory=dict)
     train_on: str = "assistant"
+    mask_empty_thinking: bool = False
 
     def format_for(self, tokenizer: Tokenizer) -> ChatFormat:
         """The chat format of ``tokenizer``'s model, or that of the configuration."""
-        return chat_format(tokenizer, self.template, variables=self.variables, training=True)
+        return chat_format(
+            tokenizer,
+            self.template,
+            variables=self.variables,
+            training=True,
+            mask_empty_thinking=self.mask_empty_thinking,
+        )
 
 
 @dataclass(frozen=True)
@@ -61,15 +69,26 @@ class ConversationEncoder:
     def __reduce__(self) -> tuple:
         return ConversationEncoder, (self.tokenizer, self.shape, self.options, self.dtype, self.files)
 
+    @cached_property
+    def remarks(self) -> Counter[str]:
+        """What a user should know of conversations that were encoded, and of how many of them."""
+        return Counter()
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        return frozenset({*self.form.stop_ids, *self.tokenizer.special_tokens.values()})
+
     @property
     def fingerprint(self) -> list[Any]:
         """Everything that ids and weights depend on besides the text and the tokenizer."""
         shape = [self.shape.format, sorted(self.shape.names.items())]
         special = sorted(self.tokenizer.special_tokens.items())  # of some tokenizers in a file of their own
-        return [VERSION, *shape, self.form.fingerprint, self.options.train_on, special]
+        options = [self.options.train_on, self.options.mask_empty_thinking]
+        return [VERSION, *shape, self.form.fingerprint, *options, special]
 
     def __call__(self, piece: Piece) -> Encoded:
         tokens, weights, about = [], [], []
+        self.remarks.clear()
         file = self.files.index(piece.path)
         for place, row in piece.rows():
             where = f"{piece.path}, {piece.unit} {place}"
@@ -89,13 +108,13 @@ class ConversationEncoder:
         if (of_tokens[mask] != 1).any():
             extra[WEIGHTS] = np.where(mask, of_tokens, np.float32(1))
         joined = np.concatenate([np.zeros(0, self.dtype), *tokens])
-        return Encoded(joined, lengths, True, True, piece.n_file_bytes, extra)
+        return Encoded(joined, lengths, True, True, piece.n_file_bytes, extra, dict(self.remarks))
 
     def encode(self, conversation: Conversation, where: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids (``dtype``) and weights (fp32) of a conversation.
+        """Ids (``dtype``) and weights (fp32) of a conversation, on which it may add ``remarks``.
 
         Raises:
-            DataError: the format has no place for it; ``where`` is told.
+            DataError: the format has no place for it, or for a part that matters; ``where`` is told.
         """
         try:
             turns = self._turns(conversation)
@@ -109,14 +128,43 @@ class ConversationEncoder:
         return np.array(turns.ids, self.dtype), weights
 
     def _turns(self, conversation: Conversation) -> Turns:
-        if not conversation.tools:
-            return self.form.encode_turns(conversation.messages)
-        if not isinstance(self.form, ChatTemplate) or not self.form.takes_tools:
+        messages, tools = conversation.messages, conversation.tools
+        remarks = {self._remark(messages, index, key) for index, key in self.form.unwritten(messages, tools)}
+        if tools and isinstance(self.form, ChatTemplate):
+            turns = self.form.encode_turns(messages, tools)
+        else:
+            turns = self.form.encode_turns(messages)
+        if turns.answers and not any(turns.ids[end - 1] in self._ends for _, end in turns.answers if end):
+            remarks.add(_NO_END)
+        self.remarks.update(remarks)
+        return turns
+
+    def _remark(self, messages: Sequence[Message], index: int | None, key: str) -> str:
+        """What a user should know of a key that the format does not write.
+
+        Raises:
+            DataError: an answer, a tool or a text would be missing.
+        """
+        if index is None:
             raise DataError(
-                f"it has tools, of which the chat format {self.form.name} writes nothing\n"
-                "  fix:  set data.chat_template to a template that does, or leave the column out"
+                f"it has {key}, of which the chat format {self.form.name} writes nothing\n"
+                "  fix:  set data.chat_template to a template that does, leave it unset and put a template "
+                "named tool_use beside the tokenizer, or leave the column out"
             )
-        return self.form.encode_turns(conversation.messages, conversation.tools)
+        role = messages[index]["role"]
+        if key == "tool_calls" or (key == "content" and role != "assistant"):
+            raise DataError(
+                f"message {index + 1} ({role}) has {key}, of which the chat format {self.form.name} writes "
+                "nothing\n  fix:  set data.chat_template to a template that does, or remove the message"
+            )
+        beside = " beside tool_calls" if key == "content" else ""
+        return f"the chat format writes nothing of {key!r}{beside}"
+
+
+_NO_END = (
+    "no answer ends with a special token, so that nothing to stop at is learnt: put {{ eos_token }} behind "
+    "each answer in the chat template"
+)
 
 
 def token_weights(

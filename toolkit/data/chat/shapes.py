@@ -7,7 +7,7 @@
     preference         {"prompt": "…", "chosen": "…", "rejected": "…"}, two conversations; answers that are
                        lists, without a list as a prompt, are whole conversations, as in trl
 
-The last two may have ``tools``, too, and all but the last a ``weight``. ``system``, ``input``, ``tools`` and
+The others may have ``tools``, too, and all but the last a ``weight``. ``system``, ``input``, ``tools`` and
 ``weight`` may be absent or empty. Names of columns, and of the keys of a message, can be others
 (``data.columns``). A key that is null is absent, in messages and in ``tools`` that are no text.
 """
@@ -33,8 +33,8 @@ _SHAREGPT_ROLES = {
 }  # fmt: skip
 _NAMES = {
     "messages": ("messages", "tools", "weight", "role", "content"),
-    "sharegpt": ("conversations", "system", "weight", "from", "value"),
-    "alpaca": ("instruction", "input", "output", "system", "weight"),
+    "sharegpt": ("conversations", "system", "tools", "weight", "from", "value"),
+    "alpaca": ("instruction", "input", "output", "system", "tools", "weight"),
     "prompt_completion": ("prompt", "completion", "tools", "weight", "role", "content"),
     "preference": ("prompt", "chosen", "rejected", "tools", "role", "content"),
 }
@@ -124,6 +124,8 @@ class Shape:
             problem = error.problems[0]
             raise DataError(f"{problem.rule}\n  fix:  {problem.fix}") from None
         found = self._preference(row, where) if self.paired else [_READERS[self.format](self, row, where)]
+        tools = self._tools(row, where)
+        found = [conversation._replace(tools=tools) for conversation in found]
         names = (", chosen", ", rejected") if self.paired else ("",)
         for conversation, name in zip(found, names, strict=True):
             if not conversation.messages:
@@ -186,8 +188,7 @@ class Shape:
         return Conversation(messages, weights)
 
     def _openai(self, row: Mapping[str, Any], where: str) -> Conversation:
-        found = self._messages(self._value(row, "messages"), "messages", where)
-        return found._replace(tools=self._tools(row, where))
+        return self._messages(self._value(row, "messages"), "messages", where)
 
     def _tools(self, row: Mapping[str, Any], where: str) -> list[Any] | None:
         value = self._value(row, "tools") or None
@@ -236,11 +237,10 @@ class Shape:
             raise DataError(f"{where}: there is no prompt\n  fix:  {fix}")
         if isinstance(prompt, list) or not of_messages[0]:
             return [self._answered(row, name, where) for name in answers]
-        tools = self._tools(row, where)
         whole = [self._messages(self._value(row, name), name, where) for name in answers]
         pairs = list(zip(*(conversation.messages for conversation in whole), strict=False))
         first = next((n for n, (one, other) in enumerate(pairs) if one != other), len(pairs) - 1)
-        return [conversation._replace(first=max(0, first), tools=tools) for conversation in whole]
+        return [conversation._replace(first=max(0, first)) for conversation in whole]
 
     def _answered(self, row: Mapping[str, Any], answer: str, where: str) -> Conversation:
         """A prompt and an answer to it, texts or messages."""
@@ -255,7 +255,7 @@ class Shape:
         first = len(prompt.messages)
         moved = {first + number: weight for number, weight in completion.weights.items()}
         messages, weights = [*prompt.messages, *completion.messages], {**prompt.weights, **moved}
-        return Conversation(messages, weights, first, self._tools(row, where))
+        return Conversation(messages, weights, first)
 
 
 _READERS = {

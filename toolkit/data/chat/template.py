@@ -16,7 +16,7 @@ import json
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import takewhile
@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.config.local_paths import read_text
-from toolkit.data.chat.base import ChatFormat, Message, Turns
+from toolkit.data.chat.base import ChatFormat, Message, Turns, Unwritten
 from toolkit.data.chat.render import BEGIN, END, LimitedTemplate, RenderError
-from toolkit.data.tokenizers.files import declared, read_json
+from toolkit.data.chat.unwritten import UnwrittenKeys
+from toolkit.data.tokenizers.files import TEMPLATE, TOOL_USE, declared, read_json
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
@@ -38,6 +39,8 @@ _PRIVATE_USE = range(0xE000, 0xF8FF)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which data sets have what is thought before an answer."""
+_SWITCH = "enable_thinking"
+"""The variable by which templates open an answer for a model that thinks, or with an empty think block."""
 
 
 class _Marks(NamedTuple):
@@ -66,7 +69,9 @@ class ChatTemplate(ChatFormat):
     """A jinja template over ``messages``, ``add_generation_prompt`` and the names of special tokens.
 
     ``variables`` are further names that the template may use, such as ``date_string``. For ``training`` the
-    day that it may ask for is always that of :data:`TRAINING_DAY`.
+    day that it may ask for is always that of :data:`TRAINING_DAY`. A dialog with tools is laid out by
+    ``tool_use``, if there is one. With ``mask_empty_thinking`` an answer begins behind the empty think block
+    that the template writes.
     """
 
     def __init__(
@@ -77,19 +82,37 @@ class ChatTemplate(ChatFormat):
         name: str = "template",
         variables: Mapping[str, Any] | None = None,
         training: bool = False,
+        mask_empty_thinking: bool = False,
+        tool_use: ChatTemplate | None = None,
     ):
         self.name = name
         self._source = source
         self._tokenizer = tokenizer
+        self._mask_empty_thinking = mask_empty_thinking
+        self._tool_use = tool_use
+        self._unwritten = UnwrittenKeys()
         named = _named_tokens(tokenizer)
         self._variables = {"tools": None, "documents": None, **named, **(variables or {})}
-        told = json.dumps([source, self._variables], sort_keys=True, default=str)
-        self.fingerprint = hashlib.sha256(told.encode()).hexdigest()
+        told = [source, self._variables, tool_use and tool_use.fingerprint]
+        self.fingerprint = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
         ends = {tokenizer.special_tokens[token] for token in [named["eos_token"]] if token}
         self._known_stops = {*tokenizer.stop_ids, *ends}
         by_length = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, by_length)) or "(?!)")
-        self._template = compiled(name, source, variables or {}, TRAINING_DAY if training else None)
+        self._template = compiled(name, source, TRAINING_DAY if training else None)
+
+    @property
+    def used(self) -> set[str]:
+        """The variables that the template, or that for dialogs with tools, uses."""
+        return self._template.used | (self._tool_use.used if self._tool_use else set())
+
+    @property
+    def has_empty_thinking(self) -> bool:
+        """Say if the template opens an answer in another way where the model is not to think."""
+        own, others = self._openings
+        return any(other != own for other in others) or (
+            self._tool_use is not None and self._tool_use.has_empty_thinking
+        )
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:  # type: ignore[override]  # found when it is asked for
@@ -101,23 +124,33 @@ class ChatTemplate(ChatFormat):
         except DataError:  # no dialog for this template
             return tuple(sorted(self._known_stops))
         written = {ids[end - 1] for _, end in answers} & set(self._tokenizer.special_tokens.values())
-        return tuple(sorted(self._known_stops | written))
+        with_tools = self._tool_use.stop_ids if self._tool_use else ()
+        return tuple(sorted({*self._known_stops, *written, *with_tools}))
 
-    def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
-        rendered = self._render(messages, self._marks(messages), generation_prompt=generation_prompt)
+    def encode(
+        self,
+        messages: Sequence[Message],
+        *,
+        generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+    ) -> list[int]:
+        if tools and self._tool_use:
+            return self._tool_use.encode(messages, generation_prompt=generation_prompt, tools=tools)
+        marks = self._marks(messages, tools)
+        rendered = self._render(messages, marks, generation_prompt=generation_prompt, tools=tools)
         return [token for text, after in _runs(rendered) for token in self._ids(text, after)]
 
-    @property
-    def takes_tools(self) -> bool:
-        """Say if the template writes the functions that a model may call."""
-        return "tools" in self._template.used
-
     def encode_turns(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Turns:
+        if tools and self._tool_use:
+            return self._tool_use.encode_turns(messages, tools)
         marks = self._marks(messages, tools)
         render = partial(self._render, marks=marks, tools=tools)
         rendered = render(messages, generation_prompt=False)
         places = rendered.generated
-        if not _GENERATION.search(self._source):
+        if _GENERATION.search(self._source):
+            if self._marks_prompts:
+                places = self._behind_prompts(places, messages, rendered, render)
+        else:
             roles = [message.get("role") for message in messages]
             places = [
                 self._answer(messages, index, rendered, render)
@@ -137,6 +170,18 @@ class ChatTemplate(ChatFormat):
                 )
         return Turns(ids, answers)
 
+    def unwritten(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> tuple[Unwritten, ...]:
+        if tools and self._tool_use:
+            return self._tool_use.unwritten(messages, tools)
+        marks = self._marks(messages, tools)
+
+        def text(some: Sequence[Message], of: Sequence[Any] | None) -> str:
+            return self._render(some, marks, generation_prompt=False, tools=of).text
+
+        return self._unwritten.find(messages, tools, text)
+
     def _marks(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> _Marks:
         if not messages:
             raise DataError("a dialog needs at least one message")
@@ -151,6 +196,7 @@ class ChatTemplate(ChatFormat):
         *,
         generation_prompt: bool,
         tools: Sequence[Any] | None = None,
+        thinking: bool | None = None,
     ) -> _Rendered:
         def kept(value: Any) -> Any:
             return _in_strings(
@@ -159,6 +205,7 @@ class ChatTemplate(ChatFormat):
             )
 
         variables = self._variables | ({"tools": kept(tools)} if tools else {})
+        variables |= {} if thinking is None else {_SWITCH: thinking}
         places = {BEGIN: marks.begin, END: marks.end}
         try:
             text = self._template.render(
@@ -191,14 +238,13 @@ class ChatTemplate(ChatFormat):
         that ends it, or to where the next message begins if there is none."""
         if index == 0:
             raise DataError(f"chat template {self.name}: the assistant speaks first\n  fix:  {_MARK_IT}")
-        before = render(messages[:index], generation_prompt=True).text
         through = render(messages[: index + 1], generation_prompt=False)
-        if not full.text.startswith(before) or not through.text.startswith(before):
+        begin = self._prompt_end(messages[:index], [full, through], render)
+        if begin is None:
             raise DataError(
                 f"chat template {self.name}: message {index + 1} does not begin with the generation prompt, "
                 f"or what is before it changes with it\n  fix:  {_MARK_IT}"
             )
-        begin = len(before)
         alone = [name for name, place in through.named() if place >= begin]
         here = [(name, place) for name, place in full.named() if place >= begin]
         common = list(takewhile(lambda pair: pair[0] == pair[1][0], zip(alone, here, strict=False)))
@@ -211,6 +257,73 @@ class ChatTemplate(ChatFormat):
                 f"  fix:  {_MARK_IT}"
             )
         return begin, len(through.text)
+
+    @cached_property
+    def _openings(self) -> tuple[str | None, list[str]]:
+        """What the generation prompt adds to a dialog, and what it adds where the model is to think and where
+        it is not, the longest first; none where the template does not let it be told."""
+        asked: list[Message] = [{"role": "user", "content": "a"}]
+        render = partial(self._render, asked, self._marks(asked))
+        found: list[str | None] = []
+        for thinking in (None, True, False) if _SWITCH in self._template.used else (None,):
+            try:
+                without, prompt = (
+                    render(generation_prompt=on, thinking=thinking).text for on in (False, True)
+                )
+            except DataError:
+                return None, []
+            found.append(prompt.removeprefix(without) if prompt.startswith(without) else None)
+        own, *others = found
+        return own, sorted(filter(None, others), key=len, reverse=True)
+
+    def _prompt_end(
+        self, before: Sequence[Message], whole: Sequence[_Rendered], render: Callable[..., _Rendered]
+    ) -> int | None:
+        """Where the prompt of the answer that follows ``before`` ends in every text of ``whole``.
+
+        That is what the template writes as generation prompt. Where an answer begins in another way, as one
+        with an empty think block or one of an earlier turn may, the prompt is that of a model that is to
+        think, or of one that is not. None where none is there.
+        """
+        prompt = render(before, generation_prompt=True).text
+        own, others = self._openings
+        prompts = [prompt]
+        if own is not None and prompt.endswith(own):
+            prompts += [prompt[: len(prompt) - len(own)] + other for other in others]
+        fitting = (len(one) for one in prompts if all(it.text.startswith(one) for it in whole))
+        return max(fitting, default=None) if self._mask_empty_thinking else next(fitting, None)
+
+    @cached_property
+    def _marks_prompts(self) -> bool:
+        """Say if ``{% generation %}`` marks what a generation prompt writes, such as an empty think block."""
+        dialog: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        render = partial(self._render, marks=self._marks(dialog))
+        try:
+            rendered = render(dialog, generation_prompt=False)
+            behind = self._behind_prompts(rendered.generated, dialog, rendered, render)
+        except DataError:  # no dialog for this template
+            return False
+        return behind != rendered.generated
+
+    def _behind_prompts(
+        self,
+        places: Sequence[tuple[int, int]],
+        messages: Sequence[Message],
+        rendered: _Rendered,
+        render: Callable[..., _Rendered],
+    ) -> list[tuple[int, int]]:
+        """Return ``places`` without what the generation prompts of the answers write."""
+        own, others = self._openings
+        longest = max(map(len, [own or "", *others]))
+        found = list(places)
+        for index, message in enumerate(messages):
+            if index and message.get("role") == "assistant":
+                prompt = self._prompt_end(messages[:index], [rendered], render) or 0
+                found = [
+                    (prompt if prompt - longest <= begin < prompt < end else begin, end)
+                    for begin, end in found
+                ]
+        return found
 
     def _ids(self, text: str, after: str) -> list[int]:
         """Ids of the text that follows a special token, and before them that token; ``after`` may be
@@ -266,38 +379,75 @@ def read_template(path: Path) -> str:
         raise DataError(f"chat template {str(path)!r}: {error.strerror}") from error
 
 
-def compiled(
-    name: str, source: str, variables: Mapping[str, Any], day: datetime | None = None
-) -> LimitedTemplate:
+def compiled(name: str, source: str, day: datetime | None = None) -> LimitedTemplate:
     """The template, which ``day`` is told as today, if any.
 
     Raises:
-        DataError: it is no template, or does not use one of ``variables``.
+        DataError: it is no template.
     """
     try:
-        template = LimitedTemplate(source, day)
+        return LimitedTemplate(source, day)
     except RenderError as error:
         raise DataError(f"chat template {name}, {error}\n  fix:  correct the template") from error
-    if unused := [variable for variable in variables if variable not in template.used]:
+
+
+def refuse_unused(
+    name: str, used: Collection[str], variables: Mapping[str, Any], mask_empty_thinking: bool = False
+) -> None:
+    """See that the template ``name``, which uses these variables, uses the given ones.
+
+    Raises:
+        DataError: it does not.
+    """
+    if unused := [variable for variable in variables if variable not in used]:
         raise DataError(
             f"chat template {name} has no variable {unused[0]!r}\n"
-            f"  fix:  remove it; the template uses {', '.join(sorted(template.used - {BEGIN, END}))}"
+            f"  fix:  remove it; the template uses {', '.join(sorted({*used} - {BEGIN, END}))}"
         )
-    return template
+    if mask_empty_thinking and _SWITCH not in used:
+        raise no_empty_thinking(f"chat template {name}", f"has no variable {_SWITCH!r}")
+
+
+def no_empty_thinking(name: str, why: str) -> DataError:
+    """What is wrong where data.mask_empty_thinking has nothing to mask."""
+    return DataError(
+        f"{name} {why}, so that no empty think block can be told for data.mask_empty_thinking\n"
+        "  fix:  set data.mask_empty_thinking = false"
+    )
 
 
 def template_beside(tokenizer: Tokenizer, **options: Any) -> ChatTemplate | None:
-    """The template of the tokenizer's folder: chat_template.jinja, or what tokenizer_config.json holds."""
+    """The template of the tokenizer's folder, with that for dialogs with tools, if there is one: those of
+    chat_template.jinja and additional_chat_templates/tool_use.jinja, else of tokenizer_config.json.
+
+    Raises:
+        DataError: one cannot be read, or there are several and no default.
+    """
     folder = tokenizer.folder
-    if os.path.lexists(file := folder / "chat_template.jinja"):
-        return ChatTemplate(tokenizer, read_template(file), name=str(file), **options)
-    held = read_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(held, list):  # several, by name
-        named = [entry for entry in held if isinstance(entry, dict) and entry.get("name") == "default"]
-        held = named[-1].get("template") if named else None
-    if not isinstance(held, str):
+    config = folder / "tokenizer_config.json"
+    files = {"default": folder / TEMPLATE, "tool_use": folder / TOOL_USE}
+    texts = {kind: read_template(file) for kind, file in files.items() if os.path.lexists(file)}
+    names = {kind: str(files[kind]) for kind in texts}
+    if "default" not in texts:
+        held = read_json(config).get("chat_template")
+        entries = held if isinstance(held, list) else [{"name": "default", "template": held}]
+        for entry in entries:
+            kind, text = (entry.get(key) if isinstance(entry, dict) else None for key in ("name", "template"))
+            if isinstance(kind, str) and isinstance(text, str) and kind not in texts:
+                texts[kind] = text
+                names[kind] = f"{config}" if kind == "default" else f"{config} ({kind})"
+    if not texts:
         return None
-    return ChatTemplate(tokenizer, held, name=str(folder / "tokenizer_config.json"), **options)
+    if "default" not in texts:
+        raise DataError(
+            f"{folder} has chat templates named {', '.join(texts)} and none named default\n"
+            "  fix:  write the one to use into a file, and name that in data.chat_template (tools.chat: "
+            "--format)"
+        )
+    tool_use = None
+    if "tool_use" in texts:
+        tool_use = ChatTemplate(tokenizer, texts["tool_use"], name=names["tool_use"], **options)
+    return ChatTemplate(tokenizer, texts["default"], name=names["default"], tool_use=tool_use, **options)
 
 
 def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:

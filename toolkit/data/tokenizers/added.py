@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.cache_folder import local_cache
-from toolkit.data.tokenizers.files import declared, find
+from toolkit.data.tokenizers.files import TEMPLATE, TOOL_USE, declared, find
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import DataError
 
 CONFIG, TOKENIZER_JSON = "tokenizer_config.json", "tokenizer.json"
-TEMPLATE = "chat_template.jinja"
 _COPIED = (
     TOKENIZER_JSON,
     CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     TEMPLATE,
+    TOOL_USE,
     "config.json",  # which tells releases apart that name their tokens differently
     "params.json",
 )
@@ -54,6 +54,7 @@ def extended(
     files[found.path.name] = found.content
     if template is not None:
         files[TEMPLATE] = template.encode()
+        files.pop(TOOL_USE, None)  # the given one is for all dialogs
     key = hashlib.sha256(json.dumps([*tokens]).encode())
     for name in sorted(files):
         key.update(f"\0{name}\0{len(files[name])}\0".encode() + files[name])
@@ -103,6 +104,7 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
         try:
             made.chmod(0o755)
             for name, content in files.items():
+                (made / name).parent.mkdir(exist_ok=True)
                 (made / name).write_bytes(content)
             os.rename(made, folder)
         except OSError:

@@ -46,12 +46,16 @@ ACCEPTED = (
     "accepted are tokenizer.model (tiktoken ranks or a SentencePiece model), "
     "original/tokenizer.model and tokenizer.json (Hugging Face tokenizers)"
 )
+TEMPLATE = "chat_template.jinja"
+TOOL_USE = "additional_chat_templates/tool_use.jinja"
+"""The chat template of a folder, and that for dialogs with tools."""
 FILES = (
     *CANDIDATES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    TEMPLATE,
+    TOOL_USE,
     "config.json",  # which, as Meta's params.json, tells releases apart that name their tokens differently
     "params.json",
 )

@@ -58,6 +58,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "data.columns",
         "data.chat_template",
         "data.train_on",
+        "data.mask_empty_thinking",
         "data.empty_mask",
         "data.mixture",
         "model.additional_special_tokens",

@@ -11,7 +11,13 @@ from toolkit.data.corpus import PREFERENCE
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.planned_run import PlannedRun, rule
 
-_FOR_CONVERSATIONS = ("chat_template", "chat_template_kwargs", "train_on", "empty_mask")
+_FOR_CONVERSATIONS = (
+    "chat_template",
+    "chat_template_kwargs",
+    "train_on",
+    "mask_empty_thinking",
+    "empty_mask",
+)
 
 
 def _set(run: PlannedRun, key: str) -> bool:
@@ -83,11 +89,20 @@ def chat_template_readable(run: PlannedRun) -> list[Problem]:
     from toolkit.data.chat.formats import check_asked  # needs jinja
 
     try:
-        check_asked(data.chat_template, data.chat_template_kwargs)
+        check_asked(data.chat_template, data.chat_template_kwargs, data.mask_empty_thinking)
     except DataError as error:
         rule, _, fix = str(error).partition("\n  fix:  ")
         return [run.problem("data.chat_template", rule, fix or "correct the template")]
     return []
+
+
+@rule()
+def empty_thinking_is_masked(run: PlannedRun) -> list[Problem]:
+    """A think block is left out of the loss where answers alone are learnt."""
+    if not run.config.data.mask_empty_thinking or run.config.data.train_on != "all":
+        return []
+    rule = 'with data.train_on = "all" every token is learnt'
+    return [run.problem("data.mask_empty_thinking", rule, 'set it to false, or train_on to "assistant"')]
 
 
 @rule()

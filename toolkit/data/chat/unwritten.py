@@ -1,0 +1,89 @@
+"""What of a conversation a chat template writes nothing of: found by rendering it with and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from toolkit.data.chat.base import Message, Unwritten, further_keys
+from toolkit.errors import DataError
+
+_MAX_KNOWN = 10_000
+
+
+class UnwrittenKeys:
+    """Finds what a template leaves out, once for each structure (roles, keys, number of calls) of a
+    conversation: on more than that a template does not let it depend, and a corpus has few."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple, tuple[Unwritten, ...]] = {}
+
+    def find(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        render: Callable[[Sequence[Message], Sequence[Any] | None], str],
+    ) -> tuple[Unwritten, ...]:
+        """Return which keys may be left out of the conversation and its text stays the same; a conversation
+        of users' and assistants' texts alone is not rendered for it."""
+        lacking = list(_lacking(messages, tools))
+        if not lacking:
+            return ()
+        structure = (
+            bool(tools),
+            *(
+                (
+                    message["role"],
+                    bool((message.get("content") or "").strip()),
+                    *further_keys(message),
+                    len(_calls(message)),
+                )
+                for message in messages
+            ),
+        )
+        if structure not in self._known:
+            if len(self._known) == _MAX_KNOWN:
+                self._known.clear()
+            text = render(messages, tools)
+            found = (place for place, less, fewer in lacking if _renders(text, render, less, fewer))
+            self._known[structure] = tuple(dict.fromkeys(found))
+        return self._known[structure]
+
+
+def _calls(message: Message) -> list[Any]:
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) else []
+
+
+def _renders(
+    text: str, render: Callable[..., str], messages: Sequence[Message], tools: Sequence[Any] | None
+) -> bool:
+    try:
+        return render(messages, tools) == text
+    except DataError:  # the template asks for what is missing
+        return False
+
+
+def _lacking(
+    messages: Sequence[Message], tools: Sequence[Any] | None
+) -> Iterator[tuple[Unwritten, Sequence[Message], Sequence[Any] | None]]:
+    """What may be written, each with the conversation that lacks it. The texts of users and of assistants
+    that call no tool every template writes."""
+    if tools:
+        yield (None, "tools"), messages, None
+    for index, message in enumerate(messages):
+        calls = _calls(message)
+        variants: list[tuple[str, Message]] = []
+        if (message.get("content") or "").strip() and (
+            "tool_calls" in message or message["role"] not in ("user", "assistant")
+        ):
+            variants.append(("content", {**message, "content": ""}))
+        for key in further_keys(message):
+            less: Message = {name: value for name, value in message.items() if name != key}
+            if key == "tool_calls" and len(calls) > 1:
+                fewer = [calls[:at] + calls[at + 1 :] for at in range(len(calls))]
+                variants += [(key, {**less, key: some}) for some in fewer]
+            else:
+                variants.append((key, less))
+        for key, lesser in variants:
+            yield (index, key), [*messages[:index], lesser, *messages[index + 1 :]], tools
