@@ -66,7 +66,8 @@ SIZE_1B = flags(
 )
 SMALL = flags(
     "--model.dim 256 --model.n_layers 2 --model.n_heads 4 --model.n_kv_heads 2 --model.ffn_dim 256 "
-    "--model.vocab_size 4352 --training.seq_len 64 --training.steps 5 --compile.backend aot_eager"
+    "--model.vocab_size 4352 --training.seq_len 32 --training.steps 2 --training.local_batch_size 1 "
+    "--training.global_batch_size 1 --compile.backend aot_eager --quantize.linear.float8.emulate"
 )
 # A model whose update takes as long as the backward of its blocks: if gradients are overwritten while the
 # update on FSDP's stream still reads them, losses differ from those of the run on one stream at a time.
@@ -153,9 +154,9 @@ PIECES = [
     Piece("1b_compiled", 100, 60, train=SIZE_1B + PLAIN + flags("--compile.enable")),
 ]  # fmt: skip
 FIRST = [it.name for it in PIECES[: PIECES.index(next(p for p in PIECES if p.name == "8b_qlora"))]]
-"""What the first command of 480 s has time for; docs/gpu.md."""
+"""Pieces of the first command, of 480 s; docs/gpu.md."""
 SECOND = ["attention", "8b_qlora", "generate", "8b_adamw8bit"]
-"""What a second command of 195 s is for."""
+"""Pieces of the second command, of 195 s."""
 
 
 def groups(pieces: list[Piece]) -> Iterator[list[Piece]]:
@@ -252,7 +253,7 @@ class Session:
             command += [f"--{key}", str(path)]
         if self.small:
             command += (
-                SMALL if piece.train else flags("--training.steps 4 --validation.freq 4 --model.dim 64")
+                SMALL if piece.train else flags("--training.steps 2 --validation.freq 2 --model.dim 64")
             )
         return command
 

@@ -93,3 +93,18 @@ def test_what_belongs_to_no_step(tmp_path: Path) -> None:
     assert [record["step"] for record in steps if record["step_seconds"] > 0] == [1, 2, 3]
     assert not any("compile_seconds" in record for record in steps)
     assert said.startswith("step 1: out of memory on cpu, 20.00 GiB more were asked for")
+
+
+@pytest.mark.parametrize(
+    ("environ", "becomes"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": ""}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, {"PYTORCH_CUDA_ALLOC_CONF": "x"}),
+    ],
+)
+def test_segments_grow_unless_the_environment_says_otherwise(
+    environ: dict[str, str], becomes: dict[str, str]
+) -> None:
+    train.let_segments_grow(environ)
+    assert environ == becomes

@@ -54,7 +54,7 @@ CASES = [
     bad(
         "columns_known",
         f"data.columns=instruction=ask {HERE}",
-        "messages has no 'instruction': its names are messages, tools, role, content",
+        "messages has no 'instruction': its names are messages, tools, weight, role, content",
         prepare=_rows,
     ),
     bad(

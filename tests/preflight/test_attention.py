@@ -74,8 +74,17 @@ def test_a_clean_run_on_a_gpu_has_no_notes(flags) -> None:
     [
         ([], "model.attention"),  # flex, for the documents
         (["--model.attention=sdpa", "--compile.enable"], "compile.enable"),
-        (["--model.attention=sdpa"], ""),
-        (["--model.attention=varlen", "--compile.enable", "--compile.backend=eager"], ""),
+        (["--model.attention=sdpa"], "training.fused_parts"),
+        (["--model.attention=sdpa", "--training.fused_parts="], ""),
+        (
+            [
+                "--model.attention=varlen",
+                "--compile.enable",
+                "--compile.backend=eager",
+                "--training.fused_parts=",
+            ],
+            "",
+        ),
     ],
 )
 def test_kernels_of_triton_need_a_compiler(flags, key, monkeypatch) -> None:

@@ -71,7 +71,7 @@ class ChatFormat(ABC):
     def unwritten(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> tuple[Unwritten, ...]:
-        """What a dialog holds of which its ids say nothing: all but roles and contents."""
+        """Find what a dialog holds and its ids lack: all but roles and contents."""
         keys = ((index, key) for index, message in enumerate(messages) for key in further_keys(message))
         return (*([(None, "tools")] if tools else []), *keys)
 

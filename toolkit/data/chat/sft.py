@@ -71,7 +71,7 @@ class ConversationEncoder:
 
     @cached_property
     def remarks(self) -> Counter[str]:
-        """What a user should know of conversations that were encoded, and of how many of them."""
+        """Remarks for the user on encoded conversations, with the number of conversations."""
         return Counter()
 
     @cached_property
@@ -140,7 +140,7 @@ class ConversationEncoder:
         return turns
 
     def _remark(self, messages: Sequence[Message], index: int | None, key: str) -> str:
-        """What a user should know of a key that the format does not write.
+        """Remark for the user on a key that the format does not write.
 
         Raises:
             DataError: an answer, a tool or a text would be missing.

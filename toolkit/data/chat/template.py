@@ -260,7 +260,7 @@ class ChatTemplate(ChatFormat):
 
     @cached_property
     def _openings(self) -> tuple[str | None, list[str]]:
-        """What the generation prompt adds to a dialog, and what it adds where the model is to think and where
+        """Find what the generation prompt adds to a dialog, and what it adds where the model is to think and where
         it is not, the longest first; none where the template does not let it be told."""
         asked: list[Message] = [{"role": "user", "content": "a"}]
         render = partial(self._render, asked, self._marks(asked))
@@ -409,7 +409,7 @@ def refuse_unused(
 
 
 def no_empty_thinking(name: str, why: str) -> DataError:
-    """What is wrong where data.mask_empty_thinking has nothing to mask."""
+    """Explain why data.mask_empty_thinking has nothing to mask."""
     return DataError(
         f"{name} {why}, so that no empty think block can be told for data.mask_empty_thinking\n"
         "  fix:  set data.mask_empty_thinking = false"

@@ -1,4 +1,4 @@
-"""What of a conversation a chat template writes nothing of: found by rendering it with and without."""
+"""Parts of a conversation that a chat template does not write: found by rendering it with and without."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _renders(
 def _lacking(
     messages: Sequence[Message], tools: Sequence[Any] | None
 ) -> Iterator[tuple[Unwritten, Sequence[Message], Sequence[Any] | None]]:
-    """What may be written, each with the conversation that lacks it. The texts of users and of assistants
+    """Parts that may be written, each with the conversation that lacks it. The texts of users and of assistants
     that call no tool every template writes."""
     if tools:
         yield (None, "tools"), messages, None

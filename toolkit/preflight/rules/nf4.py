@@ -24,12 +24,14 @@ def _rows(args: ModelArgs) -> dict[str, int]:
 
 @rule()
 def fsdp_takes_bytes(run: PlannedRun) -> list[Problem]:
-    """Before 2.12 fully_shard takes no parameters of integers, which a base in 4 bits is."""
-    version = torch_before((2, 12))
-    if version is None or not run.config.finetune.quantizes:
+    """Before 2.12 fully_shard takes no integers, which a base in 4 bits is. One rank does without."""
+    version, config = torch_before((2, 12)), run.config
+    skips = config.parallelism.fsdp_skip_on_one_rank and not config.training.enable_cpu_offload
+    skips = skips and run.world_size == 1
+    if version is None or skips or not run.config.finetune.quantizes:
         return []
     rule = f"fully_shard takes bytes from torch 2.12 on, this is {version}"
-    return [run.problem(_KEY, rule, 'set it to "none", or install torch 2.13')]
+    return [run.problem(_KEY, rule, 'set it to "none", install torch 2.13, or train on one rank')]
 
 
 @rule()
