@@ -268,7 +268,7 @@ SRUN = {
     "SLURM_PROCID": "3",
     "SLURM_LOCALID": "1",
 }
-"""Of a task as srun starts it, beside many others."""
+"""The variables of one of the tasks that srun starts."""
 
 
 @pytest.mark.parametrize(

@@ -214,9 +214,9 @@ class _MetadataUnpickler(PlainUnpickler):
         if isinstance(self.stack[-2], TensorProperties):
             properties = self.stack[-1]
             if len(properties) not in (_PROPERTIES, _PROPERTIES + 1):
-                rule = f"a tensor has {len(properties)} properties, where torch 2.11 to 2.14 write {_PROPERTIES}"
-                rule += f" and 2.15 writes {_PROPERTIES + 1}: load it with the torch that wrote it"
-                raise CheckpointError(f"{rule}, or update the toolkit")
+                rule = f"torch 2.11 to 2.14 write {_PROPERTIES} properties of a tensor, and 2.15 one more"
+                fix = "load it with the torch that wrote it, or update the toolkit"
+                raise CheckpointError(f"{rule}; here are {len(properties)}: {fix}")
             self.stack[-1] = properties[:_PROPERTIES]
         super().load_build()
 
