@@ -32,7 +32,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _start(words: list[str], **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *words], cwd=ROOT,
+        [sys.executable, *words], cwd=ROOT, stdin=subprocess.DEVNULL,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
@@ -69,6 +69,23 @@ def test_bare_torchrun_trains(tmp_path: Path, cache: str) -> None:
     assert code == EXIT_FINISHED, output
     assert committed_steps(tmp_path / "checkpoint") == [2]
     assert "finished 2 steps" in output
+
+
+def test_tasks_of_srun_train_together(tmp_path: Path, cache: str) -> None:
+    words = ["-m", "toolkit.train", "--job.config_file", "train_configs/debug_model.toml", *SMALL]
+    words += ["--training.steps=2", f"--job.dump_folder={tmp_path}", f"--data.cache_folder={cache}"]
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+    }
+    step["MASTER_PORT"] = str(free_port())
+    tasks = [_start(words, **step, SLURM_PROCID=str(task), SLURM_LOCALID=str(task)) for task in (0, 1)]
+    (code, output), (other, said) = (_finish(task) for task in tasks)
+    assert (code, other) == (EXIT_FINISHED, EXIT_FINISHED), output + said
+    assert "the 2 tasks of srun are the ranks of one run" in output and "finished 2 steps" in output
+    assert "finished" not in said and [it["step"] for it in _records(tmp_path) if "loss" in it][-1] == 2
 
 
 def test_a_launch_that_is_stopped_goes_on_where_it_was(tmp_path: Path, cache: str) -> None:

@@ -42,6 +42,7 @@ from toolkit.launcher.environment import (
     environment_error,
     node_range,
     shown_ranks,
+    slurm_tasks,
     whole_number,
 )
 from toolkit.launcher.signals import Stopped, stop_at_once
@@ -52,9 +53,17 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
     """Read NGPU, LOG_RANK, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and SHUTDOWN_TIMEOUT.
 
     Raises:
-        ConfigError: a value is no such number, more ranks than GPUs are asked for, or one of several
-            nodes does not know the address of the first.
+        ConfigError: a value is no such number, more ranks than GPUs are asked for, one of several nodes does
+            not know the address of the first, or several tasks of srun would each launch a run.
     """
+    if not environ.get("NNODES", "").strip() and (tasks := slurm_tasks(environ)) > 1:
+        raise environment_error(
+            "NNODES",
+            "",
+            f"srun starts {tasks} tasks, and each would launch a run of its own",
+            "set NNODES, NODE_RANK=$SLURM_NODEID and MASTER_ADDR, as tools/slurm/train.sbatch does; start "
+            "python -m toolkit.train in their place; or set NNODES=1 for separate runs",
+        )
     processes = whole_number(environ, "NGPU", hardware.count, 1, MAX_RANKS)
     if hardware.device == "cuda" and processes > hardware.count:
         raise environment_error(

@@ -1,6 +1,6 @@
 """A training process: ``python -m toolkit.train --job.config_file FILE [--table.key value …]``.
 
-One process by itself, or one of many under ``run_train.sh`` or torchrun. The configuration is checked
+One process by itself, or one of many under ``run_train.sh``, torchrun or srun. The configuration is checked
 before torch is imported, so that a mistake costs a fraction of a second. Exit codes: `toolkit.errors`.
 """
 
@@ -37,6 +37,7 @@ from toolkit.launcher.environment import (
     SUPERVISED,
     is_reporting_rank,
     rank_environment,
+    slurm_rank,
     tells_for_all,
 )
 
@@ -105,6 +106,7 @@ def main(argv: Sequence[str]) -> int:
     rank, faults = 0, None
     checked = os.environ.get(CHECKED_DEVICE, "")
     try:
+        os.environ |= (slurm := slurm_rank(os.environ))
         config = load_config(argv)
         debug = config.job.debug
         if config.is_dry:
@@ -113,6 +115,10 @@ def main(argv: Sequence[str]) -> int:
             return dry_run(config, os.environ, argv)
         here = rank_environment(os.environ)
         rank, world_size = here.rank, here.world_size
+        if slurm and rank == 0:
+            print(
+                f"the {world_size} tasks of srun are the ranks of one run; WORLD_SIZE=1 trains in each alone"
+            )
         if config.training.device == "cpu":  # before torch looks for them
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         let_segments_grow(os.environ)

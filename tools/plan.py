@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 _FAR = 33
 """Numbers of GPUs, more and less, among which one that works is looked for."""
 
+_EVERY = 5.0
+"""Seconds between lines of progress."""
 _GIB = 2**30
 
 
@@ -91,8 +94,10 @@ def main(argv: Sequence[str]) -> int:
         config = load_config(["--job.config_file", str(asked.config), *words])
         if asked.write:
             _refuse(asked.write, asked.config, words)
+        progress = _Progress()
+        progress(f"looking for layouts of {asked.config} on {asked.gpus} {machine.name}")
         args = _model(config, machine, asked.gpus)
-        found = _search(config, args, asked.gpus, machine, asked.top)
+        found = _search(config, args, asked.gpus, machine, asked.top, progress)
         lines = [head(args, asked.gpus, machine, found), ""]
         lines += table(found, asked.gpus, asked.tokens, asked.price)
         lines += ["", *losers(found)]
@@ -116,7 +121,21 @@ def _model(config: Config, machine: Machine, world: int) -> ModelArgs:
     return model_args(config, tokenizer_vocab=run.vocabulary)
 
 
-def _search(config: Config, args: ModelArgs, world: int, machine: Machine, top: int) -> Found:
+class _Progress:
+    """Prints to stderr what is being done: the first line at once, then one every :data:`_EVERY` seconds."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, text: str) -> None:
+        if (now := time.monotonic()) >= self._next:
+            print(f"plan: {text}", file=sys.stderr, flush=True)
+            self._next = now + _EVERY
+
+
+def _search(
+    config: Config, args: ModelArgs, world: int, machine: Machine, top: int, progress: _Progress
+) -> Found:
     """The layouts, of which there is one at least.
 
     Raises:
@@ -138,7 +157,7 @@ def _search(config: Config, args: ModelArgs, world: int, machine: Machine, top: 
     refused: Problem | None = None
     lost: Loser | None = None
     try:
-        found = search(config, args, world, machine, param_dtype=dtype, top=top)
+        found = search(config, args, world, machine, param_dtype=dtype, top=top, progress=progress)
     except ConfigError as error:
         refused = error.problems[0]
     else:
@@ -156,7 +175,12 @@ def _search(config: Config, args: ModelArgs, world: int, machine: Machine, top: 
         rule = f"the preflight refuses each layout: {refused.key}: {refused.rule}" if refused else rule
         near = (world + step * sign for step in range(1, _FAR) for sign in (-1, 1))
         others = [other for other in near if other >= 1]
-    nearest = next((other for other in others if fits(config, args, other, machine, dtype)), None)
+    nearest = None
+    for other in others:
+        progress(f"the model fits on none; trying {other} {machine.name}")
+        if fits(config, args, other, machine, dtype):
+            nearest = other
+            break
     if nearest is None and refused:
         raise ConfigError(refused)
     fix = f"it does on {nearest} {machine.name}" if nearest else "take GPUs with more memory"

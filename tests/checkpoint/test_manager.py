@@ -18,7 +18,12 @@ import torch.distributed.checkpoint as dcp
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 
 from tests.checkpoint.tampering import change_index, index_of, seal, shorten_storage
 from tests.helpers import run_world
@@ -570,6 +575,21 @@ def test_an_index_that_does_not_tell_of_each_part_once_is_refused(saved, case):
         saved.load(5, _empty() | ({"model.norm": torch.zeros(40)} if case == "a larger tensor" else {}))
     [problem] = index_problems(folder, json.loads((folder / MANIFEST).read_text())["files"])
     assert re.search(said, problem)
+
+
+@pytest.mark.parametrize("more", [((3, 1),), ((3, 1), None)])
+def test_properties_as_torch_2_15_writes_them_are_read_and_later_ones_rejected(saved, monkeypatch, more):
+    state = TensorProperties.__getstate__
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorProperties, "__getstate__", lambda it: state(it)[:5] + more)
+        change_index(saved.folder / "step-5", lambda index: None)
+    target = _empty()
+    if len(more) == 1:
+        saved.load(5, target)
+        _assert_equal(target, _tensors())
+    else:
+        with pytest.raises(CheckpointError, match="torch 2.11 to 2.14 write 5 .*2.15 one more; here are 7"):
+            saved.load(5, target)
 
 
 @pytest.mark.parametrize("change", [{"by": 4}, {"by": 0, "compress": True}])

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import run_world
+from tests.helpers import free_port, run_world
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import local_device
 from toolkit.errors import DeviceError
@@ -97,6 +97,26 @@ def _threads_of_groups() -> list[int]:
     process_group.patient_group(timeout_seconds=60)
     groups = list(dist.distributed_c10d._world.pg_map)
     return [group._get_backend(torch.device("cpu")).options._threads for group in groups]
+
+
+_WAIT = """
+import torch
+from toolkit.distributed import process_group
+process_group._PATIENCE = 0.2
+process_group.start(torch.device("cpu"), timeout_seconds=2)
+"""
+
+
+@pytest.mark.parametrize(("rank", "awaited"), [("0", "some of the ranks 1 to 2"), ("2", "rank 0")])
+def test_a_rank_that_waits_says_for_whom_and_where(rank: str, awaited: str) -> None:
+    port = free_port()
+    place = {"RANK": rank, "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    environ = os.environ | place | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(
+        [sys.executable, "-c", _WAIT], env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode
+    assert f"rank {rank} of 3 waits for {awaited} at localhost:{port}; start each" in ended.stderr
 
 
 def test_each_gloo_group_has_one_worker_thread() -> None:

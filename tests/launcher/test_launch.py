@@ -17,7 +17,7 @@ import toolkit.launch
 from toolkit.errors import ConfigError
 from toolkit.hardware import Hardware, _visible_gpus
 from toolkit.launch import launch_from
-from toolkit.launcher.environment import RankEnvironment, rank_environment
+from toolkit.launcher.environment import RankEnvironment, rank_environment, slurm_rank
 from toolkit.launcher.node_link import Link
 
 ROOT = Path(__file__).parents[2]
@@ -257,3 +257,64 @@ runpy.run_module("{program}", run_name="__main__")
 def test_the_launcher_never_imports_torch():
     code = "import sys, toolkit.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+SRUN = {
+    "SLURM_JOB_ID": "70123",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NODELIST": "rack2-gpu[03-04],login",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+"""The variables of one of the tasks that srun starts."""
+
+
+@pytest.mark.parametrize(
+    ("host", "nodes"),
+    [
+        ("rack2-gpu03", "rack2-gpu[03-04],login"),
+        ("gpu7", "gpu7,gpu[1-3]"),
+        ("a1b02", "a[1-2]b[02,05]"),
+        ("node9", "node[9,12-13]"),
+    ],
+)
+def test_tasks_of_srun_are_ranks_that_meet_on_the_first_host(host, nodes):
+    found = slurm_rank(SRUN | {"SLURM_STEP_NODELIST": nodes})
+    assert rank_environment(found) == RankEnvironment(rank=3, local_rank=1, world_size=4)
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == (host, str(20000 + 70125 % 20000))
+    assert found["LOCAL_WORLD_SIZE"] == "2"
+
+
+def test_tasks_of_srun_keep_what_is_set():
+    said = {"MASTER_ADDR": "there", "MASTER_PORT": "5", "CUDA_VISIBLE_DEVICES": "3"}
+    found = slurm_rank(SRUN | said)
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"], found["LOCAL_RANK"]) == ("there", "5", "0")
+    assert slurm_rank(SRUN | {"SLURM_STEP_NUM_NODES": "1"})["MASTER_ADDR"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"RANK": "0", "WORLD_SIZE": "2"},  # of torchrun or of toolkit.launch, under one task a node
+        {"WORLD_SIZE": "1"},  # asked for
+        {"SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_STEP_NUM_TASKS": "", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # a batch script
+    ],
+)
+def test_other_processes_of_a_slurm_job_are_no_such_tasks(said):
+    assert slurm_rank(SRUN | said) == {}
+
+
+def test_a_shell_at_a_terminal_is_no_such_task(monkeypatch):
+    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
+    assert slurm_rank(SRUN) == {}
+
+
+def test_tasks_of_srun_that_would_each_launch_a_run_are_refused():
+    with pytest.raises(ConfigError, match="srun starts 4 tasks, and each would launch a run of its own"):
+        launch_from(SRUN, CPU)
+    assert launch_from(SRUN | {"NNODES": "1"}, CPU).nodes == 1
+    assert launch_from(SRUN | {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}, CPU).node_rank == 1
+    assert launch_from({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, CPU).nodes == 1

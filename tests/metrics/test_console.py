@@ -57,6 +57,22 @@ def test_no_escape_codes_and_no_bar_off_a_terminal(capsys):
     assert captured.err == ""
 
 
+def test_off_a_terminal_the_second_line_is_followed_by_the_time_that_is_left(capsys):
+    console = Console(600)
+    for step in (1, 10, 20):
+        console.log(step, VALUES | {"step_seconds": 0.75})
+    console.log(20, {"validation_loss": 5.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "step " not in line] == [
+        "at this speed the steps left take about 7 min"
+    ]
+    assert lines[2].startswith("at this")
+    console = Console(80)
+    for step in (1, 10):
+        console.log(step, VALUES | {"step_seconds": 0.75})
+    assert "at this speed" not in capsys.readouterr().out
+
+
 _PROGRAM = """
 import sys
 from toolkit.metrics.console import Console

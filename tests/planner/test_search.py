@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from toolkit.config import Config, load_config
+from toolkit.errors import DataError
 from toolkit.metrics.flops import model_flops
 from toolkit.models.common.args import ModelArgs, parameter_count
 from toolkit.models.from_config import model_args
+from toolkit.optim import grad_clip
 from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.planner.estimate import Estimate, estimate, in_flight, samples, stored_bytes
 from toolkit.planner.fake_step import step_memory
@@ -238,6 +240,35 @@ def test_what_cannot_be_is_one_message(
         code = int(ended.code or 0)
     assert code == 2
     assert said in capsys.readouterr().err
+
+
+def test_progress_is_shown_before_torch_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def model(*_: object) -> None:
+        raise DataError("the first thing that takes long")
+
+    monkeypatch.setattr(plan, "_model", model)
+    assert main(["train_configs/llama3_405b.toml", "--gpu", "h100", "--gpus", "16384"]) == 3
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "plan: looking for layouts of train_configs/llama3_405b.toml on 16384 h100"
+
+
+def test_a_search_tells_what_it_does(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    config, args = configured(f"--job.config_file {asked}")
+    search(config, args, 2, H100, param_dtype=torch.bfloat16, progress=told.append)
+    assert told[0] == "memory estimated for 1 layouts, of which 1 fit"
+    assert any(it.startswith("step time estimated for 1 of") for it in told)
+    assert "fake step" in told[-1]
+
+
+def test_a_forecast_takes_no_norm_by_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grad_clip, "_norm_by_pieces", None)
+    config, args = configured(_ONE_B)
+    mesh = degrees(config.parallelism, 1)
+    assert mesh
+    assert step_memory(config, args, mesh, 0, param_dtype=torch.bfloat16, target="cuda").peak
 
 
 def test_7b_does_not_fit_one_gpu_of_80_gb(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
@@ -40,6 +42,8 @@ from toolkit.io.tensor_file import FilePart, SavedFile, TensorPlace, read_region
 
 METADATA = ".metadata"
 _MAX_DIMENSIONS = 8
+_PROPERTIES = 5
+"""Values of a tensor's properties in a ``.metadata``, without the strides."""
 _CHUNK = 4 << 20
 """Bytes that are hashed and then written while they are in the processor's cache."""
 Files = dict[str, dict[str, Any]]
@@ -204,6 +208,19 @@ class _MetadataUnpickler(PlainUnpickler):
             return type(key) is str
         plain = type(key.fqn) is str and type(key.offset) in (torch.Size, type(None))
         return plain and type(key.index) in (int, type(None))
+
+    def load_build(self) -> None:
+        # From 2.15 on torch adds strides, which older releases cannot take; a shard is read without them.
+        if isinstance(self.stack[-2], TensorProperties):
+            properties = self.stack[-1]
+            if len(properties) not in (_PROPERTIES, _PROPERTIES + 1):
+                rule = f"torch 2.11 to 2.14 write {_PROPERTIES} properties of a tensor, and 2.15 one more"
+                fix = "load it with the torch that wrote it, or update the toolkit"
+                raise CheckpointError(f"{rule}; here are {len(properties)}: {fix}")
+            self.stack[-1] = properties[:_PROPERTIES]
+        super().load_build()
+
+    dispatch = PlainUnpickler.dispatch | {pickle.BUILD[0]: load_build}
 
 
 def read_metadata(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Metadata:

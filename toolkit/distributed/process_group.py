@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
+import threading
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +15,7 @@ import torch.distributed as dist
 
 from toolkit.cpu import cpu_multiplies_bf16
 from toolkit.errors import DeviceError, Problem
-from toolkit.launcher.environment import rank_environment
+from toolkit.launcher.environment import SUPERVISED, rank_environment
 
 GLOO = "gloo_one_thread"
 """The back end of CPU tensors: torch's gloo with one worker thread a group.
@@ -19,6 +23,8 @@ GLOO = "gloo_one_thread"
 torch gives a group two, and both write the name of the work that they finish into one string without a lock:
 all-gathers of tensor and context parallelism then break the heap (docs/parallelism.md)."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_PATIENCE = 5.0
+"""Seconds after which a rank that waits for others says so."""
 _SEND, _RECEIVE = 12, 13  # c10d's OpType, which Python does not have
 _wait = dist.Work.wait
 
@@ -95,13 +101,37 @@ def start(device: torch.device, *, timeout_seconds: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         device_id = device
-    if rank_environment(os.environ).world_size > 1:
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    here = rank_environment(os.environ)
+    if here.world_size > 1:
+        waits = threading.Timer(_PATIENCE, _say_who_is_awaited, [here.rank, here.world_size])
+        waits.daemon = True
+        if SUPERVISED not in os.environ:  # else the launcher looks after its ranks
+            waits.start()
+        try:
+            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        finally:
+            waits.cancel()
     else:
         store = dist.HashStore()
         dist.init_process_group(
             backend, timeout=timeout, device_id=device_id, store=store, rank=0, world_size=1
         )
+
+
+def _say_who_is_awaited(rank: int, world_size: int) -> None:
+    """Say where this rank waits, and for whom: rank 0 for some of the others, they for a rank 0 that does not
+    listen."""
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    others = "rank 0"
+    if rank == 0:
+        others = "rank 1" if world_size == 2 else f"some of the ranks 1 to {world_size - 1}"
+    else:
+        with suppress(OSError, ValueError), socket.create_connection((host, int(port)), timeout=_PATIENCE):
+            return
+    fix = f"start each with its RANK, WORLD_SIZE={world_size}, MASTER_ADDR={host} and MASTER_PORT={port}"
+    print(
+        f"rank {rank} of {world_size} waits for {others} at {host}:{port}; {fix}", file=sys.stderr, flush=True
+    )
 
 
 def patient_group(*, timeout_seconds: int) -> dist.ProcessGroup:

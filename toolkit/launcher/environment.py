@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,6 +80,47 @@ def with_threads(environ: Mapping[str, str], processes: int) -> dict[str, str]:
     where OMP_NUM_THREADS does not say how many threads it has."""
     share = {"OMP_NUM_THREADS": str(max(1, cores() // processes))} if processes > 1 else {}
     return {**share, **environ}
+
+
+def slurm_tasks(environ: Mapping[str, str]) -> int:
+    """Count the tasks of this process's Slurm step: 1 outside of srun, as in a batch script, and in a shell
+    that ``srun --pty`` gave a terminal.
+
+    Raises:
+        ConfigError: SLURM_STEP_NUM_TASKS is no such number.
+    """
+    return 1 if os.isatty(0) else whole_number(environ, "SLURM_STEP_NUM_TASKS", 1, 1, MAX_RANKS)
+
+
+def slurm_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return a rank's variables for one of several tasks of srun that has neither RANK nor WORLD_SIZE; empty
+    for any other process. MASTER_ADDR and MASTER_PORT stay where they are set."""
+    tasks = slurm_tasks(environ)
+    if tasks == 1 or any(environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE")):
+        return {}
+    job, step = (whole_number(environ, name, 0, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    nodes = whole_number(environ, "SLURM_STEP_NUM_NODES", 1, 1, tasks)
+    address = "127.0.0.1" if nodes == 1 else _first_host(environ.get("SLURM_STEP_NODELIST", ""))
+    gpus = environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    alone = gpus and "," not in gpus  # as with --gpus-per-task=1
+    return {
+        "RANK": environ.get("SLURM_PROCID", ""),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": "0" if alone else environ.get("SLURM_LOCALID", ""),
+        "LOCAL_WORLD_SIZE": str(-(-tasks // nodes)),
+        "MASTER_ADDR": environ.get("MASTER_ADDR", "").strip() or address,
+        "MASTER_PORT": environ.get("MASTER_PORT", "").strip() or str(20000 + (job + step) % 20000),
+    }
+
+
+def _first_host(hosts: str) -> str:
+    """The first host of a list as Slurm writes it.
+
+    >>> _first_host("rack2-gpu[03-05,9],cpu1")
+    'rack2-gpu03'
+    """
+    first = re.match(r"(\[[^]]*\]|[^,])*", hosts)
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", first.group()) if first else ""
 
 
 @dataclass(frozen=True)

@@ -63,12 +63,23 @@ def format_line(step: int, total_steps: int, values: Mapping[str, Any], *, color
     )
 
 
+def _duration(seconds: float) -> str:
+    """About so long.
+
+    >>> _duration(90), _duration(36000)
+    ('2 min', '10.0 h')
+    """
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 class Console:
-    """Prints lines; on a terminal also a bar with the time that is left, which the lines do not tear."""
+    """Prints lines; on a terminal also a bar with the time that is left, which the lines do not tear, and
+    elsewhere that time once."""
 
     def __init__(self, total_steps: int, *, resume_step: int = 0, color: bool = True):
         terminal = sys.stdout.isatty()
         self._total_steps = total_steps
+        self._timed = 0
         self._color = color and terminal and not os.environ.get("NO_COLOR")
         self._bar: Any = None
         if terminal and sys.stderr.isatty():
@@ -80,6 +91,13 @@ class Console:
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         self.say(format_line(step, self._total_steps, values, color=self._color))
+        if seconds := values.get("step_seconds"):
+            self._timed += 1
+            left = seconds * (self._total_steps - step)
+            if (
+                self._timed == 2 and self._bar is None and left >= 60
+            ):  # the first is slower, and a bar tells it
+                self.say(f"at this speed the steps left take about {_duration(left)}")
 
     def say(self, text: str) -> None:
         """Print ``text`` above the bar."""

@@ -113,7 +113,8 @@ def costs(
     param_dtype: torch.dtype,
 ) -> Costs:
     """The costs of micro-batches of ``rows`` samples, on a rank of ``tp`` × ``cp``, whose blocks are
-    ``checkpointed`` as the config has it or not at all. Found once for each case.
+    ``checkpointed`` as the config has it or not at all; take embedding and head from the latter. Found once
+    for each case.
 
     Nothing is compiled, and attention is SDPA. Needs no process group, and must not be called where there is
     one.
@@ -182,12 +183,13 @@ def _alike(config: Config, args: ModelArgs, *, tp: int, cp: int, rows: int, chec
         mode, option = "selective", "op"
     else:
         option = "op" if checkpointed and checkpointing.by_operator else "1"
+    sizes = {"local_batch_size": rows, "global_batch_size": rows, "steps": 1}
+    if mode != "none":  # only the blocks are asked for, and a head without chunks takes half of the time
+        sizes["loss_chunk_tokens"] = 0
     return config.model_copy(
         update={
             "model": Model(attention="sdpa", norm=config.model.norm),
-            "training": config.training.model_copy(
-                update={"local_batch_size": rows, "global_batch_size": rows, "steps": 1}
-            ),
+            "training": config.training.model_copy(update=sizes),
             "parallelism": Parallelism(
                 tensor_parallel_degree=tp,
                 context_parallel_degree=cp,

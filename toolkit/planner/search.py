@@ -8,7 +8,7 @@ steps, and those of them that do not fit fall out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -115,8 +115,9 @@ def search(
     *,
     param_dtype: torch.dtype,
     top: int = 10,
+    progress: Callable[[str], object] = str,
 ) -> Found:
-    """Rank the layouts of ``world`` ranks of ``machine``; there may be none.
+    """Rank the layouts of ``world`` ranks of ``machine``; there may be none. ``progress`` is told of each.
 
     Raises:
         ConfigError: the preflight has something against each layout.
@@ -127,12 +128,14 @@ def search(
     config = fixed_batch(config, world)
     stored = stored_bytes(config, args, param_dtype)
     found.states = args.n_layers * sum(stored.whole_block) + sum(stored.whole_ends)
-    fitting = []
-    for candidate in _candidates(config, args, world, machine, stored, param_dtype, found):
+    fitting: list[Candidate] = []
+    candidates = _candidates(config, args, world, machine, stored, param_dtype, found)
+    for tried, candidate in enumerate(candidates, start=1):
         if candidate.bytes > found.room * _CLOSE:
             found.lose("fit").add(candidate)
         else:
             fitting.append(candidate)
+        progress(f"memory estimated for {tried} layouts, of which {len(fitting)} fit")
     flops = model_flops(args, config.finetune, seq_len=0)
     bounds = sorted((_bound(it, args, machine, param_dtype, flops), n) for n, it in enumerate(fitting))
     ranked: list[Candidate] = []
@@ -144,19 +147,26 @@ def search(
         ranked.append(replace(candidate, time=took))
         ranked.sort(key=lambda it: it.key)
         found.timed += 1
+        progress(f"step time estimated for {found.timed} of {len(fitting)} layouts that fit")
     if rest := len(fitting) - found.timed:
         found.lose("bound").count += rest
-    _verify(ranked, args, param_dtype, found, top)
+    _verify(ranked, args, param_dtype, found, top, progress)
     return found
 
 
 def _verify(
-    ranked: Sequence[Candidate], args: ModelArgs, param_dtype: torch.dtype, found: Found, top: int
+    ranked: Sequence[Candidate],
+    args: ModelArgs,
+    param_dtype: torch.dtype,
+    found: Found,
+    top: int,
+    progress: Callable[[str], object],
 ) -> None:
     """Take the first ones that fit, the best of them by a fake step."""
     verified = 0
     for candidate in ranked:
         if len(found.ranked) < top and verified < _VERIFIED:
+            progress(f"memory of {candidate.layout} measured in a fake step")
             peak = fake_peak(candidate.config, args, candidate.layout, candidate.memory, param_dtype)
             candidate = replace(candidate, peak=peak)
             verified += candidate.bytes <= found.room
