@@ -260,8 +260,8 @@ class ChatTemplate(ChatFormat):
 
     @cached_property
     def _openings(self) -> tuple[str | None, list[str]]:
-        """Find what the generation prompt adds to a dialog, and what it adds where the model is to think and where
-        it is not, the longest first; none where the template does not let it be told."""
+        """Find what the generation prompt adds to a dialog, and what it adds where the model is to think and
+        where it is not, the longest first; none where the template does not let it be told."""
         asked: list[Message] = [{"role": "user", "content": "a"}]
         render = partial(self._render, asked, self._marks(asked))
         found: list[str | None] = []

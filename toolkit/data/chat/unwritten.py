@@ -67,8 +67,8 @@ def _renders(
 def _lacking(
     messages: Sequence[Message], tools: Sequence[Any] | None
 ) -> Iterator[tuple[Unwritten, Sequence[Message], Sequence[Any] | None]]:
-    """Parts that may be written, each with the conversation that lacks it. The texts of users and of assistants
-    that call no tool every template writes."""
+    """Parts that may be written, each with the conversation that lacks it. Every template writes the texts of
+    users and of assistants that call no tool."""
     if tools:
         yield (None, "tools"), messages, None
     for index, message in enumerate(messages):
