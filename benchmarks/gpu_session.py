@@ -150,7 +150,7 @@ PIECES = [
     Piece("8b_adamw8bit", 90, 55, train=ONE_GPU + EAGER + PLAIN
           + flags("--training.dtype float32 --optimizer.name AdamW8bit")),
     Piece("8b_h200", 150, 110, train=preset("llama3_8b_one_h200") + PLAIN, least_gib=130),
-    Piece("8b_lora_peer", 150, 110, train=LORA + flags("--training.steps 6")),
+    Piece("8b_lora_peer", 150, 110, train=LORA + flags("--training.steps 6 --training.local_batch_size 2")),
     Piece("1b_compiled", 100, 60, train=SIZE_1B + PLAIN + flags("--compile.enable")),
 ]  # fmt: skip
 FIRST = [it.name for it in PIECES[: PIECES.index(next(p for p in PIECES if p.name == "8b_qlora"))]]

@@ -93,6 +93,9 @@ def build_model(
         from toolkit.parallel.converters import Converters
 
         converters = Converters(config)
+    parallelism = config.parallelism
+    if converters:  # which may rely on FSDP's hooks, as float8 does for what it gathers
+        parallelism = parallelism.model_copy(update={"fsdp_skip_on_one_rank": False})
     models = []
     for modules in _modules_here(stages, mesh):
         model = meta_decoder(
@@ -121,7 +124,7 @@ def build_model(
         parallelize(
             model,
             mesh,
-            parallelism=config.parallelism,
+            parallelism=parallelism,
             checkpointing=config.activation_checkpoint,
             compiling=config.compile,
             precision=mixed_precision(config.training, param_dtype),

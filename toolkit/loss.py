@@ -76,6 +76,10 @@ PIECE = {"cuda": 1 << 27}
 of its core."""
 
 
+def _is_fused(x: Tensor) -> bool:
+    return x.is_cuda and fused.is_enabled("loss")
+
+
 def _pieces(x: Tensor) -> Iterator[slice]:
     """Some of the rows of ``x`` after the other."""
     rows = max(1, PIECE.get(x.device.type, torch.get_num_threads() << 17) // x.shape[1])
@@ -86,8 +90,8 @@ def _scaled(x: Tensor, by_T: Tensor) -> Tensor:
     """Each row of ``x``, which may be overwritten, times a number, multiplied in the number's precision."""
     if by_T.numel() and by_T.stride(0) == 0 and x.device.type not in PIECE:
         return x.mul_(by_T[0])  # the gradient of a sum; a CPU rounds this product once, in one pass
-    if fused.is_enabled("loss"):
-        return scaled_rows(x, by_T)
+    if _is_fused(x):
+        return _times(x, by_T)
     out = torch.empty_like(x)
     for piece in _pieces(x):
         out[piece] = x[piece].to(by_T.dtype) * by_T[piece, None]
@@ -97,22 +101,10 @@ def _scaled(x: Tensor, by_T: Tensor) -> Tensor:
 _times = Fused("loss", lambda x, by_T: (x.to(by_T.dtype) * by_T[:, None]).to(x.dtype))
 
 
-# Operators of their own, so that a forecast sees what is fused as one that takes no temporary memory.
-@torch.library.custom_op("toolkit::scaled_rows", mutates_args=())
-def scaled_rows(x: Tensor, by_T: Tensor) -> Tensor:
-    """Multiply rows by numbers, fused."""
-    return _times(x, by_T)
-
-
-@scaled_rows.register_fake
-def _(x: Tensor, by_T: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
 def _losses_over_logits(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     """:func:`token_losses`, of whose sum the logits become the gradient."""
-    if fused.is_enabled("loss"):
-        return losses_over_logits(logits_TV, labels_T)
+    if _is_fused(logits_TV):
+        return _whole_over_logits(logits_TV, labels_T)
     return torch.cat([_piece_over_logits(logits_TV[it], labels_T[it]) for it in _pieces(logits_TV)])
 
 
@@ -145,17 +137,6 @@ def _one_pass_over_logits(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 
 
 _whole_over_logits = Fused("loss", _one_pass_over_logits)
-
-
-@torch.library.custom_op("toolkit::losses_over_logits", mutates_args=("logits_TV",))
-def losses_over_logits(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """Compute :func:`token_losses`, fused; the logits become the gradient of their sum."""
-    return _whole_over_logits(logits_TV, labels_T)
-
-
-@losses_over_logits.register_fake
-def _(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    return logits_TV.new_empty(len(labels_T), dtype=torch.promote_types(logits_TV.dtype, torch.float32))
 
 
 def chunked_loss(

@@ -144,7 +144,7 @@ def test_equal_answers_are_noted(tmp_path: Path) -> None:
             "rejected, message 2: the assistant's turn is empty",
         ),
         ({"chosen": [], "rejected": []}, "chosen: the conversation has no message"),
-        ({"prompt": "a", "chosen": 1, "rejected": "c"}, "column 'chosen' holds a number"),
+        ({"prompt": "a", "chosen": 1, "rejected": "c"}, "column 'chosen' holds a JSON number"),
         ({"chosen": [ASKED], "rejected": [ASKED, NO]}, "no turn of the assistant that is learnt"),
     ],
 )

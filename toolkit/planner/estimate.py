@@ -153,11 +153,8 @@ def _of_rank(
         + (embedding.saved_bytes if embedding in ends else 0)
         + (hidden if layout.pp > 1 else 0)
     )
-    if config.activation_checkpoint.enable_activation_offloading:
-        here = (
-            2 if config.activation_checkpoint.offload_prefetch else 1
-        )  # that of the block at work, and the next
-        saved -= hidden * max(0, alive * checkpointed - here)
+    if config.activation_checkpoint.enable_activation_offloading:  # all inputs but that of the block at work
+        saved -= hidden * max(0, alive * checkpointed - 1)
     before = saved - kept_by_head  # and after the head's own backward
     block = again.block if checkpointed else plain.block
     every = [block] * blocks + ends
