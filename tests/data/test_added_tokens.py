@@ -119,8 +119,8 @@ def _digests(folder: str, tied: bool) -> list[Any]:
         (model,) = trainer.model_parts.models
         digest = weights_digest(model)
         embedding = dict(model.named_parameters())["tok_embeddings.weight"]
-        whole = embedding.full_tensor() if isinstance(embedding, DTensor) else embedding
-        rows = whole.detach().clone().numpy()  # training changes them
+        assert isinstance(embedding, DTensor)
+        rows = embedding.full_tensor().detach().clone().numpy()  # training changes them
         trainer.train()
         found.append((digest, rows, [record["loss"] for record in trainer.history]))
     return found

@@ -64,7 +64,7 @@ class Parallelism(Table):
     fsdp_sync_each_batch: bool = True
     """Reduce gradients after each micro-batch. false: once a step, whole until then; so does a pipeline."""
     fsdp_skip_on_one_rank: bool = True
-    """On one rank, without model.converters, leave parameters that are stored in the compute precision out of
+    """On one GPU, without model.converters, leave parameters that are stored in the compute precision out of
     FSDP, which would copy them twice a step."""
     fsdp_shared_memory: bool = True
     """Gather and reduce on CPUs through memory that ranks of one machine share; false: by gloo's sockets."""

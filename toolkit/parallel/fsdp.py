@@ -29,6 +29,10 @@ from toolkit.distributed.process_group import DTYPES, GLOO
 from toolkit.parallel.dims import reshard_after_forward
 
 
+SKIPPING = ("cuda",)
+"""Devices on which parallelism.fsdp_skip_on_one_rank acts."""
+
+
 def mixed_precision(training: Training, param_dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Compute in ``param_dtype``; reduce gradients and hand out logits as ``training`` has it.
 
@@ -61,7 +65,7 @@ def apply_fsdp(
     pinned = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
     when = reshard_after_forward(parallelism)
-    kept = set() if cpu_offload else _kept_out(model, parallelism, precision)
+    kept = set() if cpu_offload else _kept_out(model, mesh, parallelism, precision)
     # Backwards, since fully_shard wants the inner of two units first.
     for position in reversed(range(len(units))):
         fully_shard(
@@ -94,14 +98,15 @@ def apply_fsdp(
 
 
 def _kept_out(
-    model: nn.Module, parallelism: Parallelism, precision: MixedPrecisionPolicy
+    model: nn.Module, mesh: DeviceMesh, parallelism: Parallelism, precision: MixedPrecisionPolicy
 ) -> set[nn.Parameter]:
     """The parameters that a run of one rank leaves out of FSDP, which would copy each of them twice a step.
 
     They are stored in the precision in which they are computed with, so that nothing is cast. Gradients are
     then added up in that precision, as FSDP does where it reduces each micro-batch.
     """
-    if dist.get_world_size() > 1 or not parallelism.fsdp_skip_on_one_rank:
+    skips = parallelism.fsdp_skip_on_one_rank and mesh.device_type in SKIPPING
+    if dist.get_world_size() > 1 or not skips:
         return set()
     computed = precision.param_dtype
     return {

@@ -26,7 +26,7 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.optim import grad_clip
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
-from toolkit.parallel import activation_offload
+from toolkit.parallel import activation_offload, fsdp
 from toolkit.parallel.dims import ParallelDims
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import ModelParts
@@ -112,6 +112,7 @@ def fake_run(
             stack.enter_context(mock.patch.dict(loss.PIECE, cpu=loss.PIECE[target]))
         stack.enter_context(mock.patch.object(grad_clip, "_norm_by_pieces", _norm))
         stack.enter_context(mock.patch.object(activation_offload, "HostCopy", _OnTheHost))
+        stack.enter_context(mock.patch.object(fsdp, "SKIPPING", ("cpu",) if target == "cuda" else ()))
         mesh = build_mesh(device, **asdict(layout))
         model_parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
         if target == "cuda":

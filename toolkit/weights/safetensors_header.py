@@ -134,7 +134,7 @@ def _refuse_two_saves(folder: Path, taken: str, files: list[str]) -> None:
     if taken == INDEX:
         others += [path.name for path in folder.glob("*.safetensors.index.json")]
         others += [SINGLE] * (_is_file(folder / SINGLE) and files != [SINGLE])
-    # Mistral's own format, which lies beside transformers' in its downloads and is read by neither.
+    # A format of its maker's, which lies beside transformers' in downloads and is read by neither.
     others = [name for name in others if name not in (taken, "consolidated.safetensors.index.json")]
     if others:
         raise DataError(f"{folder} holds two saves of a model, {taken} and {min(others)}{ONE_SAVE}")

@@ -193,7 +193,8 @@ def sharding_notes(run: PlannedRun) -> list[str]:
         and reshard_after_forward(options) == "never"
     ):
         said.append(f"{deeper}: changes nothing, since of several stages a rank gathers one at once")
-    if is_set(run.config, "parallelism.fsdp_skip_on_one_rank") and run.world_size > 1:
+    several = run.world_size > 1 and run.hardware.device == "cuda"
+    if several and is_set(run.config, "parallelism.fsdp_skip_on_one_rank"):
         said.append(f"parallelism.fsdp_skip_on_one_rank: changes nothing on {run.world_size} ranks")
     if is_set(run.config, "parallelism.fsdp_shared_memory") and (why := _no_shared_memory(run)):
         said.append(f"parallelism.fsdp_shared_memory: changes nothing, since {why}")

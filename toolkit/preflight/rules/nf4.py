@@ -27,7 +27,7 @@ def fsdp_takes_bytes(run: PlannedRun) -> list[Problem]:
     """Before 2.12 fully_shard takes no integers, which a base in 4 bits is. One rank does without."""
     version, config = torch_before((2, 12)), run.config
     skips = config.parallelism.fsdp_skip_on_one_rank and not config.training.enable_cpu_offload
-    skips = skips and run.world_size == 1
+    skips = skips and run.world_size == 1 and run.hardware.device == "cuda"
     if version is None or skips or not run.config.finetune.quantizes:
         return []
     rule = f"fully_shard takes bytes from torch 2.12 on, this is {version}"

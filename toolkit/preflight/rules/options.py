@@ -15,6 +15,7 @@ _ON_A_GPU = (
     "training.dataloader.pin_memory",
     "validation.dataloader.pin_memory",
     "training.fused_parts",
+    "parallelism.fsdp_skip_on_one_rank",
     "activation_checkpoint.offload_prefetch",
 )
 
