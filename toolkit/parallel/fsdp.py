@@ -28,7 +28,6 @@ from toolkit.config.training import Training
 from toolkit.distributed.process_group import DTYPES, GLOO
 from toolkit.parallel.dims import reshard_after_forward
 
-
 SKIPPING = ("cuda",)
 """Devices on which parallelism.fsdp_skip_on_one_rank acts."""
 
