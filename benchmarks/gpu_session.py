@@ -103,7 +103,7 @@ class Piece:
     """A process of the session.
 
     Attributes:
-        limit, expected: seconds, at most and as reckoned for an H100.
+        limit, expected: seconds, at most and as estimated for an H100.
         command: the arguments of Python, or with ``train`` those of a training run whose steps are timed.
         group: pieces that follow one another and have the same group run at the same time.
         gate: nothing after it can be measured without it.
