@@ -47,7 +47,7 @@ from tests.helpers import run_world
 from toolkit.distributed.process_group import DTYPES
 from toolkit.metrics.flops_finetune import fine_tuning_flops
 from toolkit.metrics.memory import resident
-from toolkit.models.common.args import parameter_count
+from toolkit.models.parameters import parameter_count
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"

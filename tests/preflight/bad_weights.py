@@ -12,9 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from tests.preflight.bad_runs import TOKENIZER, Bad, bad, save
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.llama import SPEC
-from toolkit.models.llama.state_dict_adapter import ADAPTER
+from toolkit.models.parameters import table
 
 SHAPE = ModelArgs(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=4352, head_dim=8, rope_theta=5e5
@@ -37,9 +36,7 @@ def write_config(at: Path, args: ModelArgs, **fields: Any) -> Path:
 def write_model(folder: Path, name: str = "m", **fields: Any) -> Path:
     """A Hugging Face folder of zeros in two files, with ``fields`` of config.json changed."""
     at = write_config(folder / name, SHAPE, **fields)
-    tensors = {
-        ADAPTER.to_hf(name): np.zeros(shape, np.float32) for name, shape in parameter_shapes(SHAPE).items()
-    }
+    tensors = {row.hf: np.zeros(row.shape, np.float32) for row in table(SHAPE).values()}
     files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     weight_map = {name: files["layers.1" in name] for name in tensors}
     for file in files:

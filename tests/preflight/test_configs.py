@@ -10,7 +10,7 @@ from tests.preflight.bad_runs import H100
 from tests.preflight.bad_weights import SHAPE, write_model
 from toolkit.config import Config, load_config
 from toolkit.config.refused import REFUSED
-from toolkit.models.common.args import parameter_count
+from toolkit.models.parameters import parameter_count
 from toolkit.preflight import check
 from toolkit.preflight.planned_run import PlannedRun
 

@@ -26,6 +26,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from toolkit.config.parallelism import Parallelism
 from toolkit.config.training import Training
 from toolkit.distributed.process_group import DTYPES, GLOO
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.table import EMBEDDING
+from toolkit.models.parameters import table
 from toolkit.parallel.dims import reshard_after_forward
 
 SKIPPING = ("cuda",)
@@ -114,6 +117,19 @@ def _kept_out(
         if (parameter.dtype == computed and (parallelism.fsdp_sync_each_batch or not parameter.requires_grad))
         or not parameter.is_floating_point()
     }
+
+
+def root_modules(model: Decoder) -> set[nn.Module]:
+    """Modules that no unit may hold, since both ends of the forward need them: a tied embedding."""
+    embedding = table(model.args)[EMBEDDING]
+    return {model.tok_embeddings} if model.tok_embeddings is not None and not embedding.unit else set()
+
+
+def fsdp_units(model: Decoder) -> list[list[nn.Module]]:
+    """Groups of modules of ``model``, or of a stage of it, each one FSDP unit, in forward order."""
+    there = dict(model.named_modules())
+    units = [[there[name] for name in unit if name in there] for unit in table(model.args).units()]
+    return [unit for unit in units if unit]
 
 
 def begin_micro_batch(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:

@@ -8,14 +8,13 @@ matrix contribute is summed and scattered along the sequence again. DTensor's ow
 operation is never paid so. Generation, whose sequences are of one token, keeps them whole: nothing is
 gathered, and sums go to all ranks.
 
-What each module does is data beside the model: a pattern of names and a style of :data:`STYLES`.
+Each row of the model's table has a style of :data:`STYLES` for its module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
 
@@ -55,11 +54,16 @@ class Between:
 
 
 def apply_tensor_parallel(
-    model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, *, split_sequence: bool = True
+    model: nn.Module,
+    plan: Mapping[str, str],
+    mesh: DeviceMesh,
+    *,
+    split_sequence: bool = True,
+    loss_parallel: bool = True,
 ) -> None:
-    """Split the modules of ``model``, on the meta device, in place: ``plan`` has styles by patterns of names,
-    the first that fits; a module that fine-tuning has added brings its own. Without ``split_sequence``
-    sequences of any length pass, and no gradients.
+    """Split the modules of ``model``, on the meta device, in place: ``plan`` has styles by name, and a module
+    that fine-tuning has added brings its own. Without ``split_sequence`` sequences of any length pass, and no
+    gradients. Without ``loss_parallel`` logits are gathered before the loss.
 
     Raises:
         ValueError: a dimension to be split does not divide by the mesh, or a parameter is in no module of
@@ -67,8 +71,9 @@ def apply_tensor_parallel(
     """
     between = Between(mesh.get_group(), split_sequence)
     for name, module in list(model.named_modules()):
-        planned = (style for pattern, style in plan.items() if fnmatchcase(name, pattern))
-        style = getattr(module, "tensor_style", None) or next(planned, None)
+        style = getattr(module, "tensor_style", None) or plan.get(name)
+        if style == "head" and not loss_parallel:
+            style = "gathered head"
         if style:
             try:
                 STYLES[style](module, mesh, between)
@@ -165,9 +170,9 @@ def _row(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
     module.register_forward_hook(lambda module, args, output: between.summed(output))
 
 
-def _norm(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
-    """A norm of this rank's piece of the sequence, or of its heads: its weight whole."""
-    _place(module, mesh, weight=WHOLE)
+def _whole(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
+    """Parameters of what reads this rank's shard of the sequence, or of the heads: whole on every rank."""
+    _place(module, mesh, **{name: WHOLE for name, _ in module.named_parameters(recurse=False)})
 
 
 def _gather_input(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
@@ -328,7 +333,7 @@ class _Whole(torch.autograd.Function):
 STYLES: dict[str, Callable[[nn.Module, DeviceMesh, Between], None]] = {
     "column": _column,
     "row": _row,
-    "norm": _norm,
+    "whole": _whole,
     "adapter": _adapter,
     "gather": _gather_input,
     "embedding": _embedding,

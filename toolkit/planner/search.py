@@ -17,7 +17,8 @@ from toolkit.config import Config
 from toolkit.errors import ConfigError, Problem, divisors
 from toolkit.hardware import Hardware
 from toolkit.metrics.flops import model_flops
-from toolkit.models.common.args import ModelArgs, block_parameters
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.parameters import table
 from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import bubble, pipeline_stages
 from toolkit.planner.estimate import Estimate, Stored, estimate, fake_peak, samples, stored_bytes
@@ -284,7 +285,7 @@ def _bound(
     pipeline's bubble."""
     config, layout = candidate.config, candidate.layout
     if config.activation_checkpoint.mode == "full" and not config.finetune.chooses:
-        flops += 2 * args.n_layers * sum(block_parameters(args))
+        flops += 2 * sum(table(args).block_sizes)
     rates = Rates(config, layout, machine, str(param_dtype).removeprefix("torch."))
     reached = max(machine.matmul, machine.attention) * rates.peak
     if rates.float8:

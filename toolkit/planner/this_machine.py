@@ -22,11 +22,12 @@ from torch.utils.flop_counter import flop_registry
 from toolkit.config.parallelism import Parallelism
 from toolkit.cpu import cores, keep_freed_memory
 from toolkit.loss import linear_losses
-from toolkit.models.common.args import ModelArgs, parameter_count
+from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention import attention_backend
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.rms_norm import rms_norm
 from toolkit.models.common.rope import rope_rotations, rotate
+from toolkit.models.parameters import parameter_count
 from toolkit.optim.grad_clip import norms
 from toolkit.optim.update_ahead import update_ahead
 from toolkit.parallel.fsdp import apply_fsdp

@@ -12,7 +12,7 @@ from torch import Tensor
 from toolkit.distributed.agreement import Ranks
 from toolkit.distributed.dtensor import Filled
 from toolkit.finetune.parameters import is_added
-from toolkit.models.common.args import is_classifier_head
+from toolkit.models.parameters import is_classifier_head
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.weights.load import load_weights, open_alike
 from toolkit.weights.safetensors import SafetensorsFolder

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from toolkit.data.chat.base import ChatFormat
     from toolkit.models.common.hf_config import HFConfig
     from toolkit.models.common.hub import Hub
-    from toolkit.models.common.state_dict_adapter import StateDictAdapter
 
 
 class _Mistral(ModelSpec):
@@ -23,11 +22,6 @@ class _Mistral(ModelSpec):
         return HFConfig(
             "mistral", "MistralForCausalLM", "a Mistral", 131072, n_kv_heads=8, sliding_window=4096
         )
-
-    def adapter(self) -> StateDictAdapter:
-        from toolkit.models.llama.state_dict_adapter import ADAPTER
-
-        return ADAPTER
 
     def chat_formats(self) -> Mapping[str, type[ChatFormat]]:
         from toolkit.models.mistral.chat import MistralFormat

@@ -11,9 +11,6 @@ from toolkit.models.qwen2.args import PRESETS
 if TYPE_CHECKING:
     from toolkit.models.common.hf_config import HFConfig
     from toolkit.models.common.hub import Hub
-    from toolkit.models.common.state_dict_adapter import StateDictAdapter
-
-_QK = ("attention.wq", "attention.wk")
 
 
 class _Qwen2(ModelSpec):
@@ -24,12 +21,6 @@ class _Qwen2(ModelSpec):
             "qwen2", "Qwen2ForCausalLM", "a Qwen2", 32768, n_kv_heads=32, qkv_bias=True,
             extra={"use_sliding_window": False},
         )  # fmt: skip
-
-    def adapter(self) -> StateDictAdapter:
-        from toolkit.models.common.state_dict_adapter import StateDictAdapter
-        from toolkit.models.llama.state_dict_adapter import IN_BLOCK
-
-        return StateDictAdapter(IN_BLOCK, reordered=_QK, biased=(*_QK, "attention.wv"))
 
     def hub(self) -> Hub:
         from toolkit.models.qwen2.hub import HUB

@@ -24,10 +24,10 @@ from toolkit.finetune.parameters import (
 )
 from toolkit.finetune.peft_config import is_peft_folder, without_peft_form
 from toolkit.finetune.saved_options import differences, saved_options
-from toolkit.models.common.args import is_classifier_head
-from toolkit.models.common.parameters import EMBEDDING, linear_layers, parameter_shapes
+from toolkit.models.common.table import EMBEDDING
 from toolkit.models.from_config import weights_folder
 from toolkit.models.on_disk import read_hf_config
+from toolkit.models.parameters import is_classifier_head, linear_layers, parameter_shapes
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _SHOWN = 8

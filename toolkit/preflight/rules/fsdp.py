@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from toolkit.config.precedence import is_set
 from toolkit.errors import Problem, did_you_mean, divisors
-from toolkit.models.common.args import INNER_CLASSES, WRAP_CLASSES, ModelArgs, block_parameters
+from toolkit.models.common.args import INNER_CLASSES, WRAP_CLASSES, ModelArgs
+from toolkit.models.parameters import table
 from toolkit.parallel.dims import reshard_after_forward, strategy
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
@@ -170,7 +173,7 @@ def sharding_notes(run: PlannedRun) -> list[str]:
     """Options that change nothing in this run."""
     options, said = run.config.parallelism, []
     if options.fsdp_wrap_policy == "size" and run.model:
-        block = sum(block_parameters(run.model))
+        block = max(table(run.model).block_sizes)
         embedding = 0 if run.model.tie_embeddings else run.model.vocab_size * run.model.dim
         if max(block, embedding) < options.fsdp_min_num_params:
             said.append(
@@ -216,6 +219,9 @@ def _no_shared_memory(run: PlannedRun) -> str:
 
 def _smallest_whole_block(model: ModelArgs) -> int:
     """The lowest ``fsdp_min_num_params`` at which nothing inside a block is a unit by itself."""
-    attention, feed_forward, _ = block_parameters(model)
-    attention += 2 * model.head_dim if model.qk_norm else 0
-    return max(attention, feed_forward) + 1
+    inside: Counter[tuple[int | None, str]] = Counter()
+    for row in table(model).values():
+        module, _, below = row.module.removeprefix(f"layers.{row.block}.").partition(".")
+        if below and row.block is not None:
+            inside[row.block, module] += row.size
+    return max(inside.values(), default=0) + 1

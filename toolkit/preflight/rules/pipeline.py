@@ -10,7 +10,7 @@ from itertools import pairwise
 from toolkit.config.local_paths import expand_user
 from toolkit.config.precedence import is_set
 from toolkit.errors import Problem, did_you_mean, divisors, either, first_few
-from toolkit.models.common.parameters import parameter_names
+from toolkit.models.parameters import table
 from toolkit.parallel.dims import reshard_after_forward, strategy
 from toolkit.parallel.pipeline_schedules import BASES, SCHEDULES, Schedule, bubble, is_cut, module_names
 from toolkit.preflight.installed import torch_before
@@ -322,7 +322,7 @@ def pipeline_notes(run: PlannedRun) -> list[str]:
 
 def _weights_of_block(run: PlannedRun) -> int:
     assert run.model is not None
-    return sum(name.startswith("layers.0.") for name in parameter_names(run.model))
+    return max(map(len, table(run.model).blocks))
 
 
 def _waiting(run: PlannedRun) -> list[str]:

@@ -13,10 +13,11 @@ from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import DataError, Problem, first_few, install
 from toolkit.io.json_fields import read_object
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameters import EMBEDDING, HEAD, parameter_shapes
 from toolkit.models.common.spec import CONFIG
+from toolkit.models.common.table import EMBEDDING, HEAD
 from toolkit.models.on_disk import read_hf_config
-from toolkit.models.registry import presets, spec
+from toolkit.models.parameters import table
+from toolkit.models.registry import presets
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 from toolkit.preflight.rules.model import CHANGEABLE, name_readable
 from toolkit.preflight.weight_folders import instead_of_hugging_face
@@ -196,14 +197,11 @@ def weights_readable(run: PlannedRun) -> list[Problem]:
     except DataError as error:
         said, _, fix = str(error).partition("\n  fix:  ")
         return [run.problem(key, said, fix or otherwise)]
-    adapter = spec(theirs.family).adapter()
+    rows = table(theirs)
     found = {name: entry.shape for name, entry in entries.items()}
-    classifies = theirs.classifier is not None
-    meant = {
-        adapter.to_hf(name, classifier=classifies): shape for name, shape in parameter_shapes(theirs).items()
-    }
-    if theirs.tie_embeddings and (head := adapter.to_hf(HEAD)) in found:
-        meant[head] = meant[adapter.to_hf(EMBEDDING)]
+    meant = {row.hf: row.shape for row in rows.values()}
+    if theirs.tie_embeddings and (head := rows.to_hf(HEAD)) in found:
+        meant[head] = meant[rows.to_hf(EMBEDDING)]
     said = "; ".join(_differences(found, meant))
     rule = f"the files in {start.weights} are not of the model of its {CONFIG}: {said}"
     return [run.problem(key, rule, "take files and config.json of the same model")] if said else []
