@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from toolkit import fused
 from toolkit.config import Config
@@ -146,7 +147,11 @@ def build_model(
 def _initialize(
     config: Config, args: ModelArgs, model_parts: ModelParts, seed: int, pretrained: bool
 ) -> None:
-    named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
+    named: list[tuple[str, Tensor]] = [
+        *model_parts.named_parameters(),
+        *model_parts.named_buffers(),
+        *model_parts.tied_copies(),
+    ]
     if not config.finetune.adds:
         drawn = [it for it in named if is_classifier_head(it[0], args) or not pretrained]
         initialize(drawn, seed, lambda name: init_rule(name, args))

@@ -135,7 +135,7 @@ class TrainStep:
             clip_([*parameters, *(copy for _, copy in model_parts.tied_copies())], self.max_norm, grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
-        reported = dict(zip(model_parts.objective.names, others, strict=True))
+        reported = dict(zip(model_parts.names, others, strict=True))
         return StepResult(mean, grad_norm, int(count), stop_count > 0, reported)
 
     def _read(self, numbers: Tensor) -> list[float]:

@@ -133,7 +133,7 @@ class Pipeline(ModelParts):
 
     # A step
 
-    def backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+    def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         pieces = [piece for batch in batches for piece in self._pieces(batch)]
         batches = [self.objective.with_reference(piece, self.models, self._forward) for piece in pieces]
         tokens, positions, documents, labels = self._inputs(batches)

@@ -89,7 +89,7 @@ def exchanges(
     """The exchanges of this rank in a step; without those among a single rank. The model may lie on the meta
     device, and the group be one that sends nothing."""
     work = _work(model_parts, config, mesh, batch, param_dtype)
-    scalars = _SCALARS + 8 * len(model_parts.objective.names)
+    scalars = _SCALARS + 8 * len(model_parts.names)
     found = [Exchange(WORLD, "all_reduce", tuple(range(dist.get_world_size())), scalars)]
     for model, passes in zip(model_parts.models, work.passes, strict=True):
         for record, backward in _units(model, config.parallelism.fsdp_backward_prefetch).items():

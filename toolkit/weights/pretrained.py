@@ -62,7 +62,7 @@ def fill(
         source = Only(source, [name for name in source.tensors if not is_classifier_head(name, args)])
     tensors: dict[str, Tensor] = {
         name: parameter
-        for name, parameter in model_parts.named_parameters()
+        for name, parameter in (*model_parts.named_parameters(), *model_parts.named_buffers())
         if not is_added(name) and not (headless and is_classifier_head(name, args))
     }
     load_weights(source, dict(to_fill(tensors.items())), broadcast_from_rank_0=broadcast, group=group)

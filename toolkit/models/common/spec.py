@@ -82,6 +82,11 @@ class ModelSpec(ABC):
         """Formats of prompts by name, beside the templates that come with tokenizers."""
         return {}
 
+    def reported(self, args: ModelArgs) -> Sequence[str]:
+        """Names of the losses and statistics that blocks report
+        (:class:`~toolkit.models.common.block_output.BlockOutput`)."""
+        return ()
+
     def hub(self) -> Hub | None:
         """The family's models on the Hugging Face Hub."""
         return None
