@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention import AttentionBackend, AttentionMask, attention_backend
 from toolkit.models.common.block_output import BlockOutput, BlockSums
-from toolkit.models.common.lm_head import OutputHead, output_head
+from toolkit.models.common.classification_head import ClassificationHead
+from toolkit.models.common.lm_head import OutputHead
 from toolkit.models.common.rms_norm import RMSNorm
 from toolkit.models.common.rope import rope_rotations, rotate
 from toolkit.models.common.swiglu import swiglu
@@ -37,7 +38,11 @@ class Decoder(nn.Module):
             {str(index): TransformerBlock(args, self.attention) for index in range(args.n_layers)}
         )
         self.norm: RMSNorm | None = RMSNorm(args.dim, eps=args.norm_eps)
-        self.output: OutputHead | None = output_head(args, loss_chunk_tokens)
+        self.output: OutputHead | None = (
+            ClassificationHead(args, args.classifier)
+            if args.classifier
+            else OutputHead(args, loss_chunk_tokens)
+        )
         self.block_sums = BlockSums()
 
     def forward(
