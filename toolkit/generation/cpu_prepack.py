@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toolkit.compat import linear_of_reordered, onednn_has_bf16, reorder_linear_weight
 from toolkit.models.common.attention import AttentionMask
 from toolkit.models.common.decoder import Attention, Decoder, FeedForward
 from toolkit.models.common.lm_head import OutputHead
 from toolkit.models.common.rope import rotate
 
-_ops = torch.ops.mkldnn
 _ROWS = 8
 """Rows of inputs for which the layout is chosen; others are multiplied too."""
 Packed = tuple[Tensor, Tensor | None]
@@ -37,10 +37,7 @@ def can_pack(model: Decoder) -> bool:
         plain
         and first.device.type == "cpu"
         and torch.backends.mkldnn.is_available()
-        and (
-            first.dtype == torch.float32
-            or (first.dtype == torch.bfloat16 and _ops._is_mkldnn_bf16_supported())
-        )
+        and (first.dtype == torch.float32 or (first.dtype == torch.bfloat16 and onednn_has_bf16()))
     )
 
 
@@ -63,11 +60,11 @@ def pack(model: Decoder) -> None:
 
 
 def _reordered(weight: Tensor) -> Tensor:
-    return _ops._reorder_linear_weight(weight.detach(), _ROWS)
+    return reorder_linear_weight(weight.detach(), _ROWS)
 
 
 def _product(x: Tensor, packed: Packed) -> Tensor:
-    return _ops._linear_pointwise(x, *packed, "none", [], "")
+    return linear_of_reordered(x, *packed, "none", [], "")
 
 
 def _join(kind: type[nn.Module], module: Any, *linears: nn.Linear) -> None:
