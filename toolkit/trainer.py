@@ -115,14 +115,8 @@ class Trainer:
         config = self.config
         self.args = model_args(config, tokenizer_vocab=self.data.n_words)
         self.param_dtype = compute_dtype(config, self.device)
-        on_cpu = self.device.type == "cpu"
-        if on_cpu:
+        if self.device.type == "cpu":
             keep_freed_memory()
-        if on_cpu and self.param_dtype == torch.float32 and config.model.matmul != "torch":
-            from toolkit.models.common.onednn_matmul import mkl_is_slow, multiply_by_onednn
-
-            if config.model.matmul == "onednn" or mkl_is_slow():
-                self.matmul = multiply_by_onednn()
         self.model_parts = build_model(
             config,
             self.args,
