@@ -85,10 +85,18 @@ PRIVATE: dict[str, dict[str, str]] = {
     "torch.optim.Adam gives its kernels DTensors, of which each is dispatched by itself": {
         "init_adam_group": "torch.optim:Adam._init_group",
     },
+    "torch.autograd tells not whether a backward runs, nor torch.distributed a group by its name": {
+        "backward_task": "torch:_C._current_graph_task_id",
+        "resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",
+    },
+    "FSDPModule tells not which parameters are gathered together, and when": {
+        "fsdp_state": "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+    },
     "torch has these operations without a public function": {
         "foreach_mul_": "torch:_foreach_mul_",
         "foreach_norm": "torch:_foreach_norm",
         "softmax_backward": "torch:_softmax_backward_data",
+        "chunk_cat": "torch:_chunk_cat",
         "unsafe_view": "torch:ops.aten._unsafe_view",  # a view that autograd does not know for one
         "weight_norm_backward": "torch:ops.aten._weight_norm_interface_backward",
     },
@@ -116,6 +124,8 @@ PRIVATE: dict[str, dict[str, str]] = {
         "unset_fake_temporarily": "torch._subclasses.fake_tensor:unset_fake_temporarily",
         "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
         "tree_iter": "torch.utils._pytree:tree_iter",
+        "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",  # registers its back end
+        "local_scalar": "torch:ops.aten._local_scalar_dense",
     },
 }
 """By what torch lacks: the names in this module, and where torch has them."""
@@ -195,10 +205,46 @@ def recorded_collectives(backend: str) -> dict[str, Any]:
     return json.loads(dump()) if dump else {}
 
 
+def fsdp_param_group(module: Any) -> Any:
+    """What FSDP gathers together with this module's parameters; None where it has none."""
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def operator_schema(operator: Any) -> Any:
+    """The name, arguments and aliases of one of torch's operators."""
+    return operator._schema
+
+
+def schedule_actions(schedule: Any, ranks: int, stages: int, micro_batches: int) -> list[Any]:
+    """The actions of each rank in a pipeline, which torch tells of stages in a process group alone."""
+    made = schedule.__new__(schedule)
+    made._n_microbatches, made.pp_group_size, made.n_local_stages = micro_batches, ranks, stages // ranks
+    made.num_stages = made._num_stages = stages
+    made._stages = [None] * (stages // ranks)
+    made.number_of_rounds = max(1, micro_batches // ranks)
+    made.microbatches_per_round = micro_batches // made.number_of_rounds
+    return [made._calculate_single_rank_operations(rank) for rank in range(ranks)]
+
+
+def watch_resizes(note: Callable[[Any], None]) -> Callable[[], None]:
+    """Have ``note`` called with each storage that is resized, which is how FSDP frees parameters: no dispatch
+    mode sees it, and FSDPModule has no hook. Returns what ends it. For the planner, which runs no data."""
+    kind = import_module("torch").UntypedStorage
+    resize = kind.resize_
+
+    def resized(storage: Any, size: int) -> Any:
+        done = resize(storage, size)
+        note(storage)
+        return done
+
+    kind.resize_ = resized
+    return lambda: setattr(kind, "resize_", resize)
+
+
 def replace_work_wait(wait: Callable[..., bool]) -> None:
     """Have torch wait by ``wait`` for its collectives and transfers.
 
-    The one patch of torch: FSDP and pipeline schedules call ``Work.wait`` themselves, and torch has neither a
-    hook around it nor a way to set the time-out of gloo's transfers after their group was formed.
+    The one patch of torch in a run: FSDP and pipeline schedules call ``Work.wait`` themselves, and torch has
+    neither a hook around it nor a way to set the time-out of gloo's transfers after their group was formed.
     """
     import_module("torch.distributed").Work.wait = wait

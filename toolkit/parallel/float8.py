@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.compat import inductor_config
+from toolkit.compat import inductor_config, local_tensor
 from toolkit.config import Config
 from toolkit.config.parallelism import Float8Linear as Options
 from toolkit.distributed.collectives import all_reduce
@@ -266,7 +266,7 @@ class _Gathered:
     ) -> tuple[Tensor, tuple[Tensor]] | None:
         """The weight of the bytes; ``out`` is one whose bytes they have become already."""
         if out is not None:
-            cast("Any", out._local_tensor if isinstance(out, DTensor) else out)._scale = scale
+            cast("Any", local_tensor(out) if isinstance(out, DTensor) else out)._scale = scale
             return None
         [data] = gathered
         role, mm_config = GemmInputRole.WEIGHT, _mm_config(self.config)

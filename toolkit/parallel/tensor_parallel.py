@@ -179,7 +179,7 @@ def _whole(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
 def _gather_input(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
     """The pieces of the sequence put together once for all that the module does with them."""
     kind: Any = type(module)
-    module.__class__ = _of_whole(kind)
+    compat.become(module, _of_whole(kind))
     module.between, module.gathers_again = between, False  # type: ignore[assignment]
 
 
