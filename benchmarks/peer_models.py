@@ -25,7 +25,6 @@ from toolkit.distributed.dtensor import local_part
 from toolkit.distributed.process_group import DTYPES
 from toolkit.finetune.parameters import added_shapes, is_added
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.onednn_matmul import mkl_is_slow, multiply_by_onednn
 from toolkit.models.common.table import Init
 from toolkit.models.parameters import init_rule, parameter_shapes, table
 from toolkit.models.registry import resolve
@@ -131,10 +130,7 @@ def ours(case: Case, config: Config | None = None) -> Step:
 
     def step(tokens: Tensor, labels: Tensor) -> tuple[float, float]:
         batch = {"tokens": tokens, "labels": labels, "positions": None, "documents": None}
-        library = multiply_by_onednn() if case.dtype == "float32" and mkl_is_slow() else None
         result = train_step([batch], learning_rate=LEARNING_RATE)
-        if library:
-            library._destroy()
         return result.loss, result.grad_norm
 
     return step

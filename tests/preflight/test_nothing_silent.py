@@ -72,7 +72,6 @@ ACTS = {
     "model.rope_scaling_factor",
     "model.tie_embeddings",
     "model.attention",
-    "model.matmul",
     "model.norm",
     "model.add_bos_token",
     "model.additional_special_tokens",

@@ -15,7 +15,6 @@ from tests.preflight import (
     bad_attention,
     bad_chat,
     bad_classification,
-    bad_cpu_kernels,
     bad_data,
     bad_finetune,
     bad_float8,
@@ -441,7 +440,6 @@ PARTS = (
     bad_health,
     bad_metrics,
     bad_attention,
-    bad_cpu_kernels,
     bad_weights,
 )
 BAD = [*OPTIONS, *MODEL, *MESH, *FILES, *CHECKPOINT, *(case for part in PARTS for case in part.CASES)]
@@ -616,8 +614,6 @@ def test_what_cannot_be_used_ends_in_3(flag: str, error: type[Exception], folder
         (["--training.steps=400", "--lr_scheduler.decay_ratio=0.8"], 1, CPU, "cut to the 200 after"),
         (["--parallelism.fsdp_wrap_policy=size"], 2, CPU, "a block has 852,480"),
         (["--parallelism.fsdp_sync_each_batch=false"], 2, CPU, "a step is one micro-batch"),
-        (["--model.matmul=torch"], 1, V100, "matmul changes nothing: GPUs"),
-        (["--model.matmul=onednn", "--training.mixed_precision_param=bfloat16"], 1, CPU, "of bfloat16"),
         (["--model.norm=torch"], 1, V100, "norm changes nothing: GPUs"),
         (["--model.norm=torch", "--compile.enable"], 1, CPU, "norm changes nothing: the compiler"),
         (["--parallelism.fsdp_shared_memory=false"], 1, CPU, "fsdp_shared_memory: changes nothing"),

@@ -96,8 +96,6 @@ class Model(Table):
     """One matrix for the embedding and the output head."""
     attention: Literal["auto", "sdpa", "flex", "varlen", "flash", "blockwise"] = "auto"
     """Attention back end. auto takes what the flavor names (8B_flex), else what is best for the device."""
-    matmul: Literal["auto", "torch", "onednn"] = "auto"
-    """Library of fp32 products on CPUs. auto: oneDNN where MKL has no AVX-512 (AMD), else torch's choice."""
     norm: Literal["auto", "torch"] = "auto"
     """RMSNorm. auto: on CPUs a piece of the tokens at a time, within a cache; torch: by torch's operators."""
 

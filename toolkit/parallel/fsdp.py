@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from toolkit.config.parallelism import Parallelism
 from toolkit.config.training import Training
@@ -92,7 +92,7 @@ def apply_fsdp(
     if _reduces_alone(mesh):
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(Whole())
+                module.set_custom_reduce_scatter(cast("Any", Whole()))
     if mesh.size() > 1:  # what is alone torch would still divide, by 1 into a copy of each unit's gradients
         _sum_gradients(model)
     _spare_embeddings(units)
@@ -182,7 +182,7 @@ def _reduces_alone(mesh: DeviceMesh) -> bool:
     return mesh.size(mesh.ndim - 1) == 1 and (mesh.device_type == "cpu" or mesh.size() == 1)
 
 
-class Whole(ReduceScatter):
+class Whole:
     """The reduce-scatter of a rank that is alone: its gradients are the sum, in the memory that they were
     copied to, of which torch would make another copy."""
 

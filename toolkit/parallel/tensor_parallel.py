@@ -23,11 +23,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from toolkit import compat
+from toolkit.compat import CheckpointWrapper
 from toolkit.loss import token_losses
 from toolkit.parallel.autograd_collectives import all_reduce, gather, reduce_scatter
 from toolkit.parallel.vocabulary_parallel import vocabulary_parallel_losses
@@ -118,7 +119,7 @@ def _place(module: nn.Module, mesh: DeviceMesh, **places: Placed) -> None:
         gradients[name] = placed.gradient
     if gradients:
         kind: Any = type(module)
-        module.__class__ = _reading_parts(kind, tuple(gradients.items()))
+        compat.become(module, _reading_parts(kind, tuple(gradients.items())))
         module.inside = False  # type: ignore[assignment]
 
 
@@ -141,7 +142,7 @@ def _reading_parts(kind: Any, gradients: tuple[tuple[str, Any], ...]) -> type:
 
 
 def _read(module: nn.Module, *, name: str, gradient: Placement | None) -> Any:
-    parameter = module._parameters[name]
+    parameter = compat.parameter(module, name)
     inside = module.inside or torch.compiler.is_compiling()
     return local(parameter, gradient) if inside and parameter is not None else parameter
 
@@ -178,7 +179,7 @@ def _whole(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
 def _gather_input(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
     """The pieces of the sequence put together once for all that the module does with them."""
     kind: Any = type(module)
-    module.__class__ = _of_whole(kind)
+    compat.become(module, _of_whole(kind))
     module.between, module.gathers_again = between, False  # type: ignore[assignment]
 
 
@@ -222,12 +223,12 @@ class _Gathered:
     def of_forward(self) -> Tensor:
         whole = self.between.whole(self.piece)
         self.piece = self.piece.detach()
-        self.storage = whole.untyped_storage()._cdata  # not the tensor: this stays until the backward
+        self.storage = id(whole.untyped_storage())  # not the tensor: this stays until the backward
         return whole
 
     def pack(self, saved: Tensor) -> Any:
         """Keep of the whole, or a view of it, where that lies; of other tensors themselves."""
-        if saved.untyped_storage()._cdata != self.storage:
+        if id(saved.untyped_storage()) != self.storage:
             return saved
         self.users += 1
         return saved.shape, saved.stride(), saved.storage_offset()

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from toolkit.compat import CheckpointWrapper, fsdp_param_group
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape
 from toolkit.distributed.dtensor import clean_name, local
@@ -184,7 +184,7 @@ def _units(model: Decoder, prefetch: int) -> dict[Any, bool]:
     gradient = _have_gradients(model)
     units: dict[Any, bool] = {}
     for module in by_end([module for module in model.modules() if isinstance(module, FSDPModule)]):
-        record = _record(module)
+        record = fsdp_param_group(module)
         if record is not None:
             units[record] = units.get(record, False) or gradient[module]
     asked = list(units.values())
@@ -192,10 +192,6 @@ def _units(model: Decoder, prefetch: int) -> dict[Any, bool]:
         record: record.unshard_in_backward and any(asked[place : place + 1 + prefetch])
         for place, record in enumerate(units)
     }
-
-
-def _record(module: Any) -> Any:
-    return module._get_fsdp_state()._fsdp_param_group
 
 
 def gathered_dtype(parameter: Tensor, param_dtype: torch.dtype) -> torch.dtype:

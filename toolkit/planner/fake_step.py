@@ -13,13 +13,18 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from toolkit import fused, loss
 from toolkit.build import build_model
+from toolkit.compat import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    local_scalar,
+    tree_iter,
+    unset_fake_temporarily,
+)
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.models.common.args import ModelArgs
@@ -72,7 +77,7 @@ class _Numbers(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        reads = function is torch.ops.aten._local_scalar_dense.default
+        reads = function is local_scalar.default
         if not reads and any(isinstance(it, FakeTensor) for it in args):  # as nearly always
             return function(*args, **kwargs)
         if tensors := [it for it in tree_iter((args, kwargs)) if isinstance(it, Tensor)]:

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from toolkit.compat import TorchDispatchMode, chunk_cat, functional_collectives, tree_iter
 from toolkit.config.parallelism import Parallelism
 from toolkit.cpu import cores, keep_freed_memory
 from toolkit.loss import linear_losses
@@ -221,7 +220,7 @@ def _copies(numbers: int, dtype: torch.dtype) -> float:
         for unit in units:
             gathered = [each.to(dtype, copy=True) for each in unit]
             reduced.append(torch.empty(1, _MATRICES * _SIDE**2))
-            torch._chunk_cat([each.clone() for each in gathered], 0, 1, out=reduced[-1])
+            chunk_cat([each.clone() for each in gathered], 0, 1, out=reduced[-1])
 
     return (8 + 4 * dtype.itemsize) * len(units) * _MATRICES * _SIDE**2 / _seconds(run)
 
@@ -309,7 +308,7 @@ def _sending() -> tuple[float, float]:
     the longer they wait: the longer of a hop between short and long work counts."""
     size = dist.get_world_size()
     few, part, factor = torch.zeros(size), torch.zeros(_SENT // 4), torch.ones(_BETWEEN, _BETWEEN)
-    operations: Any = torch.ops._c10d_functional  # as tensor parallelism gathers
+    operations: Any = functional_collectives  # as tensor parallelism gathers
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
 
     def gather() -> None:

@@ -24,7 +24,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "health": ("health",),
     "model": (),
     "attention": ("model.attention", "model.flavor"),
-    "cpu_kernels": ("model.matmul", "model.norm"),
+    "cpu_kernels": ("model.norm",),
     "mesh": ("parallelism.",),
     "elastic": ("parallelism.elastic_meshes",),
     "batch": ("training.global_batch_size",),
