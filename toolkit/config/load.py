@@ -110,7 +110,7 @@ def _entries(value: object) -> int:
 
 
 def _refused(settings: Mapping[str, Setting]) -> Iterator[Problem]:
-    """torchtitan's keys that do not act, at other than their defaults."""
+    """Report keys that do not act, at other than their defaults."""
     for key, setting in sorted(settings.items()):
         default, reason = REFUSED[key]
         if setting.value not in (default, NONE if default is None else default):

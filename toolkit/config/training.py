@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Interval
 from pydantic import Field as Constraint
 
-from toolkit.config.refused import NO_MOE, NO_MX
+from toolkit.config.refused import NO_EXPRESSION, NO_MOE, NO_MX
 from toolkit.config.types import (
     FLOAT8,
     ActsWith,
@@ -151,7 +151,6 @@ class Optimizer(Table):
 
 
 _DECAYS = ActsWith("lr_scheduler.decay_type", ("linear", "sqrt", "cosine"), refused=True)
-_EXPRESSION = ActsWith("lr_scheduler.decay_type", ("expression",), refused=True)
 _IN_STEPS = ActsWith("lr_scheduler.decay_type", ("step",), refused=True)
 
 
@@ -166,11 +165,11 @@ class LRScheduler(Table):
     """Length of the schedule when it is not training.steps."""
     decay_ratio: Annotated[Fraction | None, _DECAYS] = None
     """Last part of the schedule in which the rate decays; None: all of it after the warm-up."""
-    decay_type: Literal["linear", "sqrt", "cosine", "constant", "step", "expression"] = "linear"
+    decay_type: Annotated[
+        Literal["linear", "sqrt", "cosine", "constant", "step", "expression"],
+        RefusedValues(("expression",), NO_EXPRESSION),
+    ] = "linear"
     """Shape of the decay. constant does not decay; step multiplies by gamma every step_size steps."""
-    expression: Annotated[str | None, _EXPRESSION] = None
-    """For expression: part of optimizer.lr, of step (from 1), total_steps and warmup_steps, such as
-    "1 / sqrt(step)"."""
     step_size: Annotated[Positive | None, _IN_STEPS] = None
     """For step: steps from one multiplication to the next; None is an epoch."""
     gamma: Annotated[float, Interval(gt=0, le=1), _IN_STEPS] = 0.85
