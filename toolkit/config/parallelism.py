@@ -16,7 +16,6 @@ from toolkit.config.types import (
     Fraction,
     LocalPath,
     NonNegative,
-    Patterns,
     Positive,
     Table,
 )
@@ -192,7 +191,7 @@ class Float8Linear(Table):
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     """tensorwise, the default: a scale a matrix; rowwise: one a row of it; rowwise_with_gw_hp: that, and
     gradients of weights in higher precision."""
-    filter_fqns: Patterns = []
+    filter_fqns: list[str] = []
     """Layers to leave alone, by parts of their names; embedding and output are in any case."""
     emulate: bool = False
     """Compute the same in higher precision, on any device; slow."""

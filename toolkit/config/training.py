@@ -21,7 +21,6 @@ from toolkit.config.types import (
     Name,
     NonNegative,
     NonNegativeFloat,
-    Patterns,
     Positive,
     PositiveFloat,
     RefusedValues,
@@ -140,7 +139,7 @@ class Optimizer(Table):
     """Added to the denominator of the update, which is 0 for a weight without a gradient yet."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay."""
-    no_decay: Patterns = []
+    no_decay: list[str] = []
     """Parameters without weight decay, by patterns of their names such as *norm.weight."""
     implementation: Annotated[Literal["for-loop", "foreach", "fused"], _TORCHS] = "fused"
     """How the update is computed; fused is the fastest."""
