@@ -325,3 +325,18 @@ def _reshaped(run: PlannedRun) -> list[str]:
         return []
     said = f"a folder of PEFT's does not tell of {', '.join(changed)}, which {folder} has otherwise"
     return [f"finetune.adapter: {said}; finetune.merge_on_export hands a LoRA on with them"]
+
+
+@rule()
+def loss_of_tokens(run: PlannedRun) -> list[Problem]:
+    """Losses of tokens are what a language model learns from."""
+    config = run.config
+    tuned = config.finetune
+    if tuned.objective == "sft" and not tuned.classification.num_labels:
+        return []
+    other = "classes" if tuned.classification.num_labels else f'finetune.objective = "{tuned.objective}"'
+    return [
+        run.problem(field.key, f"the loss of {other} is another", "leave it out")
+        for field in config.present_fields()
+        if field.key.startswith("loss.") and config.value(field.key) != field.default
+    ]

@@ -1,11 +1,11 @@
-"""Rules about the mesh: what the world must divide into."""
+"""Rules about the mesh: what the world and the batch must divide into."""
 
 from __future__ import annotations
 
 import math
 from itertools import product
 
-from toolkit.errors import Problem, divisors
+from toolkit.errors import Problem, divisors, either, nearest_multiple
 from toolkit.parallel.dims import DEGREES, ParallelDims
 from toolkit.preflight.planned_run import PlannedRun, rule
 
@@ -46,3 +46,16 @@ def _fitting(asked: dict[str, int], world_size: int) -> list[ParallelDims]:
         return sum(weights[name] * abs(math.log(getattr(degrees, name) / asked[name])) for name in kept)
 
     return sorted(found, key=distance)
+
+
+@rule()
+def batch_divides(run: PlannedRun) -> list[Problem]:
+    """A global batch has equal parts on the data-parallel ranks."""
+    if run.mesh is None or run.batch:
+        return []
+    size, dp = run.config.training.global_batch_size, run.mesh.dp
+    fitting = either(degree for degree in divisors(size) if degree <= run.world_size)
+    fix = f"set it to {nearest_multiple(size, dp)}, or use a data-parallel degree of {fitting}"
+    return [
+        run.problem("training.global_batch_size", f"must be a multiple of the data-parallel degree {dp}", fix)
+    ]
