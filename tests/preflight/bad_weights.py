@@ -131,9 +131,7 @@ CASES = [
         prepare=_model(),
     ),
     bad("weights_options_act", f"checkpoint.exclude_from_loading=model {FROM_M}", prepare=_model()),
-    bad(
-        "weights_options_act", "checkpoint.initial_load_broadcast checkpoint.enable", "initial_load_in_hf is"
-    ),
+    bad("options_act", "checkpoint.initial_load_broadcast checkpoint.enable", "initial_load_in_hf = false"),
     bad(
         "weights_options_act",
         "checkpoint.hf_export_interval=150 checkpoint.interval=100 checkpoint.enable",

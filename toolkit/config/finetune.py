@@ -98,7 +98,9 @@ class DPO(Table):
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
     """Loss of a pair, by trl's names: sigmoid, DPO's own; hinge (SLiC); ipo (Azar et al. 2023,
     arXiv:2310.12036), of means over the tokens of an answer."""
-    label_smoothing: Annotated[float, Interval(ge=0, le=0.5)] = 0.0
+    label_smoothing: Annotated[
+        float, Interval(ge=0, le=0.5), ActsWith(".loss_type", ("sigmoid",), refused=True)
+    ] = 0.0
     """The part of the pairs whose order is taken to be wrong: conservative DPO, with loss_type sigmoid."""
 
 

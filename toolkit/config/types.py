@@ -79,8 +79,9 @@ class LocalPath:
 @dataclass(frozen=True)
 class ActsWith:
     """A key, or a table of keys, that is read only where the key ``switch`` is one of ``values``, or names
-    one; or where it is given and ``above`` a number. Of several such marks one is enough. What is set and not
-    read is noted at start-up, and ``refused`` where it asks for something."""
+    one; or where it is given and ``above`` a number. A switch that begins with a dot is of the same table. Of
+    several such marks one is enough. What is set and not read is noted at start-up, and ``refused`` where it
+    asks for something."""
 
     switch: str
     values: tuple[Any, ...] = (True,)
@@ -96,6 +97,15 @@ class ActsWith:
         if self.above is not None:
             return f"{self.switch} above {self.above}"
         return f"{self.switch} = {' or '.join(json.dumps(value) for value in self.values)}"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """A key that is read only in a run that has ``what``: a fact of :mod:`toolkit.preflight.rules.options`,
+    or a key that is given. Of several such marks all are needed. ``refused`` as in :class:`ActsWith`."""
+
+    what: str
+    refused: bool = False
 
 
 def _holds(value: object, values: tuple[Any, ...]) -> bool:

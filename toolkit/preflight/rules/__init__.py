@@ -23,7 +23,6 @@ FILES: dict[str, tuple[str, ...]] = {
     "health": ("health",),
     "model": (),
     "attention": ("model.attention", "model.flavor"),
-    "cpu_kernels": ("model.matmul", "model.norm"),
     "mesh": ("parallelism.", "training.global_batch_size"),
     "elastic": ("parallelism.elastic_meshes",),
     "tensor_context_parallel": (

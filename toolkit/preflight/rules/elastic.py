@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 from toolkit.errors import Problem, either
-from toolkit.launcher.environment import node_range
 from toolkit.parallel.dims import DEGREES
 from toolkit.parallel.elastic_mesh import elastic_mesh
-from toolkit.preflight.planned_run import PlannedRun, note, rule
+from toolkit.preflight.planned_run import PlannedRun, rule
 
 _MESHES = "parallelism.elastic_meshes"
 
@@ -21,12 +18,3 @@ def elastic_meshes_are_meshes(run: PlannedRun) -> list[Problem]:
         return []
     fix = f'write "dp_shard=3 tp=2": a size from 1 on for each of {either(DEGREES)} that is not 1'
     return [run.problem(_MESHES, f"{wrong[0]!r} is no mesh", fix)]
-
-
-@note
-def elastic_meshes_need_a_range(run: PlannedRun) -> list[str]:
-    """With a fixed number of nodes the degrees say what the mesh is."""
-    least, most = node_range(os.environ)
-    if not run.config.parallelism.elastic_meshes or least < most:
-        return []
-    return [f"{_MESHES} does nothing without NNODES=MIN:MAX, MIN below MAX"]

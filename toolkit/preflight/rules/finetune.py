@@ -186,16 +186,6 @@ def dpo_has_a_reference(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def dpo_smooths_its_own_loss(run: PlannedRun) -> list[Problem]:
-    """The pairs taken to be wrong are part of the sigmoid loss alone."""
-    options, key = run.config.finetune.dpo, "finetune.dpo.label_smoothing"
-    if not options.label_smoothing or options.loss_type == "sigmoid":
-        return []
-    rule = f'finetune.dpo.loss_type = "{options.loss_type}" has no labels to smooth'
-    return [run.problem(key, rule, 'set it to 0, or loss_type to "sigmoid"')]
-
-
-@rule()
 def dpo_reads_pairs(run: PlannedRun) -> list[Problem]:
     """Each corpus has pairs of answers, of which none sees another."""
     if run.config.finetune.objective != "dpo":

@@ -63,15 +63,6 @@ def dropout_is_computed_again(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def activation_offload_has_a_device(run: PlannedRun) -> list[Problem]:
-    """There is something to offload from."""
-    if not run.config.activation_checkpoint.enable_activation_offloading or run.hardware.device != "cpu":
-        return []
-    key = f"{_TABLE}.enable_activation_offloading"
-    return [run.problem(key, "activations are in CPU memory already", "remove it")]
-
-
-@rule()
 def memory_budget_needs(run: PlannedRun) -> list[Problem]:
     """It is torch.compile that keeps to the budget, for what it compiles, and matplotlib that draws."""
     compiling, key = run.config.compile, f"{_TABLE}.mode"
