@@ -22,7 +22,7 @@ RESHARD = "--parallelism.fsdp_reshard_after_forward"
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("toolkit.preflight.installed.torch_version", lambda: (2, 13))
+    monkeypatch.setattr("toolkit.preflight.planned_run.torch_version", lambda: (2, 13))
 
 
 @pytest.mark.parametrize(

@@ -449,7 +449,7 @@ def test_rule(case: Bad, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case.prepare(folder)
     # Whoever runs the tests as root may write anywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: bool(os.stat(path).st_mode & 0o200))
-    monkeypatch.setattr("toolkit.preflight.installed.torch_version", lambda: case.torch)
+    monkeypatch.setattr("toolkit.preflight.planned_run.torch_version", lambda: case.torch)
     config = configure(case.flags)
     run = PlannedRun(config, case.world, case.hardware)
     checks = [rule.check for rule in rules_of(run)]

@@ -24,7 +24,6 @@ FILES: dict[str, tuple[str, ...]] = {
     "model": (),
     "attention": ("model.attention", "model.flavor"),
     "mesh": ("parallelism.", "training.global_batch_size"),
-    "elastic": ("parallelism.elastic_meshes",),
     "tensor_context_parallel": (
         "parallelism.tensor_parallel",
         "parallelism.context_parallel",

@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from toolkit.cpu import lacks_cpp_compiler
 from toolkit.errors import Problem, closest, install
 from toolkit.launcher.environment import is_number
-from toolkit.preflight.installed import torch_before
-from toolkit.preflight.planned_run import PlannedRun, rule
+from toolkit.preflight.planned_run import PlannedRun, rule, torch_before
 
 _TABLE = "activation_checkpoint"
 _STRIDE = f"{_TABLE}.selective_ac_option"

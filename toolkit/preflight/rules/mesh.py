@@ -7,9 +7,11 @@ from itertools import product
 
 from toolkit.errors import Problem, divisors, either, nearest_multiple
 from toolkit.parallel.dims import DEGREES, ParallelDims
+from toolkit.parallel.elastic_mesh import elastic_mesh
 from toolkit.preflight.planned_run import PlannedRun, rule
 
 _SHOWN = 6
+_MESHES = "parallelism.elastic_meshes"
 
 
 @rule()
@@ -59,3 +61,13 @@ def batch_divides(run: PlannedRun) -> list[Problem]:
     return [
         run.problem("training.global_batch_size", f"must be a multiple of the data-parallel degree {dp}", fix)
     ]
+
+
+@rule()
+def elastic_meshes_are_meshes(run: PlannedRun) -> list[Problem]:
+    """Each is a text of names and sizes."""
+    wrong = [text for text in run.config.parallelism.elastic_meshes if elastic_mesh(text) is None]
+    if not wrong:
+        return []
+    fix = f'write "dp_shard=3 tp=2": a size from 1 on for each of {either(DEGREES)} that is not 1'
+    return [run.problem(_MESHES, f"{wrong[0]!r} is no mesh", fix)]

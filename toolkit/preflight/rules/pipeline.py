@@ -12,8 +12,7 @@ from toolkit.errors import Problem, did_you_mean, divisors, either, first_few
 from toolkit.models.parameters import table
 from toolkit.parallel.dims import reshard_after_forward, strategy
 from toolkit.parallel.pipeline_schedules import BASES, SCHEDULES, Schedule, bubble, is_cut, module_names
-from toolkit.preflight.installed import torch_before
-from toolkit.preflight.planned_run import PlannedRun, note, rule
+from toolkit.preflight.planned_run import PlannedRun, note, rule, torch_before
 
 _DEGREE = "parallelism.pipeline_parallel_degree"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
