@@ -139,9 +139,9 @@ CASES = [
         "the nearest is 200",
     ),
     bad(
-        "weights_options_act",
+        "options_act",
         "checkpoint.last_save_in_hf checkpoint.load_only checkpoint.enable",
-        "saves nothing",
+        "checkpoint.load_only = true",
     ),
     bad(
         "weights_options_act",

@@ -243,9 +243,9 @@ CHECKPOINT = [
         'set it to "async"',
     ),
     bad(
-        "saves_are_made",
-        "checkpoint.load_only checkpoint.create_seed_checkpoint checkpoint.enable",
-        "nothing but save",
+        "options_act",
+        "checkpoint.create_seed_checkpoint checkpoint.load_only checkpoint.enable",
+        "checkpoint.load_only = true",
     ),
     bad(
         "saves_are_made",

@@ -28,7 +28,7 @@ _EXPORTS_TOO = ActsWith("checkpoint.hf_export_interval", above=0)
 _WEIGHTS_ALONE = ActsWith("checkpoint.last_save_model_only")
 _SPIKES = ActsWith("health.loss_spike_policy", ("stop", "skip", "rollback"))
 _SKIPS, _SKIPS_TOO = (ActsWith(f"health.{it}_policy", ("skip", "rollback")) for it in ("nan", "loss_spike"))
-_NOT_LOAD_ONLY = ActsWith("checkpoint.load_only", (False,))
+_NOT_LOAD_ONLY, _SAVED = (ActsWith("checkpoint.load_only", (False,), refused=it) for it in (False, True))
 _RECORDER = ActsWith("comm.trace_buf_size", above=0)
 
 
@@ -138,13 +138,13 @@ class Checkpoint(Table):
     last_save_model_only: Annotated[bool, _NOT_LOAD_ONLY] = False
     """Save only the weights after the last step (torchtitan's default is true). A run that ended so cannot
     go on."""
-    last_save_in_hf: Annotated[bool, _SAVES] = False
+    last_save_in_hf: Annotated[bool, _SAVED] = False
     """After the last step also write the model as a Hugging Face folder, hf/step-N inside job.dump_folder; of
     an adapter PEFT's folder, or with finetune.merge_on_export the whole model."""
     push_to_hub: Annotated[str | None, _LAST_IN_HF] = None
     """Upload the folder of last_save_in_hf to this model of the Hugging Face Hub, user/name, as whoever is
     logged in there (hf auth login); one that is new is private."""
-    hf_export_interval: Annotated[Positive | None, _SAVES] = None
+    hf_export_interval: Annotated[Positive | None, _SAVED] = None
     """Steps from one such folder to the next, during training: a multiple of interval."""
     export_max_bytes: Annotated[NonNegative, _EXPORTS, _EXPORTS_TOO] = 5_000_000_000
     """Size of a file of weights in these folders, unless one tensor has more; 0 is one file for all. A rank
@@ -173,7 +173,7 @@ class Checkpoint(Table):
     included, at the step that the run is at."""
     enable_first_step_checkpoint: Annotated[bool, _NOT_LOAD_ONLY] = False
     """Also save after the first step, to learn early that saving works."""
-    create_seed_checkpoint: Annotated[bool, _SAVES] = False
+    create_seed_checkpoint: Annotated[bool, _SAVED] = False
     """Save the initial weights and stop. Not needed here: they do not depend on the mesh."""
     load_only: Annotated[bool, _SAVES] = False
     """Load but never save."""

@@ -28,9 +28,6 @@ def saves_are_made(run: PlannedRun) -> list[Problem]:
     if options.async_mode == "async_with_pinned_mem" and run.hardware.device == "cpu":
         rule = "pinned memory is for copies from a GPU, and this is a CPU"
         problems.append(run.problem("checkpoint.async_mode", rule, 'set it to "async"'))
-    if options.create_seed_checkpoint and options.load_only:
-        rule = "saves nothing beside checkpoint.create_seed_checkpoint, which does nothing but save"
-        problems.append(run.problem("checkpoint.load_only", rule, "leave one of them out"))
     if options.create_seed_checkpoint and run.start.steps:
         rule = f"is for a new run, and {run.checkpoints} has step {max(run.start.steps)} already"
         fix = "leave it out to go on from there, or name another job.dump_folder"

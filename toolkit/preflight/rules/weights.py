@@ -46,10 +46,6 @@ def weights_options_act(run: PlannedRun) -> list[Problem]:
         problems.append(run.problem("checkpoint.hf_export_interval", rule, f"the nearest is {near}"))
     if options.push_to_hub is not None:
         problems += _unpushed(run, options.push_to_hub)
-    for key in ("last_save_in_hf", "hf_export_interval"):
-        if options.load_only and getattr(options, key):
-            rule = "is written from a save, and checkpoint.load_only saves nothing"
-            problems.append(run.problem(f"checkpoint.{key}", rule, "leave one of them out"))
     return problems
 
 
