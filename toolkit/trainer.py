@@ -33,7 +33,7 @@ from toolkit.metrics.speed import SpeedMeter, build_speed_meter
 from toolkit.metrics.startup_timer import Phases
 from toolkit.metrics.summary import summary
 from toolkit.models.from_config import model_args, pretrained_folder
-from toolkit.optim.lr_scheduler import cut_to_fit, is_users, learning_rate
+from toolkit.optim.lr_scheduler import cut_to_fit, is_users, learning_rate, wrong_rate
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
@@ -172,8 +172,6 @@ class Trainer:
         Raises:
             ConfigError: a user's schedule has no rate of at least 0 for one of them.
         """
-        from toolkit.optim.lr_expression import wrong_rate
-
         done = self.train_state.step - self.train_state.schedule_start
         left = range(done + 1, self.total_steps - self.train_state.schedule_start + 1)
         if problem := wrong_rate(self.config, left, total_steps=self.total_steps):

@@ -131,9 +131,7 @@ CASES = [
         prepare=_model(),
     ),
     bad("weights_options_act", f"checkpoint.exclude_from_loading=model {FROM_M}", prepare=_model()),
-    bad(
-        "weights_options_act", "checkpoint.initial_load_broadcast checkpoint.enable", "initial_load_in_hf is"
-    ),
+    bad("options_act", "checkpoint.initial_load_broadcast checkpoint.enable", "initial_load_in_hf = false"),
     bad(
         "weights_options_act",
         "checkpoint.hf_export_interval=150 checkpoint.interval=100 checkpoint.enable",
@@ -141,9 +139,9 @@ CASES = [
         "the nearest is 200",
     ),
     bad(
-        "weights_options_act",
+        "options_act",
         "checkpoint.last_save_in_hf checkpoint.load_only checkpoint.enable",
-        "saves nothing",
+        "checkpoint.load_only = true",
     ),
     bad(
         "weights_options_act",

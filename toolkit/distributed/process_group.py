@@ -38,9 +38,7 @@ def local_device(checked: str = "") -> torch.device:
     """
     found = "cuda" if torch.cuda.is_available() else "cpu"
     if checked == "cuda" != found:
-        from toolkit.distributed.no_gpu import why_no_gpu
-
-        why, fix = why_no_gpu()
+        why, fix = _why_no_gpu()
         raise _unlike(f"nvidia-smi shows GPUs here, and torch can use none: {why}", fix)
     if checked == "cpu" != found:
         rule = f"nvidia-smi shows no GPU here, and torch finds {torch.cuda.device_count()}"
@@ -149,3 +147,14 @@ def stop() -> None:
     """Leave the process group, if one was formed."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _why_no_gpu() -> tuple[str, str]:
+    """Return why torch finds no GPU on a machine that has some, and the fix."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA", "install torch's build for CUDA"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # the words of the driver
+        return str(error).split("\n")[0], f"install a driver for CUDA {torch.version.cuda}, or an older torch"
+    return "it says no more", "see what torch.cuda.init() says"

@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     from toolkit.models.common.hub import Hub
 
 
+_PUBLISHED = {
+    "Mistral-7B-v0.1": ("mistral0.1", "7B"),
+    "Mistral-7B-Instruct-v0.1": ("mistral0.1", "7B"),
+    "Mistral-7B-Instruct-v0.2": ("mistral0.2", "7B"),
+    "Mistral-7B-v0.3": ("mistral0.3", "7B"),
+    "Mistral-7B-Instruct-v0.3": ("mistral0.3", "7B"),
+    "Mistral-Nemo-Base-2407": ("mistral-nemo", "12B"),
+    "Mistral-Nemo-Instruct-2407": ("mistral-nemo", "12B"),
+}
+
+
 class _Mistral(ModelSpec):
     def hf_config(self) -> HFConfig:
         from toolkit.models.common.hf_config import HFConfig
@@ -29,9 +40,9 @@ class _Mistral(ModelSpec):
         return {MistralFormat.name: MistralFormat}
 
     def hub(self) -> Hub:
-        from toolkit.models.mistral.hub import HUB
+        from toolkit.models.common.hub import Hub
 
-        return HUB
+        return Hub("mistralai", _PUBLISHED)
 
 
 SPEC = _Mistral(PRESETS)

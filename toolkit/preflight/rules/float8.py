@@ -107,9 +107,7 @@ def float8_gathered(run: PlannedRun) -> list[Problem]:
     if not _on(run):
         return []
     if not options.enable_fsdp_float8_all_gather:
-        rule = f"does nothing with {_GATHER} = false"
-        fix = "set that to true, or remove it"
-        return [run.problem(_PRECOMPUTE, rule, fix)] * options.precompute_float8_dynamic_scale_for_fsdp
+        return []
     problems = []
     recipe = options.recipe_name
     if recipe not in (None, "tensorwise"):
