@@ -1,4 +1,4 @@
-"""What the table of a model's family says of its parameters. Imports no torch."""
+"""Parameters of a model, as the table of its family lists them. Imports no torch."""
 
 from __future__ import annotations
 

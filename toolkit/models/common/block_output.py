@@ -1,4 +1,4 @@
-"""What a block may give beside hidden states: losses and statistics of its own, and how they reach the
+"""Losses and statistics that blocks report beside hidden states, and how they reach the
 objective.
 
 A block is pure: it returns them, so that activation checkpointing may compute it again. Decoder adds them up
