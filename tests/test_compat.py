@@ -75,7 +75,7 @@ def test_a_private_name_elsewhere_is_found(code: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [name for names in PRIVATE.values() for name in names])
+@pytest.mark.parametrize("name", PRIVATE)
 def test_a_private_name_exists_and_is_used(name: str) -> None:
     assert getattr(compat, name) is not None
     imports = (node for tree in TREES.values() for node in ast.walk(tree))

@@ -35,108 +35,87 @@ else:
 
 _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:"
 
-PRIVATE: dict[str, dict[str, str]] = {
-    "torch.distributed has no functional collectives, which torch.compile traces": {
-        "functional_collectives": "torch:ops._c10d_functional",
-    },
-    "torch.distributed.Work tells not what it is the work of": {
-        "work_operation": "torch.distributed:Work._get_op_type",
-    },
-    "torch.utils.checkpoint wraps functions and no modules": {
-        "ActivationWrapper": f"{_WRAPPER}ActivationWrapper",
-        "CheckpointWrapper": f"{_WRAPPER}CheckpointWrapper",
-        "checkpoint_wrapper": f"{_WRAPPER}checkpoint_wrapper",
-    },
-    "torch.utils.checkpoint counts operators that FSDP's hooks run in one of two forwards": {
-        "CachedDispatchMode": "torch.utils.checkpoint:_CachedTorchDispatchMode",
-        "operator_is_compiled": "torch.utils.checkpoint:_is_compiling",
-    },
-    "torch.compile has no such options, nor callbacks, nor its cache's place": {
-        "dynamo_config": "torch._dynamo:config",
-        "functorch_config": "torch._functorch:config",
-        "inductor_config": "torch._inductor:config",
-        "compile_callbacks": "torch._dynamo:callback",
-        "default_cache_dir": "torch._inductor.runtime.cache_dir_utils:default_cache_dir",
-        "enable_symm_mem_for_group": "torch.distributed._symmetric_memory:enable_symm_mem_for_group",
-        "higher_order_wrap": "torch._higher_order_ops:wrap",
-    },
-    "torch.compiler has no marks of tensors": {
-        "mark_dynamic": "torch._dynamo:mark_dynamic",
-        "mark_static_address": "torch._dynamo:mark_static_address",
-    },
-    "torch.distributed.tensor tells no rank's shape and offset, and moves what a DTensor is made of": {
-        "DTensorSpec": "torch.distributed.tensor._dtensor_spec:DTensorSpec",
-        "TensorMeta": "torch.distributed.tensor._dtensor_spec:TensorMeta",
-        "local_shape_and_offset": "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
-        "shape_and_offset_at": "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset",
-    },
-    "DeviceMesh makes no mesh of fewer or more dimensions of the same ranks": {
-        "flatten_mesh": "torch.distributed.device_mesh:DeviceMesh._flatten",
-        "unflatten_mesh": "torch.distributed.device_mesh:DeviceMesh._unflatten",
-    },
-    "torch.distributed.pipelining takes no schedule from a file": {
-        "ScheduleRuntime": "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime",
-        "load_schedule": "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._load_csv",
-    },
-    "torch.distributed.checkpoint hides its records of files, which tools that read its folders need": {
-        "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
-        "StoragePrefix": "torch.distributed.checkpoint.filesystem:_StoragePrefix",
-    },
-    "torch.optim.Adam gives its kernels DTensors, of which each is dispatched by itself": {
-        "init_adam_group": "torch.optim:Adam._init_group",
-    },
-    "torch.autograd tells not whether a backward runs, nor torch.distributed a group by its name": {
-        "backward_task": "torch:_C._current_graph_task_id",
-        "resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",
-    },
-    "FSDPModule tells not which parameters are gathered together, and when": {
-        "fsdp_state": "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
-    },
-    "torch has these operations without a public function": {
-        "foreach_mul_": "torch:_foreach_mul_",
-        "foreach_norm": "torch:_foreach_norm",
-        "softmax_backward": "torch:_softmax_backward_data",
-        "chunk_cat": "torch:_chunk_cat",
-        "unsafe_view": "torch:ops.aten._unsafe_view",  # a view that autograd does not know for one
-        "weight_norm_backward": "torch:ops.aten._weight_norm_interface_backward",
-    },
-    "scaled_dot_product_attention neither returns nor takes log-sum-exps": {
-        "flash_attention": "torch:ops.aten._scaled_dot_product_flash_attention",
-        "flash_attention_backward": "torch:ops.aten._scaled_dot_product_flash_attention_backward",
-        "flash_attention_cpu": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu",
-        "flash_attention_cpu_backward": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
-    },
-    "torch multiplies by matrices in oneDNN's layout in compiled code alone": {
-        "reorder_linear_weight": "torch:ops.mkldnn._reorder_linear_weight",
-        "linear_of_reordered": "torch:ops.mkldnn._linear_pointwise",
-        "onednn_has_bf16": "torch:ops.mkldnn._is_mkldnn_bf16_supported",
-    },
-    "torch.cuda.memory documents its history and snapshots under private names": {
-        "record_memory_history": "torch.cuda.memory:_record_memory_history",
-        "memory_snapshot": "torch.cuda.memory:_snapshot",
-    },
-    "torch.cuda warns of no reference cycles": {
-        "warn_tensor_cycles": "torch.utils.viz._cycles:warn_tensor_cycles",
-    },
-    "torch has neither public tensors without storage nor public dispatch modes": {
-        "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
-        "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
-        "unset_fake_temporarily": "torch._subclasses.fake_tensor:unset_fake_temporarily",
-        "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
-        "tree_iter": "torch.utils._pytree:tree_iter",
-        "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",  # registers its back end
-        "local_scalar": "torch:ops.aten._local_scalar_dense",
-    },
+PRIVATE = {
+    # torch.distributed has no functional collectives, which torch.compile traces
+    "functional_collectives": "torch:ops._c10d_functional",
+    # torch.distributed.Work tells not what it is the work of
+    "work_operation": "torch.distributed:Work._get_op_type",
+    # torch.utils.checkpoint wraps functions and no modules
+    "ActivationWrapper": f"{_WRAPPER}ActivationWrapper",
+    "CheckpointWrapper": f"{_WRAPPER}CheckpointWrapper",
+    "checkpoint_wrapper": f"{_WRAPPER}checkpoint_wrapper",
+    # torch.utils.checkpoint counts operators that FSDP's hooks run in one of two forwards
+    "CachedDispatchMode": "torch.utils.checkpoint:_CachedTorchDispatchMode",
+    "operator_is_compiled": "torch.utils.checkpoint:_is_compiling",
+    # torch.compile has no such options, nor callbacks, nor its cache's place
+    "dynamo_config": "torch._dynamo:config",
+    "functorch_config": "torch._functorch:config",
+    "inductor_config": "torch._inductor:config",
+    "compile_callbacks": "torch._dynamo:callback",
+    "default_cache_dir": "torch._inductor.runtime.cache_dir_utils:default_cache_dir",
+    "enable_symm_mem_for_group": "torch.distributed._symmetric_memory:enable_symm_mem_for_group",
+    "higher_order_wrap": "torch._higher_order_ops:wrap",
+    # torch.compiler has no marks of tensors
+    "mark_dynamic": "torch._dynamo:mark_dynamic",
+    "mark_static_address": "torch._dynamo:mark_static_address",
+    # torch.distributed.tensor tells no rank's shape and offset, and moves what a DTensor is made of
+    "DTensorSpec": "torch.distributed.tensor._dtensor_spec:DTensorSpec",
+    "TensorMeta": "torch.distributed.tensor._dtensor_spec:TensorMeta",
+    "local_shape_and_offset": "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
+    "shape_and_offset_at": "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset",
+    # DeviceMesh makes no mesh of fewer or more dimensions of the same ranks
+    "flatten_mesh": "torch.distributed.device_mesh:DeviceMesh._flatten",
+    "unflatten_mesh": "torch.distributed.device_mesh:DeviceMesh._unflatten",
+    # torch.distributed.pipelining takes no schedule from a file
+    "ScheduleRuntime": "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime",
+    "load_schedule": "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._load_csv",
+    # torch.distributed.checkpoint hides its records of files, which tools that read its folders need
+    "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
+    "StoragePrefix": "torch.distributed.checkpoint.filesystem:_StoragePrefix",
+    # torch.optim.Adam gives its kernels DTensors, of which each is dispatched by itself
+    "init_adam_group": "torch.optim:Adam._init_group",
+    # torch.autograd tells not whether a backward runs, nor torch.distributed a group by its name
+    "backward_task": "torch:_C._current_graph_task_id",
+    "resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",
+    # FSDPModule tells not which parameters are gathered together, and when
+    "fsdp_state": "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+    # torch has these operations without a public function
+    "foreach_mul_": "torch:_foreach_mul_",
+    "foreach_norm": "torch:_foreach_norm",
+    "softmax_backward": "torch:_softmax_backward_data",
+    "chunk_cat": "torch:_chunk_cat",
+    "unsafe_view": "torch:ops.aten._unsafe_view",  # a view that autograd does not know for one
+    "weight_norm_backward": "torch:ops.aten._weight_norm_interface_backward",
+    # scaled_dot_product_attention neither returns nor takes log-sum-exps
+    "flash_attention": "torch:ops.aten._scaled_dot_product_flash_attention",
+    "flash_attention_backward": "torch:ops.aten._scaled_dot_product_flash_attention_backward",
+    "flash_attention_cpu": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu",
+    "flash_attention_cpu_backward": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+    # torch multiplies by matrices in oneDNN's layout in compiled code alone
+    "reorder_linear_weight": "torch:ops.mkldnn._reorder_linear_weight",
+    "linear_of_reordered": "torch:ops.mkldnn._linear_pointwise",
+    "onednn_has_bf16": "torch:ops.mkldnn._is_mkldnn_bf16_supported",
+    # torch.cuda.memory documents its history and snapshots under private names
+    "record_memory_history": "torch.cuda.memory:_record_memory_history",
+    "memory_snapshot": "torch.cuda.memory:_snapshot",
+    # torch.cuda warns of no reference cycles
+    "warn_tensor_cycles": "torch.utils.viz._cycles:warn_tensor_cycles",
+    # torch has neither public tensors without storage nor public dispatch modes
+    "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
+    "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
+    "unset_fake_temporarily": "torch._subclasses.fake_tensor:unset_fake_temporarily",
+    "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
+    "tree_iter": "torch.utils._pytree:tree_iter",
+    "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",  # registers its back end
+    "local_scalar": "torch:ops.aten._local_scalar_dense",
 }
-"""By what torch lacks: the names in this module, and where torch has them."""
-
-_PLACES = {name: place for names in PRIVATE.values() for name, place in names.items()}
+"""Names in this module, where torch has them, and above them what torch lacks."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in PRIVATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, path = _PLACES[name].partition(":")
+    module, _, path = PRIVATE[name].partition(":")
     found: Any = import_module(module)
     for part in path.split("."):
         found = getattr(found, part)
