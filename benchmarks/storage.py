@@ -64,7 +64,7 @@ def _checkpoints(place: str, mib: int) -> tuple[list[float], list[float], str]:
 
 def _alone(address: dict[str, str], mib: int, folder: Path) -> tuple[list[float], list[float]]:
     """Seconds in which s3fs sends a file and fetches it."""
-    import s3fs  # type: ignore[import-untyped]
+    import s3fs
 
     there, here = "bucket/file", folder / "file"
     here.write_bytes(os.urandom(mib << 20))

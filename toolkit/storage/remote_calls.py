@@ -102,13 +102,15 @@ def file_system(scheme: str, process: int, tries: int = 1) -> Any:
             f"{scheme}:// needs a file system that is not here ({error})\n  fix:  {install('remote')}"
         ) from None
     options: dict[str, Any] = {}
-    if hasattr(kind, "call_s3"):  # which would try again by itself
+    if hasattr(kind, "call_s3"):  # which by default tries again after some errors only
+        from s3fs.core import set_custom_error_handler
+
+        set_custom_error_handler(lambda error: _may_pass(error, _code(error)))
         timeouts = {"connect_timeout": 10, "read_timeout": TIMEOUT / 2, "max_pool_connections": 32}
-        retries = {"total_max_attempts": tries, "mode": "standard"}
-        options = {"config_kwargs": {**timeouts, "retries": retries}}
+        options = {"config_kwargs": {**timeouts, "retries": {"max_attempts": 0}}}
     fs = kind(use_listings_cache=False, skip_instance_cache=True, **options)
     if options:
-        fs.retries = 1
+        fs.retries = tries
     return fs
 
 

@@ -15,8 +15,8 @@ from toolkit.storage.remote_path import RemotePath
 
 PART = 64 << 20
 """Bytes of a part of an upload, of which S3 takes 10,000."""
-TRIES = 32
-"""Tries of a part: with S3's pauses of up to 20 s, about 5 minutes."""
+TRIES = 28
+"""Tries of a part: with s3fs's pauses of up to 15 s, about 5 minutes."""
 
 
 class Upload:
