@@ -17,11 +17,13 @@ _NO_QUANTISED = "quantised Hugging Face weights are only published for mixture-o
 
 _Refused = dict[str, tuple[bool | int | str | list[str] | None, str]]
 
-REMOVED: _Refused = {"lr_scheduler.expression": (None, NO_EXPRESSION)}
+REMOVED: _Refused = {
+    "model.matmul": ("auto", "fp32 matmuls by oneDNN have been removed; bfloat16 has them in torch"),
+    "lr_scheduler.expression": (None, NO_EXPRESSION),
+}
 """Keys of the release before."""
 REFUSED: _Refused = REMOVED | {
     "job.custom_config_module": ("", _NO_MODULE),
-    "model.matmul": ("auto", "fp32 matmuls by oneDNN have been removed; bfloat16 has them in torch"),
     "parallelism.pipeline_parallel_expert_parallel_overlap": (True, NO_MOE),
     "parallelism.expert_parallel_degree": (1, NO_MOE),
     "parallelism.expert_tensor_parallel_degree": (1, NO_MOE),
