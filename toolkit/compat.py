@@ -1,4 +1,4 @@
-"""What has no public name: private names of torch, each with what is missing, and stand-ins for Python 3.10.
+"""Private names of torch, each with the public one that is missing, and stand-ins for Python 3.10.
 
 Import torch's from here, by the names of :data:`PRIVATE`. Each is looked up when it is first asked for, since
 some load torch's compiler, and this file serves what must run without torch. ``tests/test_compat.py`` finds
@@ -185,7 +185,7 @@ def recorded_collectives(backend: str) -> dict[str, Any]:
 
 
 def fsdp_param_group(module: Any) -> Any:
-    """What FSDP gathers together with this module's parameters; None where it has none."""
+    """FSDP's record of what is gathered with this module's parameters; None where it has none."""
     return module._get_fsdp_state()._fsdp_param_group
 
 

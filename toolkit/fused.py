@@ -40,7 +40,7 @@ class Fused:
         self.part, self.function, self.dynamic = part, function, dynamic
 
     def takes(self, x: Any) -> bool:
-        """Whether ``x`` is on CUDA and the part is enabled."""
+        """Say if ``x`` is on CUDA and the part is enabled."""
         return x.is_cuda and self.part in _enabled
 
     def __call__(self, first: Any, *others: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What ``[health]`` asks of a run, as hooks of its steps; imported by runs that ask for any of it."""
+"""Hooks of a step that ``[health]`` asks for; imported by runs that ask for any of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def health_hooks(trainer: Trainer) -> list[StepHook]:
 
 
 class Policies(StepHook):
-    """What follows a batch whose loss or gradient norm is unsound: it is skipped, or the run rolls back."""
+    """Skip a batch whose loss or gradient norm is unsound, or roll the run back."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
