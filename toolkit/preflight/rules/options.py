@@ -31,7 +31,7 @@ FACTS: dict[str, Callable[[PlannedRun], bool]] = {
     "a base corpus": lambda run: run.config.validation.base_corpus.named,
     "NNODES=MIN:MAX, MIN below MAX": lambda run: len({*node_range(os.environ)}) > 1,
 }
-"""What a run may have, by the names in marks of the schema."""
+"""Needs that a run may meet, by the names in marks of the schema."""
 
 
 def _reshard(run: PlannedRun) -> bool | int | str:
