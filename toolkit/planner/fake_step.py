@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from toolkit import fused, loss
@@ -36,6 +35,7 @@ from toolkit.planner.allocations import StepMemory, watched
 from toolkit.planner.memory import pretended
 from toolkit.train_step import TrainStep
 
+_PLAIN = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _KEEP_ALL = ("GPipe", "LoopedBFS")
 """Schedules whose backwards begin when all forwards have ended."""
 _ON_THE_HOST = ("parameters", "gradients", "optimizer state", "work of the update")
@@ -66,22 +66,104 @@ class _OnTheHost(activation_offload.HostCopy):
             self.coming = torch.empty(self.shape, dtype=self.dtype)
 
 
-class _Numbers(TorchDispatchMode):
-    """Reads 1 wherever a number of a tensor without storage is asked for, and lets real ones, as a mesh has,
-    be real."""
+class _Shapes(FakeTensorMode):
+    """Tensors without storage, whose operations are remembered by the shapes that they are given.
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        reads = function is torch.ops.aten._local_scalar_dense.default
-        if not reads and any(isinstance(it, FakeTensor) for it in args):  # as nearly always
-            return function(*args, **kwargs)
-        if tensors := [it for it in tree_iter((args, kwargs)) if isinstance(it, Tensor)]:
-            if not any(isinstance(it, FakeTensor) or it.is_meta for it in tensors):
-                with unset_fake_temporarily():
-                    return function(*args, **kwargs)
-            if reads:
-                return 1.0 if args[0].is_floating_point() else 1
-        return function(*args, **kwargs)
+    Torch's own memory of them takes three times as long, which is most of a fake step's time.
+    """
+
+    _known: ClassVar[dict[Any, Any]] = {}
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is FakeTensor:
+            return 1.0 if args[0].is_floating_point() else 1
+        given: list[FakeTensor] = []
+        try:
+            key = (func, _described(args, given), _described(tuple((kwargs or {}).items()), given))
+            made = self._known.get(key)
+        except TypeError:  # what a key cannot stand for
+            return self._unknown(func, types, args, kwargs or {})
+        if made is None:
+            result = super().dispatch(func, types, args, kwargs)
+            if (recipe := _recipe(result, given)) is not None:
+                self._known[key] = (type(result), recipe)
+            return result
+        kind, recipe = made
+        outputs = [self._make(each, given) for each in recipe]
+        return kind(outputs) if kind in (list, tuple) else outputs[0]
+
+    def _unknown(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        tensors = [it for it in tree_iter((args, kwargs)) if isinstance(it, Tensor)]
+        if tensors and not any(isinstance(it, FakeTensor) or it.is_meta for it in tensors):
+            return func(*args, **kwargs)
+        return super().dispatch(func, types, args, kwargs)
+
+    def _make(self, recipe: Any, given: list[FakeTensor]) -> Any:
+        if recipe is None:
+            return None
+        source, view, dtype, device = recipe
+        if view is None:
+            return given[source]
+        shape, stride, offset = view
+        if source is None:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        else:
+            made = torch.empty(0, dtype=dtype, device="meta")
+            made.set_(given[source].untyped_storage(), offset, shape, stride)
+        return FakeTensor(self, made, device)
+
+
+def _described(value: Any, given: list[FakeTensor]) -> Any:
+    """A key for an argument, whose tensors join those that are ``given``.
+
+    Raises:
+        TypeError: it is none of what a key can stand for.
+    """
+    kind = type(value)
+    if kind is FakeTensor:
+        if value.constant is not None or value.is_complex():
+            raise TypeError
+        given.append(value)
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
+    if kind in (tuple, list):
+        return tuple([_described(it, given) for it in value])
+    if value is None or kind in _PLAIN:
+        return kind, value
+    raise TypeError
+
+
+def _recipe(result: Any, given: list[FakeTensor]) -> Any:
+    """How to make a result again: of each tensor the given one that it is or is a view of, or none; and what
+    it looks like."""
+    storages = {it.untyped_storage()._cdata: place for place, it in enumerate(given)}
+    found = []
+    for each in result if type(result) in (tuple, list) else [result]:
+        if each is None:
+            found.append(None)
+            continue
+        if type(each) is not FakeTensor or each.constant is not None or each.is_complex():
+            return None
+        same = [place for place, it in enumerate(given) if it is each]
+        if same:
+            found.append((same[0], None, None, None))
+            continue
+        handle = each.untyped_storage()._cdata
+        source, view = storages.get(handle), (each.shape, each.stride(), each.storage_offset())
+        if source is None:
+            span = 1 + sum((size - 1) * step for size, step in zip(each.shape, each.stride(), strict=True))
+            if each.storage_offset() or each.untyped_storage().nbytes() != span * each.itemsize * bool(each.numel()):
+                return None
+            storages[handle] = -1
+        elif source < 0:
+            return None
+        found.append((source, view, each.dtype, each.fake_device))
+    return found
 
 
 def _norm(gradient: Tensor, _: Tensor) -> Tensor:
@@ -119,8 +201,7 @@ def fake_run(
             # The loss stays in pieces, whose temporary memory a fused one does not take.
             parts = set(config.training.fused_parts) - {"loss"}
             stack.callback(fused.enable, fused.enable(parts))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_Numbers())
+        stack.enter_context(_Shapes())
         for model in model_parts.models:
             model.to_empty(device=device)
         named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
