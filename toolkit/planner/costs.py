@@ -126,12 +126,12 @@ def costs(
     case = alike.model_dump_json(
         include={"model", "training", "parallelism", "activation_checkpoint", "finetune", "optimizer", "loss"}
     )
-    key = f"{param_dtype} {args} {case}"
+    two = replace(args, n_layers=2)
+    key = f"{param_dtype} {two} {case}"
     if key not in _KNOWN:
         from toolkit.planner.operations import found_costs
 
         refuse_unlike_blocks(args, config.finetune)
-        two = replace(args, n_layers=2)
         _KNOWN[key] = found_costs(alike, two, ParallelDims(1, 1, 1, cp, tp), param_dtype)
     return _KNOWN[key]
 

@@ -24,6 +24,7 @@ from toolkit.metrics.flops import model_flops
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import bubble, pipeline_stages
+from toolkit.planner.costs import BYTES
 from toolkit.planner.estimate import Estimate, estimate, fake_peak, samples, stored_bytes
 from toolkit.planner.layouts import SIZES, checkpointing_of, fixed_batch, settings_of, with_settings
 from toolkit.planner.machines import Machine
@@ -248,10 +249,16 @@ class _Queue:
             return
         mesh = ParallelDims(family.pp, 1, dp, cp, family.tp)
         parameters, gradients, state = self.stored.whole_block
+        training = self.config.training
+        # A pipeline keeps whole gradients, whatever dp and cp are.
+        whole = gradients / BYTES[training.dtype] * BYTES[training.mixed_precision_reduce]
+        if family.pp > 1 and whole * self.args.n_layers / (family.pp * family.tp) > self.found.room:
+            self.found.lose("fit").count += 1 + len(family.left)
+            return
         if self.config.optimizer.early_step_in_backward:
             gradients = 0
         held = self.args.n_layers * (parameters + gradients + state) / (mesh.tp * mesh.pp * mesh.cp)
-        if self.config.training.enable_cpu_offload:
+        if training.enable_cpu_offload:
             held = 0.0
 
         def lose(name: str, count: int) -> None:
