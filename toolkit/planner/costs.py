@@ -22,7 +22,7 @@ from toolkit.parallel.dims import ParallelDims, takes_ring
 if TYPE_CHECKING:
     import torch
 
-Kind = Literal["matmul", "attention", "norm", "loss", "other"]
+Kind = Literal["matmul", "attention", "other"]
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of a number."""
 

@@ -83,9 +83,8 @@ def estimate(
     whole: bool = False,
     rank: int | None = None,
 ) -> Estimate:
-    """The memory of a ``rank`` of the pipeline, by default the fullest, of a run that passed the preflight, to
-    about a twentieth. With pieces of ``whole`` sequences, which take no less than cp's parts, no costs of
-    these need be known."""
+    """Estimate the memory of a ``rank`` of the pipeline, by default the fullest, to about a twentieth. The run
+    has passed the preflight. Pieces of ``whole`` sequences take no less than cp's shards of them."""
     rows, _ = samples(config, layout)
     cp = 1 if whole else layout.cp
     plain, again = (
@@ -227,7 +226,9 @@ def fake_peak(
     less = replace(args, n_layers=layers)
     rank = memory.rank * (layout.world_size // layout.pp)
     found = step_memory(few, less, layout, rank, param_dtype=param_dtype, target="cuda")
-    return found.peak + memory.bytes - estimate(few, less, layout, stored, param_dtype, rank=memory.rank).bytes
+    rest = memory.bytes - estimate(few, less, layout, stored, param_dtype, rank=memory.rank).bytes
+    # With one micro-batch gradients grow as activations go, and what is more at the end may be less here.
+    return max(found.peak + rest, memory.bytes if samples(config, layout)[1] == 1 else 0.0)
 
 
 def _shallow(config: Config, n_layers: int) -> tuple[Config, int]:

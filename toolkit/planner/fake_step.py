@@ -142,7 +142,7 @@ def _recipe(result: Any, given: list[FakeTensor]) -> Any:
     """How to make a result again: of each tensor the given one that it is or is a view of, or none; and what
     it looks like."""
     storages = {it.untyped_storage()._cdata: place for place, it in enumerate(given)}
-    found = []
+    found: list[Any] = []
     for each in result if type(result) in (tuple, list) else [result]:
         if each is None:
             found.append(None)
@@ -157,7 +157,9 @@ def _recipe(result: Any, given: list[FakeTensor]) -> Any:
         source, view = storages.get(handle), (each.shape, each.stride(), each.storage_offset())
         if source is None:
             span = 1 + sum((size - 1) * step for size, step in zip(each.shape, each.stride(), strict=True))
-            if each.storage_offset() or each.untyped_storage().nbytes() != span * each.itemsize * bool(each.numel()):
+            if each.storage_offset() or each.untyped_storage().nbytes() != span * each.itemsize * bool(
+                each.numel()
+            ):
                 return None
             storages[handle] = -1
         elif source < 0:

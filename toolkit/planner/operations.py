@@ -111,8 +111,6 @@ class Operations(Allocations):
             return result
         self._end_collective(waits=False)
         kind, flops = _flops(function, name, args, kwargs or {}, result)
-        if kind == "other" and where[0] == "head":
-            kind = "loss"
         size = 2.0 * sum(map(_bytes, outputs)) if name == "embedding" else sum(map(_bytes, inputs + outputs))
         self._at(where).operations[kind, flops, float(size)] += 1
         if kind in ("matmul", "attention"):
@@ -261,5 +259,5 @@ def _flops(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> tup
         return "matmul", 2.0 * args[0].numel() * result.shape[-1]
     count = flop_registry.get(function.overloadpacket)
     if count is None:
-        return "norm" if name.startswith("rms_norm") else "other", 0.0
+        return "other", 0.0
     return "matmul", float(count(*args, **kwargs, out_val=result))

@@ -172,7 +172,7 @@ class _Family:
     tp: int
     pp: int
     left: list[int]
-    tried: list[tuple[dict[str, Any], Config, ParallelDims]] = field(default_factory=list)
+    tried: list[tuple[Config, ParallelDims]] = field(default_factory=list)
     fits: bool = False
 
 
@@ -269,7 +269,7 @@ class _Queue:
             asked = with_settings(self.config, settings)
             layout = degrees(asked.parallelism, self.world)
             assert layout
-            family.tried.append((settings, asked, layout))
+            family.tried.append((asked, layout))
             seconds = least_seconds(asked, self.args, layout, self.machine, self.param_dtype)
             self._wait(seconds, partial(self._without_recomputation, family, settings, asked, layout))
         if family.left:
@@ -286,7 +286,7 @@ class _Queue:
     def _fits(self, family: _Family) -> bool:
         """Say if one of the family's layouts that were tried fits, the likeliest ones first."""
         for whole in (True, False):
-            for settings, asked, layout in [] if family.fits else family.tried:
+            for asked, layout in [] if family.fits else family.tried:
                 if self._broken(asked):
                     continue
                 *others, none = checkpointing_of(asked)
@@ -351,7 +351,8 @@ class _Queue:
 
     def _broken(self, config: Config) -> bool:
         """Say if the preflight's rules about layouts have something against ``config``, and count it."""
-        run = PlannedRun(with_settings(config, {"activation_checkpoint.mode": "none"}), self.world, self._hardware)
+        config = with_settings(config, {"activation_checkpoint.mode": "none"})
+        run = PlannedRun(config, self.world, self._hardware)
         problems = [problem for it in _layout_rules() for problem in it.check(run)]
         self._problems += problems
         self._accepted += not problems
