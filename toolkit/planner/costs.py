@@ -196,6 +196,7 @@ def _alike(config: Config, args: ModelArgs, *, tp: int, cp: int, rows: int, chec
                 context_parallel_rotate_method="alltoall" if ring else "allgather",
                 **kept,
             ),
+            "data": config.data.model_copy(update={"document_mask": False}),
             "activation_checkpoint": checkpointing.model_copy(
                 update={
                     "mode": mode,

@@ -83,8 +83,8 @@ def estimate(
     whole: bool = False,
     rank: int | None = None,
 ) -> Estimate:
-    """Estimate the memory of a ``rank`` of the pipeline, by default the fullest, to about a twentieth. The run
-    has passed the preflight. Pieces of ``whole`` sequences take no less than cp's shards of them."""
+    """Estimate the memory of a ``rank`` of the pipeline, by default the fullest, to about a twentieth. The
+    run has passed the preflight. Pieces of ``whole`` sequences take no less than cp's shards of them."""
     rows, _ = samples(config, layout)
     cp = 1 if whole else layout.cp
     plain, again = (

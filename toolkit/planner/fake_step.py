@@ -26,7 +26,7 @@ from toolkit.optim import grad_clip
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel import activation_offload, fsdp
-from toolkit.parallel.dims import ParallelDims
+from toolkit.parallel.dims import ParallelDims, takes_ring
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch
@@ -182,8 +182,10 @@ def fake_run(
     *,
     param_dtype: torch.dtype,
     target: str = "cpu",
+    count: int | None = None,
 ) -> Iterator[FakeRun]:
-    """Build ``rank`` of a run that passed the preflight, on the device ``target``.
+    """Build ``rank`` of a run that passed the preflight, on the device ``target``, whose step has ``count``
+    micro-batches, by default as many as its memory asks for.
 
     Nothing is compiled, FSDP's collectives have buffers of their own, and attention is one that a CPU has and
     that keeps as much. Needs no process group, and must not be called where there is one.
@@ -216,7 +218,7 @@ def fake_run(
             device=device,
             in_backward=config.optimizer.early_step_in_backward,
         )
-        batches = partial(_batches, config, batch, layout.pp)
+        batches = partial(_batches, config, batch, layout.pp, count or _count(config, batch, layout.pp))
         yield FakeRun(
             model_parts,
             optimizer,
@@ -253,7 +255,7 @@ def _not_received(config: Config, layout: ParallelDims, model_parts: ModelParts)
     if not isinstance(model_parts, Pipeline):
         return 0
     batch = _batch(config, layout)
-    left = batch.local * batch.accumulation // model_parts.micro_batch - _count(config, batch, layout.pp)
+    left = micro_batches(config, layout) - _count(config, batch, layout.pp)
     ends = (0 in model_parts.stages) + (model_parts.last in model_parts.stages)
     length = config.training.seq_len // layout.cp
     hidden = model_parts._hidden(model_parts.micro_batch, length, "meta")
@@ -264,11 +266,14 @@ def _simplified(config: Config, target: str, *, cp: int) -> Config:
     attention = config.model.attention
     if target == "cuda" and attention != "sdpa":  # which takes masks of parts of sequences
         attention = "blockwise" if cp > 1 else "sdpa"
+    changes: dict[str, Any] = {"fsdp_shared_memory": False}
+    if not takes_ring(config.parallelism, device=target, documents=config.data.document_mask):
+        changes["context_parallel_rotate_method"] = "allgather"
     return config.model_copy(
         update={
             "compile": config.compile.model_copy(update={"enable": False}),
             "model": config.model.model_copy(update={"attention": attention}),
-            "parallelism": config.parallelism.model_copy(update={"fsdp_shared_memory": False}),
+            "parallelism": config.parallelism.model_copy(update=changes),
         }
     )
 
@@ -282,6 +287,14 @@ def _batch(config: Config, layout: ParallelDims) -> BatchShape:
     return batch
 
 
+def micro_batches(config: Config, layout: ParallelDims) -> int:
+    """Micro-batches of a rank's step."""
+    batch = _batch(config, layout)
+    if layout.pp == 1:
+        return batch.accumulation
+    return batch.local * batch.accumulation // config.parallelism.pipeline_parallel_microbatch_size
+
+
 def _count(config: Config, batch: BatchShape, pp: int) -> int:
     """The micro-batches of the fake step. Of many, so many that memory is that of all: the first, the last
     and one between; in a pipeline two for each rank, where its schedule does not keep all of them."""
@@ -293,7 +306,7 @@ def _count(config: Config, batch: BatchShape, pp: int) -> int:
     return count if keeps else min(count, 2 * pp)
 
 
-def _batches(config: Config, batch: BatchShape, pp: int) -> list[MicroBatch]:
+def _batches(config: Config, batch: BatchShape, pp: int, count: int) -> list[MicroBatch]:
     """The micro-batches of the fake step, of documents where pairs are compared."""
     rows = config.parallelism.pipeline_parallel_microbatch_size if pp > 1 else batch.local
     shape = (rows, config.training.seq_len)
@@ -305,5 +318,5 @@ def _batches(config: Config, batch: BatchShape, pp: int) -> list[MicroBatch]:
             "positions": None,
             "documents": torch.zeros(shape, dtype=torch.int32) if pairs else None,
         }
-        for _ in range(_count(config, batch, pp))
+        for _ in range(count)
     ]

@@ -18,10 +18,10 @@ from toolkit.distributed.dtensor import clean_name
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims
 from toolkit.planner.allocations import Allocations, fsdp_functions, storing, watched
-from toolkit.planner.communication import gathered_dtype
 from toolkit.planner.costs import Collective, Costs, Kind, Operation, Piece, Work
 from toolkit.planner.fake_step import fake_run
-from toolkit.planner.memory import gathered_numbers
+from toolkit.planner.memory import gathered_dtype, gathered_numbers
+from toolkit.planner.traffic import FUNCTIONAL
 
 _MODULES = {  # of each piece, and the moment after its forward
     "embedding": (("tok_embeddings",), "forward of layers.0"),
@@ -30,12 +30,6 @@ _MODULES = {  # of each piece, and the moment after its forward
     "head": (("norm", "output"), "backward of output"),
 }
 _PIECES = {module: piece for piece, (modules, _) in _MODULES.items() for module in modules}
-_SENDS = {  # operation, and the place of the whole tensor among the arguments, or None: it is the result
-    "all_gather_into_tensor": ("all_gather", None),
-    "reduce_scatter_tensor": ("reduce_scatter", 0),
-    "all_reduce": ("all_reduce", 0),
-    "all_to_all_single": ("send", 0),
-}
 _ACTIVATIONS = ("activations", "work of backward")
 
 
@@ -145,11 +139,11 @@ class Operations(Allocations):
     def _send(self, name: str, args: Any, result: Any, where: tuple[str, str]) -> None:
         if name == "wait_tensor":
             return self._end_collective(waits=True)
-        if name not in _SENDS:
+        if name not in FUNCTIONAL:
             return
         self._end_chain()
         self._end_collective(waits=False)
-        operation, place = _SENDS[name]
+        operation, place = FUNCTIONAL[name]
         ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(args[-1]))
         if len(ranks) > 1:
             dimension = self._dims.get((len(ranks), ranks[1] - ranks[0]), "world")
