@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import Optimizer
 
 from toolkit.build import build_model
@@ -102,7 +101,6 @@ def pretended(rank: int, world_size: int) -> Iterator[None]:
     """This process as ``rank`` of a world whose other ranks do not exist: collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the back end
 
-    _clear_sharding_prop_cache()  # which has groups of an equal mesh of an earlier world
     hook = sys.excepthook  # around which torch puts one that names the rank
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:

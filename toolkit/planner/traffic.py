@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config import Config
@@ -118,6 +119,7 @@ def step_traffic(
     """
 
     def counted(count: int) -> Counter[tuple[str, str, tuple[int, ...]]]:
+        _clear_sharding_prop_cache()  # which has groups of an equal mesh of an earlier world
         with (
             fake_run(config, args, layout, rank, param_dtype=param_dtype, target=target, count=count) as run,
             _Traffic(layout) as traffic,
