@@ -37,7 +37,7 @@ from toolkit.generation.generator import Generator
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention_choice import attention_choice
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.parameters import parameter_shapes
+from toolkit.models.parameters import parameter_shapes
 from toolkit.models.registry import resolve
 
 SHAPES = {

@@ -25,10 +25,8 @@ from toolkit.distributed.dtensor import local_part
 from toolkit.distributed.process_group import DTYPES
 from toolkit.finetune.parameters import added_shapes, is_added
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.init import Init, init_rule
-from toolkit.models.common.onednn_matmul import mkl_is_slow, multiply_by_onednn
-from toolkit.models.common.parameters import parameter_shapes
-from toolkit.models.llama.state_dict_adapter import ADAPTER
+from toolkit.models.common.table import Init
+from toolkit.models.parameters import init_rule, parameter_shapes, table
 from toolkit.models.registry import resolve
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.init_weights import initialize
@@ -132,10 +130,7 @@ def ours(case: Case, config: Config | None = None) -> Step:
 
     def step(tokens: Tensor, labels: Tensor) -> tuple[float, float]:
         batch = {"tokens": tokens, "labels": labels, "positions": None, "documents": None}
-        library = multiply_by_onednn() if case.dtype == "float32" and mkl_is_slow() else None
         result = train_step([batch], learning_rate=LEARNING_RATE)
-        if library:
-            library._destroy()
         return result.loss, result.grad_norm
 
     return step
@@ -225,15 +220,15 @@ def _fill(model: nn.Module, case: Case) -> None:
     for name, shape in shapes.items():
         whole = torch.empty(shape)
         initialize([(name, whole)], SEED, lambda name: _rule(name, case.args))
-        theirs = parameters.pop(_their_name(name, shapes, lora=case.lora))
+        theirs = parameters.pop(_their_name(name, shapes, case.args, lora=case.lora))
         part, (first, *_) = local_part(theirs)
         part.copy_(_their_rows(name, whole, case.args)[first : first + len(part)])
     assert not parameters, f"not filled: {', '.join(parameters)}"
 
 
-def _their_name(name: str, shapes: dict[str, tuple[int, ...]], *, lora: bool) -> str:
+def _their_name(name: str, shapes: dict[str, tuple[int, ...]], args: ModelArgs, *, lora: bool) -> str:
     path, _, last = name.rpartition(".")
-    theirs = ADAPTER.to_hf(f"{path}.weight").removesuffix(".weight")
+    theirs = table(args).to_hf(f"{path}.weight").removesuffix(".weight")
     if not lora:
         return f"{theirs}.{last}"
     base = ".base_layer" if last == "weight" and f"{path}.lora_a" in shapes else ""

@@ -20,7 +20,7 @@ from benchmarks.peer_models import LEARNING_RATE, SHAPES
 from toolkit.config import Config
 from toolkit.data.build import open_data
 from toolkit.data.conversation_rows import ConversationRows, statistics
-from toolkit.data.validation_loader import validation_loader
+from toolkit.data.dataloader import validation_loader
 from toolkit.metrics.startup_timer import Phases
 from toolkit.trainer import Trainer
 from toolkit.validate import validate

@@ -47,7 +47,7 @@ from tests.helpers import run_world
 from toolkit.distributed.process_group import DTYPES
 from toolkit.metrics.flops_finetune import fine_tuning_flops
 from toolkit.metrics.memory import resident
-from toolkit.models.common.args import parameter_count
+from toolkit.models.parameters import parameter_count
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
@@ -393,8 +393,8 @@ def peers_text(part: str, results: Sequence[Result]) -> str:
         f"{steps} steps each in turns; medians, and in brackets the middle half. The losses of both are the "
         f"same at every step, within {apart:.0e} of them. Memory is the peak of the rank that has most, "
         "imports left out; what ranks share is counted once. The ceiling is what torch's matmuls reach "
-        "in the same processes; a model's share of it counts the FLOPs of toolkit/metrics/flops_finetune.py, "
-        "and can be above 100% in fp32 where oneDNN multiplies here (`model.matmul`). There is no MFU, which "
+        "in the same processes; a model's share of it counts the FLOPs of toolkit/metrics/flops_finetune.py. "
+        "There is no MFU, which "
         "is of a data sheet's peak: none is known of this processor."
         f" The script says how each is measured. {shapes}."
     )

@@ -33,7 +33,7 @@ from benchmarks.machine import describe
 from benchmarks.startup import ROOT
 from tests.helpers import free_port
 from toolkit.cpu import cores, cpu_multiplies_bf16
-from toolkit.models.common.args import parameter_count
+from toolkit.models.parameters import parameter_count
 from toolkit.models.registry import resolve
 
 SHAPE = {"dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 2048, "vocab_size": 32000}

@@ -15,7 +15,23 @@ from multiprocessing.connection import wait
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch._dynamo",
+        "torch._inductor.compile_fx",
+        "toolkit.checkpointer",
+        "toolkit.trainer",
+        "toolkit.validate",
+        "toolkit.parallel.activation_checkpoint",
+        "toolkit.parallel.compile",
+        "toolkit.parallel.float8",
+        "toolkit.parallel.pipeline_parallel",
+        "toolkit.parallel.tensor_parallel",
+    ]
+)
 
 
 def free_port() -> int:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+import tests.gated_family  # noqa: F401  registers the family
 from tests import meshes
 from tests.curves import differences, write_tokenizer
 from tests.helpers import in_layout
@@ -185,7 +186,7 @@ def run(folder: str, layout: str) -> dict[str, Any]:
                 value  # after the first step, where they are 0
                 for record in trainer.history[1:]
                 for name, value in record.items()
-                if "rewards/" in name
+                if "rewards/" in name or name.startswith("gate_")
             ],
         }
     )

@@ -112,6 +112,8 @@ WORDS: dict[str, Settings] = {
     "mistral": {"model.name": "mistral0.1", "model.flavor": "debugmodel"},
     # Biases of queries, keys and values.
     "qwen2": {"model.name": "qwen2.5", "model.flavor": "debugmodel", "model.tie_embeddings": False},
+    # A block with a parameter, a buffer, a loss and a statistic of its own, from a module of the tests.
+    "gated": {"model.name": "gated", "model.flavor": "debugmodel"},
     "regularized": {"loss.label_smoothing": 0.1, "loss.z_loss": 0.01},
     "AC-full": {"activation_checkpoint.mode": "full"},
     "AC-2": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"},
@@ -229,6 +231,7 @@ CURVES = (
     "qwen3",
     "qwen2",
     "mistral",
+    "gated",
     "tied",
     "unmasked",
     "layers8",
@@ -341,6 +344,11 @@ FAST = [
     "cp2 mistral tied",
     "cp2 ring mistral",
     "pp2 1F1B mistral tied",
+    "shard2 gated accumulate3",
+    "tp2 gated AC-full",
+    "pp2 1F1B gated tied",
+    "pp2 ZBVZeroBubble gated",
+    "shard2 cp2 tp2 gated tied AC-op accumulate3",
     # Another optimizer.
     "shard2 tp2 adamw-8bit tied",
     "replicate2 shard2 muon",
@@ -370,6 +378,11 @@ MORE = [
     "shard2 cp2 tp2 mistral AC-full",
     "pp2 shard2 tp2 Interleaved1F1B mistral tied",
     "shard2 tp2 regularized compiled",
+    "pp2 shard2 tp2 Interleaved1F1B gated AC-full accumulate3",
+    "replicate2 shard2 gated compiled",
+    "tp2 gated compiled AC-full",
+    "pp2 cp2 InterleavedZeroBubble gated",
+    "shard2 gated bfloat16",
     # Weights of tokens.
     "tp2 weighted",
     "replicate2 shard2 weighted AC-full",

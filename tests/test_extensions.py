@@ -212,6 +212,22 @@ def test_messages(flags: str, said: str, package: Path) -> None:
     assert said in preflight(package, MODULE, *flags.split())
 
 
+def test_a_schedule_without_a_rate(tmp_path: Path) -> None:
+    (tmp_path / "falling.py").write_text(
+        "from toolkit.extensions import register_lr_schedule\n"
+        "register_lr_schedule('falling', lambda step, total_steps: 5 - step)\n"
+    )
+    words = [
+        "--job.custom_import=falling",
+        "--lr_scheduler.decay_type=falling",
+        "--training.dataset=embedded",
+    ]
+    for length in ("--training.steps=9", "--training.steps=1_000_000"):
+        told = preflight(tmp_path, *words, length)
+        assert "lr_scheduler.decay_type = 'falling'" in told and "of the peak" in told
+    preflight(tmp_path, *words, "--training.epochs=9", "--model.vocab_size=4352", code=0)
+
+
 def test_a_dataset_that_does_not_exist(package: Path) -> None:
     assert "did you mean sums?" in preflight(package, MODULE, "--training.dataset=summs", code=3)
 

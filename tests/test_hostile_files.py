@@ -153,7 +153,6 @@ def test_columns_of_the_same_name(tmp_path: Path) -> None:
 TABLES: dict[str, tuple[str, str]] = {
     "a string of many lines": ('[job]\ndescription = """' + "x\n" * 20_000 + '"""\n', ""),
     "an unknown key of many lines": ('[job]\nx = """' + "x\n" * 20_000 + '"""\n', "has no key x"),
-    "many keys": ("[job]\n" + "".join(f"k{number} = 1\n" for number in range(50_000)), "has no key k1"),
     "10 MB": ("# " + "x" * 10_000_000, "it has more than"),
     "brackets": ("[job]\nx = " + "[" * 100_000, "not valid TOML"),
     "digits": ("[model]\nn_layers = " + "9" * 5000, "not valid TOML"),
@@ -169,27 +168,10 @@ TABLES: dict[str, tuple[str, str]] = {
     "a key of many parts": ("a" + ".a" * 450_000 + " = 1", "a key of more than 20 parts"),
     "a key deeper than Python's stack": ("a" + ".a" * 2000 + " = 1", "a key of more than 20 parts"),
     "strings without an end": ("x = [\n" + '\\"""\n' * 180_000, "not valid TOML"),
-    "a long list": ("[finetune]\nfrozen = [" + '"a",' * 200_000 + "]", "more than 10,000 entries"),
-    "a list in a list": (
-        "[parallelism]\nmodule_fqns_per_model_part = [" + '["a"],' * 90_000 + "]",
-        "more than",
-    ),
-    "a long table": (
-        "[data]\ncolumns = {" + ", ".join(f'a{n} = "b"' for n in range(60_000)) + "}",
-        "more than",
-    ),
     "new tokens": (
         "[model]\nadditional_special_tokens = [" + "".join(f'"t{n}", ' for n in range(9000)) + '"t8999"]',
         "t8999 is there twice",
     ),
-    "many patterns": (f"[optimizer]\nno_decay = {['*'] * 1001}".replace("'", '"'), "at most 1,000"),
-    "patterns of many layers": (
-        "[model]\nn_layers = 1000\n[finetune]\nadapter = 'lora'\n"
-        + f"trainable = {[f'*a*b*c{n}*' for n in range(1000)]}\n".replace("'", '"')
-        + f"lora.target_modules = {[f'layers.{n}.*' for n in range(1000)]}".replace("'", '"'),
-        '"*a*b*c0*" matches no parameter',
-    ),
-    "tables": ("".join(f"[data.mixture.p{n}]\nweight = 1\n" for n in range(1001)), "more than 1,000 tables"),
     "classes": ("[finetune.classification]\nnum_labels = 1_000_000_000", "from 0 to 100000"),
     "heads": ("[model]\ndim = 4294967292\nn_heads = 2147483646\nn_kv_heads = 4", "from 1 to"),
     "heads and their keys": (
@@ -197,8 +179,6 @@ TABLES: dict[str, tuple[str, str]] = {
         "must be a multiple",
     ),
     "a micro-batch": ("[training]\nglobal_batch_size = 99_999_998\nlocal_batch_size = 49_999_998", ""),
-    "stars": (f"[training]\ndataset_path = '{'*/' * 2000}'", "a pattern has at most"),
-    "several stars": ("[training]\ndataset_path = '/**/a/**/b/**/c/**/d'", "a pattern has at most"),
     "a path of many": (f"[training]\ndataset_path = '{'no-such-file,' * 60_000}'", "no such file"),
     "a user who is not there": (
         "[data]\nformat = 'messages'\nchat_template = '~no-such-user/a'",
@@ -292,12 +272,6 @@ def test_a_base_that_an_adapter_cannot_have(base: object, place: Path) -> None:
     seal(step)
     use_checkpoint(place)
     assert "base of its run is" in ended(convert_weights.main, "merge", place / "hf", step, place / "made")
-
-
-def test_files_that_extend_one_another_without_end(tmp_path: Path) -> None:
-    for number in range(1500):
-        (tmp_path / f"{number}.toml").write_text(f'extends = "{number + 1}.toml"\n')
-    assert "100 files extend one another" in ended(preflight.main, tmp_path / "0.toml")
 
 
 def test_what_10_mb_of_input_take(place: Path) -> None:

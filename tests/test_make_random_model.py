@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 from tests.preflight.bad_runs import TOKENIZER
 from toolkit.errors import EXIT_DATA
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.init import init_rule
-from toolkit.models.common.state_dict_adapter import hf_row_order
-from toolkit.models.llama.state_dict_adapter import ADAPTER
+from toolkit.models.common.table import hf_row_order
+from toolkit.models.parameters import init_rule, table
 from toolkit.models.registry import resolve
 from toolkit.parallel.init_weights import initialize
 from toolkit.weights import hf_write
@@ -34,17 +33,17 @@ def test_weights_are_those_of_a_run_and_transformers_finds_them(name: str, tmp_p
 
     model = Decoder(resolve(name, "debugmodel", tokenizer_vocab=4096, **SHAPE))
     initialize(model.named_parameters(), 3, lambda parameter: init_rule(parameter, model.args))
-    found = {}
+    rows, found = table(model.args), {}
     for path in sorted(out.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    assert found.keys() == {ADAPTER.to_hf(name) for name, _ in model.named_parameters()}
+    assert found.keys() == {rows.to_hf(name) for name, _ in model.named_parameters()}
     assert len(list(out.glob("*.safetensors"))) > 1 and (out / "tokenizer.model").is_file()
     for ours, parameter in model.named_parameters():
         expected = parameter.detach()
-        if ADAPTER.reorders_rows(ours):
+        if rows[ours].rotary:
             expected = expected[hf_row_order(range(len(expected)), SHAPE["head_dim"])]
-        assert torch.equal(found[ADAPTER.to_hf(ours)], expected.bfloat16()), ours
+        assert torch.equal(found[rows[ours].hf], expected.bfloat16()), ours
 
     _, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(loading.values())

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from toolkit.config import Config
+from toolkit.config.schema import root
 from toolkit.data.build import open_data
 from toolkit.metrics.startup_timer import Phases
 from toolkit.trainer import Trainer
@@ -47,7 +48,7 @@ def small_config(folder: str | Path, **tables: dict[str, Any]) -> Config:
     values = {table: {**_DEFAULTS.get(table, {}), **tables.get(table, {})} for table in {*_DEFAULTS, *tables}}
     values.setdefault("job", {})["dump_folder"] = str(folder)
     values.setdefault("data", {}).setdefault("cache_folder", str(Path(folder).parent / "cache"))
-    return Config.model_validate(values)
+    return root().model_validate(values)
 
 
 def small_trainer(config: Config) -> Trainer:

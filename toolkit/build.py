@@ -10,18 +10,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from toolkit import fused
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
 from toolkit.config.training import Loss
 from toolkit.distributed.process_group import DTYPES, native_dtype
-from toolkit.models.common.args import ModelArgs, is_classifier_head
+from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.rms_norm import RMSNorm
 from toolkit.models.from_config import attention_named
 from toolkit.models.meta_decoder import meta_decoder
-from toolkit.models.registry import spec
+from toolkit.models.parameters import init_rule, is_classifier_head
 from toolkit.parallel.dims import takes_ring
 from toolkit.parallel.fsdp import mixed_precision
 from toolkit.parallel.init_weights import initialize
@@ -146,8 +147,11 @@ def build_model(
 def _initialize(
     config: Config, args: ModelArgs, model_parts: ModelParts, seed: int, pretrained: bool
 ) -> None:
-    named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
-    init_rule = spec(args.family).init_rule
+    named: list[tuple[str, Tensor]] = [
+        *model_parts.named_parameters(),
+        *model_parts.named_buffers(),
+        *model_parts.tied_copies(),
+    ]
     if not config.finetune.adds:
         drawn = [it for it in named if is_classifier_head(it[0], args) or not pretrained]
         initialize(drawn, seed, lambda name: init_rule(name, args))

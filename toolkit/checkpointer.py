@@ -102,9 +102,11 @@ class Checkpointer:
         """Tensors of this rank, or those of its ``copies``, which no checkpoint holds. Beside an adapter only
         what is trained: the frozen model is read again from where it came from."""
         named = list(self._model_parts.tied_copies() if copies else self._model_parts.named_parameters())
+        buffers = [] if copies else list(self._model_parts.named_buffers())
         if self._config.finetune.adds:
             named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        tensors: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in named}
+            buffers = []
+        tensors: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in (*named, *buffers)}
         return tensors if model_only else tensors | optimizer_tensors(named, self._optimizer)
 
     # Beginning

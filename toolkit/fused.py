@@ -39,8 +39,12 @@ class Fused:
     def __init__(self, part: str, function: Callable[..., Any], *, dynamic: bool = False):
         self.part, self.function, self.dynamic = part, function, dynamic
 
+    def takes(self, x: Any) -> bool:
+        """Whether ``x`` is on CUDA and the part is enabled."""
+        return x.is_cuda and self.part in _enabled
+
     def __call__(self, first: Any, *others: Any) -> Any:
-        if first.is_cuda and self.part in _enabled and not torch.compiler.is_compiling():
+        if self.takes(first) and not torch.compiler.is_compiling():
             return self.compiled(first, *others)
         return self.function(first, *others)
 

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from toolkit import fused
 from toolkit.fused import Fused
 
 IGNORED_LABEL = -100
@@ -76,10 +75,6 @@ PIECE = {"cuda": 1 << 27}
 of its core."""
 
 
-def _is_fused(x: Tensor) -> bool:
-    return x.is_cuda and fused.is_enabled("loss")
-
-
 def _pieces(x: Tensor) -> Iterator[slice]:
     """Some of the rows of ``x`` after the other."""
     rows = max(1, PIECE.get(x.device.type, torch.get_num_threads() << 17) // x.shape[1])
@@ -90,7 +85,7 @@ def _scaled(x: Tensor, by_T: Tensor) -> Tensor:
     """Each row of ``x``, which may be overwritten, times a number, multiplied in the number's precision."""
     if by_T.numel() and by_T.stride(0) == 0 and x.device.type not in PIECE:
         return x.mul_(by_T[0])  # the gradient of a sum; a CPU rounds this product once, in one pass
-    if _is_fused(x):
+    if _times.takes(x):
         return _times(x, by_T)
     out = torch.empty_like(x)
     for piece in _pieces(x):
@@ -103,7 +98,7 @@ _times = Fused("loss", lambda x, by_T: (x.to(by_T.dtype) * by_T[:, None]).to(x.d
 
 def _losses_over_logits(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     """:func:`token_losses`, of whose sum the logits become the gradient."""
-    if _is_fused(logits_TV):
+    if _whole_over_logits.takes(logits_TV):
         return _whole_over_logits(logits_TV, labels_T)
     return torch.cat([_piece_over_logits(logits_TV[it], labels_T[it]) for it in _pieces(logits_TV)])
 

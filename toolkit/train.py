@@ -73,7 +73,7 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     try:
         code = trainer.train()
     except RuntimeError as error:
-        from toolkit.data.lost_worker import lost_worker
+        from toolkit.data.dataloader import lost_worker
 
         if lost := lost_worker(error):
             raise lost from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from toolkit.optim.grad_clip import clip_, global_norm
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch, count_valid, divisor
+from toolkit.step_hooks import StepResult
 
 FINITE = torch.finfo(torch.float64).max
 
@@ -47,19 +48,6 @@ class TrainState:
     before: dict[str, float] = field(default_factory=dict)  # losses that the run began with
     health: dict[str, Any] = field(default_factory=dict)  # what [health] remembers of the updates
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # rank 0's is saved
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Results of a global batch: ``loss`` is the mean a token (nats), or the objective's, ``tokens`` how many
-    labels counted, ``stop`` whether any rank asked to stop after this step, ``reported`` what the objective
-    has beside the loss."""
-
-    loss: float
-    grad_norm: float
-    tokens: int
-    stop: bool
-    reported: Mapping[str, float] = field(default_factory=dict)
 
 
 class TrainStep:
@@ -135,7 +123,7 @@ class TrainStep:
             clip_([*parameters, *(copy for _, copy in model_parts.tied_copies())], self.max_norm, grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
-        reported = dict(zip(model_parts.objective.names, others, strict=True))
+        reported = dict(zip(model_parts.names, others, strict=True))
         return StepResult(mean, grad_norm, int(count), stop_count > 0, reported)
 
     def _read(self, numbers: Tensor) -> list[float]:

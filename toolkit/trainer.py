@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -33,23 +33,27 @@ from toolkit.metrics.speed import SpeedMeter, build_speed_meter
 from toolkit.metrics.startup_timer import Phases
 from toolkit.metrics.summary import summary
 from toolkit.models.from_config import model_args, pretrained_folder
-from toolkit.optim.lr_scheduler import cut_to_fit, is_users, learning_rate
+from toolkit.optim.lr_scheduler import cut_to_fit, is_users, learning_rate, wrong_rate
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
-from toolkit.train_step import StepResult, TrainState, TrainStep
+from toolkit.step_hooks import StepHook, StepResult
+from toolkit.train_step import TrainState, TrainStep
 
 if TYPE_CHECKING:
     from toolkit.checkpointer import Checkpointer
-    from toolkit.health.watch import Watch
     from toolkit.validate import Validation
 
 
 class Trainer:
     """One run: built from a configuration, resumed from the newest checkpoint, trained to the last step.
 
-    Needs a process group. After :meth:`train`, ``history`` holds the logged values of this process.
+    Needs a process group. After :meth:`train`, ``history`` holds the logged values of this process. ``hooks``
+    are called around each step; more may be added before :meth:`train`.
     """
+
+    history: list[dict[str, Any]]
+    log: MetricLogger
 
     def __init__(self, config: Config, data: RunData, device: torch.device, phases: Phases):
         self.config = config
@@ -82,11 +86,12 @@ class Trainer:
         self.total_steps = self.count_steps()
         if config.training.epochs and is_users(config.lr_scheduler):
             self._check_rates()
-        self.watch: Watch | None = None
+        self.speed = self._speed_meter()
+        self.hooks: list[StepHook] = []
         if config.health != Health():
-            from toolkit.health.watch import Watch
+            from toolkit.health.watch import health_hooks
 
-            self.watch = Watch(self)
+            self.hooks += health_hooks(self)
 
     # Building
 
@@ -110,14 +115,8 @@ class Trainer:
         config = self.config
         self.args = model_args(config, tokenizer_vocab=self.data.n_words)
         self.param_dtype = compute_dtype(config, self.device)
-        on_cpu = self.device.type == "cpu"
-        if on_cpu:
+        if self.device.type == "cpu":
             keep_freed_memory()
-        if on_cpu and self.param_dtype == torch.float32 and config.model.matmul != "torch":
-            from toolkit.models.common.onednn_matmul import mkl_is_slow, multiply_by_onednn
-
-            if config.model.matmul == "onednn" or mkl_is_slow():
-                self.matmul = multiply_by_onednn()
         self.model_parts = build_model(
             config,
             self.args,
@@ -173,8 +172,6 @@ class Trainer:
         Raises:
             ConfigError: a user's schedule has no rate of at least 0 for one of them.
         """
-        from toolkit.optim.lr_expression import wrong_rate
-
         done = self.train_state.step - self.train_state.schedule_start
         left = range(done + 1, self.total_steps - self.train_state.schedule_start + 1)
         if problem := wrong_rate(self.config, left, total_steps=self.total_steps):
@@ -186,10 +183,13 @@ class Trainer:
         """Train to the last step and return the exit code."""
         self._start_log()
         try:
-            if self.checkpointer and self.checkpointer.ends_at_once(self.total_steps):
-                return EXIT_FINISHED
-            with self._profiling() as after_step:
-                return self._loop(after_step)
+            self._add_profiling()
+            with ExitStack() as stack:
+                for hook in self.hooks:
+                    stack.enter_context(hook)
+                if self.checkpointer and self.checkpointer.ends_at_once(self.total_steps):
+                    return EXIT_FINISHED
+                return self._loop()
         except torch.OutOfMemoryError as error:  # outside of what watches, which writes its snapshot first
             from toolkit.metrics.out_of_memory import out_of_memory_advice
             from toolkit.metrics.profiling import snapshot_folder
@@ -199,25 +199,15 @@ class Trainer:
                 out_of_memory_advice(self.device, self.train_state.step, error, snapshots=snapshots)
             ) from error
         finally:
-            if self.watch:
-                self.watch.close()
             self.log.close()
             self._claimed.close()
 
-    def _loop(self, after_step: Callable[[int], None] | None) -> int:
+    def _loop(self) -> int:
         training, request = self.config.training, StopRequest(self._deadline)
         garbage = GarbageCollection(training.gc_freq, debug=training.gc_debug)
-        batches = iter(self.loader)
-        speed = build_speed_meter(
-            self.config.metrics,
-            self.args,
-            seq_len=training.seq_len,
-            samples=self.batch.total,
-            device=self.device,
-            dtype=self.param_dtype,
-            finetune=self.config.finetune,
-        )
-        state = self.train_state
+        self._batches = iter(self.loader)
+        state, speed = self.train_state, self.speed
+        speed.read()  # from here on
         first = state.step + 1
         if state.step == 0 and self.validation and self.validation.due(0):
             self._validate(self.validation, speed, request)
@@ -227,24 +217,24 @@ class Trainer:
             step, last = state.step, state.step == self.total_steps
             seed_step(self.seed, step, self.mesh.dp_rank)
             with speed.waiting():
-                micro_batches = list(islice(batches, self.batch.accumulation))
+                micro_batches = list(islice(self._batches, self.batch.accumulation))
+            for hook in self.hooks:
+                hook.before_step(step)
             try:
                 result = self.train_step(micro_batches, learning_rate=self._rate(), stop=request.asked)
             except TrainingError as error:
                 if self.checkpointer:  # what all ranks fail of together must not cost a save as well
                     self.checkpointer.end_save(wait=True)
                 raise TrainingError(f"step {step}: {error}") from None
-            if after_step:
-                with speed.apart("profiler"):
-                    after_step(step)
             state.tokens += result.tokens
             speed.step(result.tokens)
             speed.add_apart("compile", self.compile_clock())
-            if self.watch and self.watch.after_step(result, speed):
-                batches = iter(self.loader)
+            for hook in self.hooks:
+                hook.after_step(step, result)
+            if state.step != step:  # one has gone back to an earlier step
                 continue
             if step == first or last or step % self.config.metrics.log_freq == 0:
-                self._log_step(result, speed)
+                self._log_step(result)
             if step == first:
                 process_group.set_timeout(
                     self.config.comm.train_timeout_seconds, except_for=self.patient_group
@@ -263,15 +253,46 @@ class Trainer:
         request.release()
         return self._finished() if state.step == self.total_steps else self._stopped(request)
 
-    def _profiling(self) -> AbstractContextManager[Callable[[int], None] | None]:
-        """The function that is to be told of each finished step, if any."""
-        options = self.config.profiling
-        if not (options.enable_profiling or options.enable_memory_snapshot):
-            return nullcontext()
-        from toolkit.metrics.profiling import profiling
+    def go_on_from(self, samples: int) -> None:
+        """Go on after the step of a checkpoint that has just been loaded, with these samples of the data."""
+        history, step = self.history, self.train_state.step
+        self.loader.load_state_dict({**self.loader.state_dict(), "samples": samples})
+        self._batches = iter(self.loader)
+        # One step is left at least: the last one validates, saves and exports.
+        self.total_steps = max(self.count_steps(), step + 1)
+        self.log.close()
+        self._start_log()
+        self.history = [record for record in history if record["step"] <= step]
 
-        first_step = self.train_state.step + 1
-        return profiling(options, self.folder, first_step=first_step, device=self.device, say=self.log.say)
+    def _add_profiling(self) -> None:
+        options = self.config.profiling
+        if options.enable_profiling or options.enable_memory_snapshot:
+            from toolkit.metrics.profiling import Profiling
+
+            about: dict[str, Any] = {"first_step": self.train_state.step + 1, "device": self.device}
+            self.hooks.append(
+                Profiling(options, self.folder, say=self.log.say, apart=self.speed.apart, **about)
+            )
+
+    def _speed_meter(self) -> SpeedMeter:
+        @contextmanager
+        def mark(name: str) -> Iterator[None]:
+            with ExitStack() as stack:
+                for hook in self.hooks:
+                    stack.enter_context(hook.during(name))
+                stack.enter_context(torch.profiler.record_function(f"toolkit::{name}"))
+                yield
+
+        return build_speed_meter(
+            self.config.metrics,
+            self.args,
+            seq_len=self.config.training.seq_len,
+            samples=self.batch.total,
+            device=self.device,
+            dtype=self.param_dtype,
+            finetune=self.config.finetune,
+            mark=mark,
+        )
 
     def _rate(self) -> float:
         return learning_rate(
@@ -290,13 +311,13 @@ class Trainer:
             found = validation.run(self.train_state, last=last, stop=lambda: request.asked)
         self.compile_clock()  # what validation compiles is in its own seconds already
         if found is not None:
-            self._record(found)
+            self.record(found)
         return found is None
 
     # Reporting
 
     def _start_log(self) -> None:
-        self.history: list[dict[str, Any]] = []
+        self.history = []
         state = self.train_state
         self.log = MetricLogger(
             self.config.metrics,
@@ -335,18 +356,21 @@ class Trainer:
 
             yield from clock_skew()
 
-    def _log_step(self, result: StepResult, speed: SpeedMeter) -> None:
-        values = {
+    def _log_step(self, result: StepResult) -> None:
+        values: dict[str, Any] = {
             "loss": result.loss,
             **result.reported,
             "grad_norm": result.grad_norm,
             "lr": self._rate(),
             "tokens": self.train_state.tokens,
         }
-        speeds = speed.read() | memory(self.device)
-        self._record(values | (self.watch.compare(speeds) if self.watch else speeds))
+        values |= self.speed.read() | memory(self.device)
+        for hook in self.hooks:
+            values = hook.logged(values)
+        self.record(values)
 
-    def _record(self, values: dict[str, Any]) -> None:
+    def record(self, values: dict[str, Any]) -> None:
+        """Keep and log the values, or the event, of the step that the run is at."""
         self.history.append({"step": self.train_state.step, **values})
         self.log.log(self.train_state.step, values)
 

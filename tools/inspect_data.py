@@ -34,11 +34,10 @@ import torch
 from toolkit.config import Config, asks_for_tracebacks, load_config
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import open_data, run_tokenizer
-from toolkit.data.dataloader import Loader, training_loader
+from toolkit.data.dataloader import Loader, training_loader, validation_loader
 from toolkit.data.packing import PADDING
 from toolkit.data.run_data import RunData
 from toolkit.data.tokenizers.tokenizer import Tokenizer
-from toolkit.data.validation_loader import validation_loader
 from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, one_line, report
 from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams

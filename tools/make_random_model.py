@@ -27,10 +27,9 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_FINISHED, ToolkitError, report
 from toolkit.io import standard_streams
 from toolkit.io.tensor_file import whole
-from toolkit.models.common.args import ModelArgs, parameter_count
-from toolkit.models.common.init import init_rule
-from toolkit.models.common.parameters import parameter_shapes
+from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import model_args, model_named
+from toolkit.models.parameters import init_rule, parameter_count, parameter_shapes
 from toolkit.parallel.init_weights import initial_rows
 from toolkit.weights.hf_assets import Companions, tokenizer_companions
 from toolkit.weights.hf_write import MAX_BYTES, write_hf

@@ -28,8 +28,9 @@ from toolkit.config.values import format_toml
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
 from toolkit.hardware import Hardware
 from toolkit.io import standard_streams
-from toolkit.models.common.args import ModelArgs, parameter_count
+from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import needs_tokenizer
+from toolkit.models.parameters import parameter_count
 from toolkit.planner.machines import Machine, machine_named
 from toolkit.planner.ranking_text import explained, gib, head, losers, table
 from toolkit.preflight.planned_run import PlannedRun

@@ -22,8 +22,7 @@ from tests.data.byte_tokenizer import ByteTokenizer
 from toolkit.config.training import Data, DataLoader, Training, Validation
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.corpus import Corpus
-from toolkit.data.dataloader import FIELDS, Loader, build_loader
-from toolkit.data.lost_worker import lost_worker
+from toolkit.data.dataloader import FIELDS, Loader, build_loader, lost_worker
 from toolkit.data.mixture import BLOCK, MixtureOrder
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import MixturePart, TokenCache
@@ -163,7 +162,7 @@ def _fails_of(error: type[Exception]) -> Iterator[Any]:
 _KILLS_A_WORKER = """
 import multiprocessing, os, signal
 from tests.data.test_dataloader import _loader
-from toolkit.data.lost_worker import lost_worker
+from toolkit.data.dataloader import lost_worker
 from toolkit.errors import DataError
 try:
     batches = iter(_loader(num_workers=1))

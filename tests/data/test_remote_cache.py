@@ -32,7 +32,7 @@ from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import TokenCache, open_cache
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import DataError
-from toolkit.storage import remote_calls
+from toolkit.storage import remote_upload
 from toolkit.storage.remote_calls import StorageError
 from toolkit.storage.remote_path import RemotePath
 
@@ -137,7 +137,7 @@ def test_a_build_that_fails_leaves_no_cache(
 ) -> None:
     source = _corpus(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(remote_calls, "PATIENCE", 0)
+        patch.setattr(remote_upload, "TRIES", 1)
         server.fail("PUT", "meta.json", status=503)
         with pytest.raises(StorageError, match=r"meta.json cannot be used: it did not answer"):
             _tokenized(source, url)

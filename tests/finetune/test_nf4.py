@@ -18,9 +18,8 @@ from tests.meshes import SINCE_2_12
 from tests.training import small_config, small_trainer
 from toolkit import build
 from toolkit.finetune import nf4
-from toolkit.models.common.init import init_rule
-from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.from_config import model_args
+from toolkit.models.parameters import init_rule, parameter_shapes
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.init_weights import initial_rows
 from toolkit.parallel.mesh import build_mesh

@@ -19,8 +19,12 @@ from toolkit.distributed import process_group
 from toolkit.health.heartbeat import Heartbeat
 from toolkit.health.stragglers import DeviceWaits, Stragglers
 from toolkit.metrics.jsonl import rank_files
-from toolkit.parallel import autograd_collectives
+from toolkit.parallel import autograd_collectives, ring_attention
+from toolkit.parallel.context_parallel import SequenceShards
+from toolkit.parallel.vocabulary_parallel import vocabulary_parallel_losses
+from toolkit.step_hooks import StepResult
 
+RESULT = StepResult(loss=1.0, grad_norm=1.0, tokens=1, stop=False)
 DELAY = 0.8  # seconds of a slow rank beside next to none of the others, on a machine that has other work
 
 
@@ -38,6 +42,12 @@ def _waits_of(kind: str) -> Callable[[], None]:
         "a collective": lambda: dist.all_reduce(tensor),
         "a collective of autograd": lambda: autograd_collectives.all_reduce(tensor, dist.group.WORLD),
         "transfers": transfers,
+        "the loss of a split vocabulary": lambda: vocabulary_parallel_losses(
+            torch.ones(4, 8), torch.arange(4), first=8 * rank, group=dist.group.WORLD
+        ),
+        "a ring": lambda: ring_attention._arrived(
+            ring_attention._hand_on(tensor, SequenceShards(rank, 2), dist.group.WORLD), tensor
+        ),
     }
     return kinds[kind]
 
@@ -45,16 +55,14 @@ def _waits_of(kind: str) -> Callable[[], None]:
 def _compared(kind: str) -> list[Any]:
     """Six steps, compared after each second one; rank 1 takes its time in the third and fourth."""
     process_group.set_timeout(100)
-    stragglers = Stragglers(3.0, torch.device("cpu"))
+    stragglers = Stragglers(3.0, torch.device("cpu"), pytest.fail)
     waits, found = _waits_of(kind), []
-
-    def train_step(number: int) -> None:
+    for number in range(1, 7):
+        stragglers.before_step(number)
         if number in (3, 4) and dist.get_rank() == 1:
             time.sleep(DELAY)
         waits()
-
-    for number in range(1, 7):
-        stragglers.timed(train_step)(number)
+        stragglers.after_step(number, RESULT)
         if number % 2 == 0:
             found.append(stragglers.compare(DELAY if number == 6 and dist.get_rank() == 0 else 0.1))
     return found
@@ -79,9 +87,15 @@ class _Recorded(DeviceWaits):
 
 def _on_a_gpu() -> list[float]:
     """Seconds of communication of six steps, compared after each second one, with others between them."""
-    stragglers = Stragglers(3.0, torch.device("cpu"))
-    stragglers._waits = waits = _Recorded()
-    step, found = stragglers.timed(waits.collective), []
+    stragglers = Stragglers(3.0, torch.device("cpu"), pytest.fail)
+    stragglers._on_device = waits = _Recorded()
+    found = []
+
+    def step() -> None:
+        stragglers.before_step(1)
+        waits.collective()
+        stragglers.after_step(1, RESULT)
+
     for validates in (False, True, False):
         step()
         for _ in range(20 * validates):
@@ -98,7 +112,9 @@ def _world() -> dict[str, Any]:
     return {kind: _compared(kind) for kind in KINDS} | {"on a GPU": _on_a_gpu()}
 
 
-KINDS = ("a collective", "a collective of autograd", "transfers")
+KINDS = (
+    "a collective", "a collective of autograd", "transfers", "the loss of a split vocabulary", "a ring"
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -175,22 +191,20 @@ def test_a_run_compares_its_ranks_and_leaves_a_heartbeat(tmp_path: Path) -> None
 
 def test_a_heartbeat_names_what_a_run_is_in(tmp_path: Path) -> None:
     path = tmp_path / "heartbeat.json"
-    heart = Heartbeat(path, seconds=1000, rank=0, step=lambda: 7)
+    heart = Heartbeat(path, seconds=1000, rank=0, step=lambda: 7, finished=lambda: False)
     heart.beat("training")
     first = path.read_text()
     heart.beat("training")
     assert path.read_text() == first  # not so soon again
-    mark = heart.marks(torch.profiler.record_function)
-    assert heart.marks(mark) is mark
-    for name in ("toolkit::data", "toolkit::profiler"):
-        with mark(name):
+    for name in ("data", "profiler"):
+        with heart.during(name):
             assert path.read_text() == first  # each step has one
     assert path.read_text() == first
-    with mark("toolkit::checkpoint"):
+    with heart.during("checkpoint"):
         assert json.loads(path.read_text())["state"] == "checkpoint"
     assert json.loads(path.read_text())["state"] == "training"
     heart.seconds = 0.0
-    with mark("toolkit::data"):
+    with heart.during("data"):
         assert json.loads(path.read_text())["state"] == "data"
     assert [it.name for it in tmp_path.iterdir()] == ["heartbeat.json"]
 

@@ -65,4 +65,4 @@ def test_a_profiler_is_told_what_waits_and_what_is_apart(clock):
     meter = SpeedMeter(clock=clock, mark=lambda name: nullcontext(ranges.append(name)))
     with meter.waiting(), meter.apart("validation"):
         pass
-    assert ranges == ["toolkit::data", "toolkit::validation"]
+    assert ranges == ["data", "validation"]

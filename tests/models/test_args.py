@@ -4,8 +4,9 @@ import sys
 import pytest
 
 from toolkit.errors import ConfigError
-from toolkit.models.common.args import RopeScaling, parameter_count
+from toolkit.models.common.args import RopeScaling
 from toolkit.models.llama.args import PRESETS
+from toolkit.models.parameters import parameter_count
 from toolkit.models.registry import resolve
 
 # As published: layers, dim, heads, kv heads, ffn, vocabulary, head dim, theta, context, tied, parameters.

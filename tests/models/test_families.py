@@ -23,15 +23,12 @@ from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
 from toolkit.generation.generator import Generator
-from toolkit.models.common.args import parameter_count
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.hf_config import HFConfig
-from toolkit.models.common.init import Init, init_rule
-from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.common.spec import ModelSpec
-from toolkit.models.common.state_dict_adapter import StateDictAdapter
-from toolkit.models.llama.state_dict_adapter import ADAPTER
+from toolkit.models.common.table import Init
 from toolkit.models.on_disk import read_hf_config
+from toolkit.models.parameters import init_rule, parameter_count, parameter_shapes, table
 from toolkit.models.registry import presets, resolve, spec
 from toolkit.weights.convert import convert, prepare
 from toolkit.weights.export import export_hf
@@ -50,15 +47,15 @@ def test_sizes_are_those_that_were_published(name: str, flavor: str, tmp_path: P
     from transformers import AutoConfig, AutoModelForCausalLM
 
     args = presets()[name][flavor]
-    form, adapter = spec(args.family).hf_config(), spec(args.family).adapter()
+    form, rows = spec(args.family).hf_config(), table(args)
     fields = form.write(args, dtype="bfloat16", bos=None, eos=None, pad=None)
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert read_hf_config(tmp_path) == args
     with torch.device("meta"):
-        ours = {adapter.to_hf(name): it.shape for name, it in Decoder(args).named_parameters()}
+        ours = {rows.to_hf(name): it.shape for name, it in Decoder(args).named_parameters()}
         theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     assert ours == {name: it.shape for name, it in theirs.named_parameters()}
-    assert all(adapter.to_hf(str(adapter.from_hf(name))) == name for name in ours)
+    assert all(rows.to_hf(str(rows.from_hf(name))) == name for name in ours)
     found = sum(shape.numel() for shape in ours.values())
     assert parameter_count(args) == found == PARAMETERS[name][flavor]
 
@@ -78,10 +75,10 @@ def test_logits_loss_and_gradients(name: str, tied: bool, tmp_path: Path) -> Non
     assert (found - logits).abs().max() <= 1e-5 * logits.abs().max()
     assert abs(loss - expected) < 1e-6 * expected
     reference_grads = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    adapter = SafetensorsFolder(tmp_path)._adapter
+    rows = table(model.args)
     for parameter_name, parameter in model.named_parameters():
-        theirs, ours = reference_grads[adapter.to_hf(parameter_name)], parameter.grad
-        if adapter.reorders_rows(parameter_name):
+        theirs, ours = reference_grads[rows.to_hf(parameter_name)], parameter.grad
+        if rows[parameter_name].rotary:
             pairs = ours.unflatten(0, (-1, model.args.head_dim // 2, 2))
             ours = pairs.transpose(1, 2).reshape(theirs.shape)
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm(), parameter_name
@@ -259,9 +256,6 @@ def test_a_registered_family_may_have_another_name_than_its_files(
     class Own(ModelSpec):
         def hf_config(self) -> HFConfig:
             return HFConfig("own_type", "OwnForCausalLM", "an Own", 256)
-
-        def adapter(self) -> StateDictAdapter:
-            return ADAPTER
 
     monkeypatch.setitem(added("model.name"), "own", Own({}))
     args = replace(resolve("llama2", "debugmodel"), family="own")

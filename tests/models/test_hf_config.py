@@ -16,12 +16,13 @@ from transformers import AutoConfig, GenerationConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from toolkit.errors import DataError
-from toolkit.models.common.args import ModelArgs, RopeScaling, parameter_count
+from toolkit.models.common.args import ModelArgs, RopeScaling
 from toolkit.models.common.hf_config import generation_config_json
 from toolkit.models.common.rope import rope_frequencies
 from toolkit.models.llama import SPEC
 from toolkit.models.llama.args import PRESETS
 from toolkit.models.on_disk import read_hf_config
+from toolkit.models.parameters import parameter_count
 
 SMALL = ModelArgs(
     dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=100, vocab_size=300, head_dim=32, norm_eps=1e-6,

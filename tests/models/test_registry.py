@@ -16,10 +16,9 @@ from tests.preflight.bad_runs import CPU, TOKENIZER, save
 from tests.preflight.bad_weights import SHAPE, write_config, write_model
 from toolkit.config import Config, load_config
 from toolkit.models.common.args import RopeScaling
-from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.from_config import config_folder, model_args, weights_folder
 from toolkit.models.llama.args import PRESETS
-from toolkit.models.llama.state_dict_adapter import ADAPTER
+from toolkit.models.parameters import parameter_shapes, table
 from toolkit.preflight import check, notes, summary
 
 
@@ -201,8 +200,8 @@ def test_70b_in_30_files_are_checked_within_a_second(folder: Path) -> None:
         file, header, end = f"model-{number}.safetensors", {}, 0
         for name, shape in list(shapes.items())[number::30]:
             begin, end = end, end + 2 * math.prod(shape)
-            header[ADAPTER.to_hf(name)] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
-            weight_map[ADAPTER.to_hf(name)] = file
+            header[table(args).to_hf(name)] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+            weight_map[table(args).to_hf(name)] = file
         text = json.dumps(header).encode()
         with (folder / "m" / file).open("wb") as out:
             out.write(len(text).to_bytes(8, "little") + text)

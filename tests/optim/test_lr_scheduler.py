@@ -1,4 +1,5 @@
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -6,8 +7,10 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolkit.config import Config
+from toolkit.config.schema import added
 from toolkit.config.training import LRScheduler
-from toolkit.optim.lr_scheduler import DECAYS, cut_to_fit, learning_rate, warmup_length
+from toolkit.optim.lr_scheduler import DECAYS, cut_to_fit, learning_rate, warmup_length, wrong_rate
 
 
 def _rate(step, **changes):
@@ -35,13 +38,31 @@ def test_values_by_hand(changes, expected):
     assert [_rate(step, **changes) for step in range(10)] == pytest.approx(expected, abs=1e-12)
 
 
-def test_an_expression_has_the_steps_of_the_log_and_the_names_of_the_keys():
-    options = {"warmup_steps": 2, "decay_type": "expression"}
-    found = [_rate(step, **options, expression="1 / sqrt(step)") for step in range(4)]
-    assert found == pytest.approx([0.5, 2**-0.5, 3**-0.5, 0.5], abs=1e-12)
-    text = "max(0.1, 1 - (step - warmup_steps) / total_steps) if step >= 3 else cos(0 * pi) // 1"
-    found = [_rate(step, **options, expression=text) for step in range(4)]
-    assert found == pytest.approx([0.5, 1, 0.9, 0.8], abs=1e-12)
+def test_a_registered_schedule_gets_the_steps_of_the_log_and_the_warm_up_multiplies():
+    options = LRScheduler(warmup_steps=2).model_copy(update={"decay_type": "own"})
+    with mock.patch.dict(added("lr_scheduler.decay_type"), {"own": lambda step, total: step / total}):
+        rates = [learning_rate(step, options, lr=1.0, total_steps=10) for step in range(4)]
+    assert rates == pytest.approx([0.05, 0.2, 0.3, 0.4], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("decay", "total_steps", "said"),
+    [
+        (lambda step, total: 1 / step, None, ""),
+        (lambda step, total: 1 / (step - 3), None, "at step 1 of 100: the rate would be -0.5 of the peak"),
+        (lambda step, total: 1 / (step - 7) ** 2, None, "at step 7 of 100: ZeroDivisionError: "),
+        (lambda step, total: math.exp(step * 99), None, "at step 8 of 100: OverflowError: math range error"),
+        (lambda step, total: math.nan, None, "at step 1 of 100: the rate would be nan"),
+        (lambda step, total: "x", None, "at step 1 of 100: ValueError: could not convert"),
+        (lambda step, total: 1 - step / total, 60, "at step 61 of 100: the rate would be -0.0"),
+    ],
+)
+def test_a_registered_schedule_without_a_rate_is_reported(decay, total_steps, said):
+    options = LRScheduler(total_steps=total_steps).model_copy(update={"decay_type": "own"})
+    config = Config().model_copy(update={"lr_scheduler": options})
+    with mock.patch.dict(added("lr_scheduler.decay_type"), {"own": decay}):
+        problem = wrong_rate(config, range(1, 101), total_steps=100)
+    assert (problem.rule if problem else "")[: len(said)] == said and bool(problem) == bool(said)
 
 
 def test_warmup_is_cut_to_the_run():

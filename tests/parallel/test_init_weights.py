@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from tests.helpers import run_world
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.init import Init, init_rule
-from toolkit.models.common.sharding import fsdp_units
+from toolkit.models.common.table import Init
+from toolkit.models.parameters import init_rule
 from toolkit.models.registry import resolve
+from toolkit.parallel.fsdp import fsdp_units
 from toolkit.parallel.init_weights import BLOCK_ELEMENTS, initialize
 
 # 2,048 rows of the embedding make a block: 4,099 are three blocks, unevenly over 4 ranks; so are 251.

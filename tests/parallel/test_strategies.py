@@ -31,9 +31,9 @@ from tests.parallel.sharded import (
 from toolkit.config import Config
 from toolkit.config.training import Optimizer
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.sharding import fsdp_units
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
+from toolkit.parallel.fsdp import fsdp_units
 
 RANKS = 4
 MIXED = Sharding(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

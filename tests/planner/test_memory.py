@@ -21,7 +21,7 @@ from tests.helpers import run_world
 from tests.parallel.sharded import gathered_bytes, groups
 from tests.training import small_config, small_trainer
 from toolkit.hardware import detect
-from toolkit.models.common.args import parameter_count
+from toolkit.models.parameters import parameter_count
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel.dims import degrees
 from toolkit.planner.memory import holding

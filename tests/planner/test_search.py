@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from toolkit.config import Config, load_config
 from toolkit.errors import DataError
-from toolkit.models.common.args import ModelArgs, parameter_count
+from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import model_args
+from toolkit.models.parameters import parameter_count
 from toolkit.optim import grad_clip
 from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.planner.estimate import Estimate, estimate, in_flight, samples, stored_bytes

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from toolkit.build import build_model
+from toolkit.compat import CheckpointWrapper, fsdp_param_group
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.distributed.dtensor import clean_name
@@ -95,7 +95,7 @@ def exchanges(
     """The exchanges of this rank in a step; without those among a single rank. The model may lie on the meta
     device, and the group be one that sends nothing."""
     work = _work(model_parts, config, mesh, batch, param_dtype)
-    scalars = _SCALARS + 8 * len(model_parts.objective.names)
+    scalars = _SCALARS + 8 * len(model_parts.names)
     found = [Exchange(WORLD, "all_reduce", tuple(range(dist.get_world_size())), scalars)]
     for model, passes in zip(model_parts.models, work.passes, strict=True):
         for record, backward in _units(model, config.parallelism.fsdp_backward_prefetch).items():
@@ -190,7 +190,7 @@ def _units(model: Decoder, prefetch: int) -> dict[Any, bool]:
     gradient = _have_gradients(model)
     units: dict[Any, bool] = {}
     for module in by_end([module for module in model.modules() if isinstance(module, FSDPModule)]):
-        record = _record(module)
+        record = fsdp_param_group(module)
         if record is not None:
             units[record] = units.get(record, False) or gradient[module]
     asked = list(units.values())
@@ -198,10 +198,6 @@ def _units(model: Decoder, prefetch: int) -> dict[Any, bool]:
         record: record.unshard_in_backward and any(asked[place : place + 1 + prefetch])
         for place, record in enumerate(units)
     }
-
-
-def _record(module: Any) -> Any:
-    return module._get_fsdp_state()._fsdp_param_group
 
 
 def _of_unit(record: Any, passes: Sequence[str], work: StepWork, *, backward: bool) -> Iterator[Exchange]:

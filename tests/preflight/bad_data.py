@@ -102,7 +102,7 @@ CASES = [
         prepare=lambda folder: (folder / "a.txt").write_text("text"),
     ),
     bad("corpus_readable", f"{BASE}.dataset=wikitext {VALIDATED}", "Hugging Face hub"),
-    bad("base_corpus_is_named", f"{BASE}.dataset_subset=en {VALIDATED}", "no base corpus", f"{BASE}.dataset"),
+    bad("options_act", f"{BASE}.dataset_subset=en {VALIDATED}", "does nothing without a base corpus"),
     bad("dataset_choices_act", f"{BASE}.dataset_split=test {BASE}.dataset=embedded {VALIDATED}", "no split"),
     bad("options_act", f"{BASE}.dataset=embedded", "with validation.enable = false"),
     bad(

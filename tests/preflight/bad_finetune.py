@@ -165,9 +165,9 @@ CASES: list[Bad] = [
         prepare=write("a.jsonl", json.dumps({"text": "a", "label": 1})),
     ),
     bad(
-        "dpo_smooths_its_own_loss",
+        "options_act",
         f"finetune.dpo.label_smoothing=0.1 finetune.dpo.loss_type=ipo {DPO} {PAIRS}",
-        "no labels to smooth",
+        'does nothing with finetune.dpo.loss_type = "ipo"',
         prepare=_PAIR,
     ),
     bad("dpo_reads_pairs", DPO, "rows with two answers", "preference", key="data.format"),

@@ -45,7 +45,7 @@ CASES: list[Bad] = [
         "float8_gathered",
         f"{GATHER} training.enable_cpu_offload {EMULATED}",
         "keeps weights on the host",
-        also="offload_has_a_device",
+        also="options_act",
     ),
     bad(
         "float8_gathered",
@@ -54,7 +54,7 @@ CASES: list[Bad] = [
         world=4,
     ),
     bad(
-        "float8_gathered",
+        "options_act",
         f"quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp {EMULATED}",
         f"{GATHER} = false",
     ),

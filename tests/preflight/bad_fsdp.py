@@ -41,7 +41,7 @@ CASES: list[Bad] = [
     bad("reshard_size_divides", f"{RESHARD}=2", "which is 1", 'set it to "always"', world=1),
     bad("reshard_size_has_its_groups", f"{RESHARD}=2 {PP}=2", "not with pp", '"always" or "never"', world=8),
     bad("reshard_size_has_its_groups", f"{RESHARD}=2 {PP}=2 {TP}=2", "not with pp and tp", world=16),
-    bad("offload_has_a_device", "training.enable_cpu_offload", "in CPU memory already", "remove it"),
+    bad("options_act", "training.enable_cpu_offload", "does nothing without a GPU", "remove it"),
     bad("options_act", f"{CLASSES}=Attention", 'policy = "block"', 'policy = "class"'),
     bad("options_act", f"{MIN_PARAMS}=10 {POLICY}=class", 'policy = "class"', '"size"'),
     _class(

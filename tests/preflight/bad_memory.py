@@ -10,9 +10,9 @@ COMPILE = "compile.enable compile.backend=aot_eager"
 
 CASES: list[Bad] = [
     bad(
-        "activation_offload_has_a_device",
+        "options_act",
         "activation_checkpoint.enable_activation_offloading activation_checkpoint.mode=full",
-        "in CPU memory already",
+        "does nothing without a GPU",
         "remove it",
     ),
     bad(

@@ -12,9 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from tests.preflight.bad_runs import TOKENIZER, Bad, bad, save
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameters import parameter_shapes
 from toolkit.models.llama import SPEC
-from toolkit.models.llama.state_dict_adapter import ADAPTER
+from toolkit.models.parameters import table
 
 SHAPE = ModelArgs(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=4352, head_dim=8, rope_theta=5e5
@@ -37,9 +36,7 @@ def write_config(at: Path, args: ModelArgs, **fields: Any) -> Path:
 def write_model(folder: Path, name: str = "m", **fields: Any) -> Path:
     """A Hugging Face folder of zeros in two files, with ``fields`` of config.json changed."""
     at = write_config(folder / name, SHAPE, **fields)
-    tensors = {
-        ADAPTER.to_hf(name): np.zeros(shape, np.float32) for name, shape in parameter_shapes(SHAPE).items()
-    }
+    tensors = {row.hf: np.zeros(row.shape, np.float32) for row in table(SHAPE).values()}
     files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     weight_map = {name: files["layers.1" in name] for name in tensors}
     for file in files:
@@ -134,9 +131,7 @@ CASES = [
         prepare=_model(),
     ),
     bad("weights_options_act", f"checkpoint.exclude_from_loading=model {FROM_M}", prepare=_model()),
-    bad(
-        "weights_options_act", "checkpoint.initial_load_broadcast checkpoint.enable", "initial_load_in_hf is"
-    ),
+    bad("options_act", "checkpoint.initial_load_broadcast checkpoint.enable", "initial_load_in_hf = false"),
     bad(
         "weights_options_act",
         "checkpoint.hf_export_interval=150 checkpoint.interval=100 checkpoint.enable",
@@ -144,9 +139,9 @@ CASES = [
         "the nearest is 200",
     ),
     bad(
-        "weights_options_act",
+        "options_act",
         "checkpoint.last_save_in_hf checkpoint.load_only checkpoint.enable",
-        "saves nothing",
+        "checkpoint.load_only = true",
     ),
     bad(
         "weights_options_act",

@@ -89,11 +89,11 @@ def test_a_classifier_of_other_classes_is_told_to_be_without_its_head(folder: Pa
         (["--checkpoint.export_max_bytes=9", "--checkpoint.hf_export_interval=500"], []),
         (
             ["--checkpoint.initial_load_model_only=false"],
-            ["checkpoint.initial_load_model_only = false does nothing without checkpoint.initial_load_path"],
+            ["checkpoint.initial_load_model_only does nothing without checkpoint.initial_load_path"],
         ),
         (
             ["--checkpoint.load_only", "--checkpoint.async_mode=async", "--checkpoint.interval=9"],
-            ["checkpoint.interval, checkpoint.async_mode do nothing with checkpoint.load_only"],
+            ["checkpoint.interval, checkpoint.async_mode do nothing without checkpoint.load_only = false"],
         ),
     ],
 )

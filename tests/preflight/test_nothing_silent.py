@@ -1,6 +1,7 @@
 """Every key of the schema acts, or is refused or noted by name where it does not.
 
-A new key fails here until it is marked with what it acts with (``ActsWith``), refused by a rule, or listed.
+A new key fails here until it is marked with what it acts with (``ActsWith``, ``Needs``), rejected by a rule,
+or listed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from annotated_types import Interval, Lt
 
 from tests.preflight.bad_runs import CPU, configure
 from toolkit.config.schema import NAME, Field, fields, fields_by_key
+from toolkit.config.types import ActsWith, Needs
 from toolkit.config.values import format_toml
 from toolkit.preflight import check, notes
+from toolkit.preflight.planned_run import PlannedRun
+from toolkit.preflight.rules.options import FACTS
 
 SWITCH = {
     "activation_checkpoint.selective_ac_option": "activation_checkpoint.mode=none",
@@ -72,7 +76,6 @@ ACTS = {
     "model.rope_scaling_factor",
     "model.tie_embeddings",
     "model.attention",
-    "model.matmul",
     "model.norm",
     "model.add_bos_token",
     "model.additional_special_tokens",
@@ -223,6 +226,24 @@ def test_what_no_use_allows_is_refused(field: Field) -> None:
     value = _other(field)
     value = wrong if isinstance(value, str) else [[wrong]] if isinstance(value[0], list) else [wrong]
     assert f"{field.key.replace(NAME, 'part')} = " in _said(field, value, noted=False)
+
+
+def test_marks_name_facts_and_keys() -> None:
+    for field in fields():
+        for mark in field.marks:
+            if isinstance(mark, ActsWith):
+                assert mark.switch in fields_by_key()
+            elif isinstance(mark, Needs):
+                assert mark.what in FACTS or mark.what in fields_by_key()
+                assert mark.what not in FACTS or FACTS[mark.what](PlannedRun(configure([]), 2, CPU)) in (0, 1)
+
+
+def test_a_switch_that_is_idle_itself_is_named_in_the_place_of_its_key() -> None:
+    config = configure(["--checkpoint.interval=9", "--checkpoint.export_dtype=bfloat16"])
+    assert notes(config, world_size=1, hardware=CPU) == [
+        "checkpoint.interval, checkpoint.export_dtype do nothing without checkpoint.enable = true"
+    ]
+    assert check(config, world_size=1, hardware=CPU) == []
 
 
 def test_the_lists_name_keys() -> None:

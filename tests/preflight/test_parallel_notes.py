@@ -22,7 +22,7 @@ RESHARD = "--parallelism.fsdp_reshard_after_forward"
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("toolkit.preflight.installed.torch_version", lambda: (2, 13))
+    monkeypatch.setattr("toolkit.preflight.planned_run.torch_version", lambda: (2, 13))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             [PIPELINE, f"{SCHEDULE}=LoopedBFS", PREFETCH],
             4,
-            "fsdp_forward_prefetch: changes nothing, since of several stages",
+            "fsdp_forward_prefetch does nothing without one stage a rank, or resharding",
         ),
         (
             [
@@ -81,7 +81,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             [PIPELINE, "--parallelism.fsdp_sync_each_batch=false"],
             2,
-            "fsdp_sync_each_batch changes nothing: a pipeline",
+            "fsdp_sync_each_batch does nothing without parallelism.pipeline_parallel_degree = 1",
         ),
         (
             [
@@ -91,7 +91,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 "--parallelism.pipeline_parallel_layers_per_stage=3",
             ],
             2,
-            "layers_per_stage changes nothing",
+            "layers_per_stage does nothing without stages cut by counts of layers",
         ),
         (
             [f"--{CP}=2", "--parallelism.sharding_strategy=NO_SHARD"],

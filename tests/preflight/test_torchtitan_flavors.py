@@ -25,7 +25,7 @@ COMMANDS = [
 @pytest.mark.parametrize(("flavor", "flags"), COMMANDS)
 def test_flags_are_taken_as_they_are(flavor, flags: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("toolkit.preflight.installed.torch_version", lambda: (2, 13))
+    monkeypatch.setattr("toolkit.preflight.planned_run.torch_version", lambda: (2, 13))
     words = [*shlex.split(flags.format(folder=tmp_path)), f"--job.dump_folder={tmp_path}"]
     config = load_config(["--job.config_file", str(CONFIG_FILE), "--training.seq_len=256", *words])
     problems = {problem.key for problem in check(config, world_size=flavor.ranks, hardware=CPU)}

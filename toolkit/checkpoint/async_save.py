@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from toolkit.compat import dtensor_like
 from toolkit.distributed.dtensor import local
 
 
@@ -35,7 +36,7 @@ class Background:
         if self._pinned:
             torch.accelerator.synchronize()
         return {
-            name: DTensor(self._copies[name], tensor._spec, requires_grad=False)
+            name: dtensor_like(self._copies[name], tensor)
             if isinstance(tensor, DTensor)
             else self._copies[name]
             for name, tensor in tensors.items()

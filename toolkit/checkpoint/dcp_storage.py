@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -35,6 +35,7 @@ from torch.futures import Future
 
 from toolkit.checkpoint.coverage import coverage_problem
 from toolkit.checkpoint.manifest import ADVICE, HASH, new_hash
+from toolkit.compat import StorageInfo
 from toolkit.config.local_paths import open_regular
 from toolkit.errors import CheckpointError, DataError
 from toolkit.io.pickles import PlainUnpickler
@@ -257,7 +258,7 @@ def _metadata_problem(metadata: Any, files: Mapping[str, Mapping[str, Any]]) -> 
         if not all(type(size) is torch.Size and len(size) <= _MAX_DIMENSIONS for size in sizes):
             return f"{name} has a shape that is none"
     for index, place in metadata.storage_data.items():
-        if not isinstance(place, _StorageInfo) or type(place.relative_path) is not str:
+        if not isinstance(place, StorageInfo) or type(place.relative_path) is not str:
             return f"{index.fqn} lies nowhere"
         if place.relative_path not in files:
             return f"{index.fqn} lies outside the files of the manifest"

@@ -11,7 +11,6 @@ from toolkit.config.types import (
     ActsWith,
     LocalPath,
     NonNegative,
-    Patterns,
     Positive,
     PositiveFloat,
     Size,
@@ -31,7 +30,7 @@ class LoRA(Table):
     """The update is scaled by alpha / rank."""
     dropout: Annotated[float, Interval(ge=0), Lt(1)] = 0.0
     """Part of the inputs of an update that is zeroed in training. Above 0 the curve depends on the mesh."""
-    target_modules: Patterns = _BLOCK_LINEARS
+    target_modules: list[str] = _BLOCK_LINEARS
     """Linear layers to update: names (wq, wk, wv, wo, w1, w2, w3, or q_proj and the like), patterns of whole
     names such as layers.3.*, or all-linear, which is all of them. Head and embedding are not among them:
     finetune.trainable trains those whole."""
@@ -99,7 +98,9 @@ class DPO(Table):
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
     """Loss of a pair, by trl's names: sigmoid, DPO's own; hinge (SLiC); ipo (Azar et al. 2023,
     arXiv:2310.12036), of means over the tokens of an answer."""
-    label_smoothing: Annotated[float, Interval(ge=0, le=0.5)] = 0.0
+    label_smoothing: Annotated[
+        float, Interval(ge=0, le=0.5), ActsWith(".loss_type", ("sigmoid",), refused=True)
+    ] = 0.0
     """The part of the pairs whose order is taken to be wrong: conservative DPO, with loss_type sigmoid."""
 
 
@@ -116,9 +117,9 @@ class Finetune(Table):
     objective: Literal["sft", "dpo"] = "sft"
     """sft: the next token; dpo: that chosen answers become more probable than rejected ones, as seen from the
     model without its adapter, on data of the format preference."""
-    trainable: Patterns = []
+    trainable: list[str] = []
     """Patterns of names of parameters to train, such as *norm.weight or tok_embeddings.*; empty is all."""
-    frozen: Patterns = []
+    frozen: list[str] = []
     """Patterns of names of parameters not to train."""
     freeze_first_layers: NonNegative = 0
     """Blocks not to train, counted from the first; with them the embedding is frozen."""

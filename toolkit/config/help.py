@@ -8,7 +8,7 @@ import typing
 from typing import Annotated, Any, Literal
 
 from toolkit.config.schema import Field, fields, schema_name, tables
-from toolkit.config.types import NONE, ActsWith, RefusedValues
+from toolkit.config.types import NONE, ActsWith, Needs, RefusedValues
 from toolkit.config.values import format_toml
 from toolkit.errors import ConfigError, Problem, did_you_mean
 
@@ -88,4 +88,5 @@ def meaning(field: Field) -> str:
     notes = [f"[not {' or '.join(map(format_toml, mark.values))}: {mark.reason}]" for mark in refused]
     switches = [str(mark) for mark in field.marks if isinstance(mark, ActsWith)]
     acts = [f"[acts with {' or '.join(dict.fromkeys(switches))}]"] if switches else []
-    return " ".join([field.description, *notes, *acts])
+    needed = [f"[needs {mark.what}]" for mark in field.marks if isinstance(mark, Needs)]
+    return " ".join([field.description, *notes, *acts, *needed])

@@ -10,6 +10,7 @@ from toolkit.config.types import (
     MAX_INT,
     ActsWith,
     LocalPath,
+    Needs,
     NonNegative,
     Positive,
     PositiveFloat,
@@ -27,6 +28,7 @@ _EXPORTS_TOO = ActsWith("checkpoint.hf_export_interval", above=0)
 _WEIGHTS_ALONE = ActsWith("checkpoint.last_save_model_only")
 _SPIKES = ActsWith("health.loss_spike_policy", ("stop", "skip", "rollback"))
 _SKIPS, _SKIPS_TOO = (ActsWith(f"health.{it}_policy", ("skip", "rollback")) for it in ("nan", "loss_spike"))
+_NOT_LOAD_ONLY, _SAVED = (ActsWith("checkpoint.load_only", (False,), refused=it) for it in (False, True))
 _RECORDER = ActsWith("comm.trace_buf_size", above=0)
 
 
@@ -66,7 +68,7 @@ class Profiling(Table):
     """Steps that a trace covers."""
     profiler_warmup: Annotated[NonNegative, _PROFILER] = 3
     """Steps that the profiler runs before each trace."""
-    enable_memory_snapshot: bool = False
+    enable_memory_snapshot: Annotated[bool, Needs("a GPU", refused=True)] = False
     """Write the CUDA allocator's history every profile_freq steps and when memory runs out."""
     save_memory_snapshot_folder: Annotated[str, _SNAPSHOT, LocalPath()] = "memory_snapshot"
     """Folder of the snapshots, inside job.dump_folder."""
@@ -107,7 +109,7 @@ class Health(Table):
     """Standard deviations above the mean beyond which it is a spike."""
     max_skips: Annotated[Positive, _SKIPS, _SKIPS_TOO] = 10
     """Batches that may be skipped, or roll-backs made, without an update or a checkpoint in between."""
-    straggler_factor: Annotated[float, Gt(1)] | None = None
+    straggler_factor: Annotated[Annotated[float, Gt(1)] | None, Needs("several ranks")] = None
     """Compare the ranks at each logged step, and name one that takes so many times as long as the others."""
     heartbeat_seconds: PositiveFloat | None = None
     """Write heartbeat.json, the time, step and state of the run, in job.dump_folder, at most so often."""
@@ -120,29 +122,29 @@ class Checkpoint(Table):
     """Save checkpoints, and resume from the newest one in the folder."""
     folder: Annotated[str, LocalPath(storage=True)] = "checkpoint"
     """Folder of the checkpoints, inside job.dump_folder, or a URL of object storage (s3://bucket/run)."""
-    interval: Positive = 500
+    interval: Annotated[Positive, _NOT_LOAD_ONLY] = 500
     """Steps from one checkpoint to the next; the last step is always saved."""
     initial_load_path: Annotated[str | None, LocalPath(storage=True), _SAVES] = None
     """A step-N folder, here or in object storage, to start from when the run has no checkpoint of its own, or
     with initial_load_in_hf a Hugging Face folder, or a step-N beside which its run has written one."""
-    initial_load_model_only: bool = True
+    initial_load_model_only: Annotated[bool, Needs("checkpoint.initial_load_path")] = True
     """Take only the weights from initial_load_path, not optimizer, step and data position."""
     initial_load_in_hf: Annotated[bool, _SAVES] = False
     """Start from the weights of a Hugging Face folder (config.json and safetensors): initial_load_path, or
     model.hf_assets_path where that is None."""
-    initial_load_broadcast: bool = False
+    initial_load_broadcast: Annotated[bool, ActsWith("checkpoint.initial_load_in_hf", refused=True)] = False
     """With initial_load_in_hf, rank 0 alone reads the folder and sends the others their parts: for storage
     that only its node sees."""
-    last_save_model_only: bool = False
+    last_save_model_only: Annotated[bool, _NOT_LOAD_ONLY] = False
     """Save only the weights after the last step (torchtitan's default is true). A run that ended so cannot
     go on."""
-    last_save_in_hf: Annotated[bool, _SAVES] = False
+    last_save_in_hf: Annotated[bool, _SAVED] = False
     """After the last step also write the model as a Hugging Face folder, hf/step-N inside job.dump_folder; of
     an adapter PEFT's folder, or with finetune.merge_on_export the whole model."""
     push_to_hub: Annotated[str | None, _LAST_IN_HF] = None
     """Upload the folder of last_save_in_hf to this model of the Hugging Face Hub, user/name, as whoever is
     logged in there (hf auth login); one that is new is private."""
-    hf_export_interval: Annotated[Positive | None, _SAVES] = None
+    hf_export_interval: Annotated[Positive | None, _SAVED] = None
     """Steps from one such folder to the next, during training: a multiple of interval."""
     export_max_bytes: Annotated[NonNegative, _EXPORTS, _EXPORTS_TOO] = 5_000_000_000
     """Size of a file of weights in these folders, unless one tensor has more; 0 is one file for all. A rank
@@ -151,14 +153,14 @@ class Checkpoint(Table):
         Literal["float16", "bfloat16", "float32"], _EXPORTS, _EXPORTS_TOO, _WEIGHTS_ALONE
     ] = "float32"
     """Precision of the weights in these folders and in a weights-only save (last_save_model_only)."""
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    async_mode: Annotated[Literal["disabled", "async", "async_with_pinned_mem"], _NOT_LOAD_ONLY] = "disabled"
     """Write checkpoints while training goes on, from a copy in host memory as large as what a rank saves;
     with pinned memory a GPU makes it faster."""
-    keep_latest_k: NonNegative = 10
+    keep_latest_k: Annotated[NonNegative, _NOT_LOAD_ONLY] = 10
     """Keep this many checkpoints and delete older ones; 0 keeps all."""
-    keep_every_n: Positive | None = None
+    keep_every_n: Annotated[Positive | None, _NOT_LOAD_ONLY] = None
     """Beside the latest, keep those of every so many steps: a multiple of interval."""
-    keep_best: bool = False
+    keep_best: Annotated[bool, _NOT_LOAD_ONLY] = False
     """Beside the latest, keep that of the lowest validation loss: validation.freq must be a multiple of
     interval."""
     load_step: Annotated[Literal[-1] | NonNegative, _SAVES] = -1
@@ -169,9 +171,9 @@ class Checkpoint(Table):
     """Parts not to load, whose fresh values the run goes on with; of what it has saved then it loads all.
     train_state is the step and the tokens so far; without lr_scheduler the schedule starts again, warm-up
     included, at the step that the run is at."""
-    enable_first_step_checkpoint: bool = False
+    enable_first_step_checkpoint: Annotated[bool, _NOT_LOAD_ONLY] = False
     """Also save after the first step, to learn early that saving works."""
-    create_seed_checkpoint: Annotated[bool, _SAVES] = False
+    create_seed_checkpoint: Annotated[bool, _SAVED] = False
     """Save the initial weights and stop. Not needed here: they do not depend on the mesh."""
     load_only: Annotated[bool, _SAVES] = False
     """Load but never save."""

@@ -17,9 +17,9 @@ from toolkit.config.cli import Arguments, read_arguments
 from toolkit.config.local_paths import path_problem
 from toolkit.config.precedence import without_replaced
 from toolkit.config.refused import REFUSED
-from toolkit.config.schema import NAME, Config, find_field, named_tables, root
+from toolkit.config.schema import Config, find_field, root
 from toolkit.config.toml import Setting, read_files
-from toolkit.config.types import MAX_ENTRIES, MAX_TABLES, NONE, LocalPath
+from toolkit.config.types import NONE, LocalPath
 from toolkit.config.values import format_toml
 from toolkit.errors import ConfigError, Problem
 
@@ -49,9 +49,6 @@ def load_config(argv: Sequence[str]) -> Config:
     settings, problems = arguments.settings, arguments.problems
     problems += _refused({key: settings.pop(key) for key in settings.keys() & REFUSED.keys()})
     problems += _no_paths(settings)
-    problems += (too_many := list(_too_many(settings)))
-    if too_many:  # each of which would be looked at
-        raise ConfigError(problems)
     try:
         config = _build(settings)
     except ConfigError as error:
@@ -86,31 +83,8 @@ def _no_paths(settings: Mapping[str, Setting]) -> Iterator[Problem]:
                 yield Problem(*found, key, setting.value, setting.origin)
 
 
-def _too_many(settings: Mapping[str, Setting]) -> Iterator[Problem]:
-    """Report lists and tables of more entries than anyone writes."""
-    rule, fix = f"has more than {MAX_ENTRIES:,} entries", "give fewer"
-    for key, setting in settings.items():
-        if _entries(setting.value) > MAX_ENTRIES:
-            yield Problem(rule, fix, key, setting.value, setting.origin)
-    for group in (table.removesuffix(f".{NAME}") for table in named_tables()):
-        named = {key.split(".")[group.count(".") + 1]: key for key in settings if key.startswith(f"{group}.")}
-        if len(named) > MAX_TABLES:
-            rule, last = f"has more than {MAX_TABLES:,} tables", settings[[*named.values()][-1]]
-            yield Problem(rule, fix, group, f"{len(named):,} tables", last.origin)
-
-
-def _entries(value: object) -> int:
-    """The entries of a list or a table, and of those in it, however deep."""
-    count, held = 0, [value]
-    while held and count <= MAX_ENTRIES:
-        found = held.pop()
-        held += found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
-        count += 1
-    return count + len(held)
-
-
 def _refused(settings: Mapping[str, Setting]) -> Iterator[Problem]:
-    """torchtitan's keys that do not act, at other than their defaults."""
+    """Report keys that do not act, at other than their defaults."""
     for key, setting in sorted(settings.items()):
         default, reason = REFUSED[key]
         if setting.value not in (default, NONE if default is None else default):

@@ -15,8 +15,8 @@ from toolkit.config.types import (
     Degree,
     Fraction,
     LocalPath,
+    Needs,
     NonNegative,
-    Patterns,
     Positive,
     Table,
 )
@@ -24,6 +24,9 @@ from toolkit.config.types import (
 _TP = ActsWith("parallelism.tensor_parallel_degree", above=1)
 _PP = ActsWith("parallelism.pipeline_parallel_degree", above=1)
 _CP = ActsWith("parallelism.context_parallel_degree", above=1)
+_SHARDED = Needs("parameters sharded over several ranks")
+_AHEAD = Needs("one stage a rank, or resharding")
+_BY_COUNT = Needs("stages cut by counts of layers")
 _AGAIN = ActsWith("activation_checkpoint.mode", ("selective", "full"), refused=True)
 _BUDGET = ActsWith("activation_checkpoint.mode", ("memory_budget",), refused=True)
 
@@ -57,16 +60,18 @@ class Parallelism(Table):
         Positive, ActsWith("parallelism.fsdp_wrap_policy", ("size",), refused=True)
     ] = 100_000_000
     """For size: parameters of the smallest unit."""
-    fsdp_forward_prefetch: NonNegative = 1
+    fsdp_forward_prefetch: Annotated[NonNegative, _SHARDED, _AHEAD] = 1
     """Units to ask for while another computes its forward; 0: when its turn comes, which overlaps on CUDA."""
-    fsdp_backward_prefetch: Positive = 1
+    fsdp_backward_prefetch: Annotated[Positive, _SHARDED, _AHEAD] = 1
     """Units to ask for while another computes its backward."""
-    fsdp_sync_each_batch: bool = True
+    fsdp_sync_each_batch: Annotated[
+        bool, ActsWith("parallelism.pipeline_parallel_degree", (1,)), Needs("several micro-batches a step")
+    ] = True
     """Reduce gradients after each micro-batch. false: once a step, whole until then; so does a pipeline."""
-    fsdp_skip_on_one_rank: bool = True
+    fsdp_skip_on_one_rank: Annotated[bool, Needs("a GPU"), Needs("a single rank")] = True
     """On one GPU, without model.converters, leave parameters that are stored in the compute precision out of
     FSDP, which would copy them twice a step."""
-    fsdp_shared_memory: bool = True
+    fsdp_shared_memory: Annotated[bool, Needs("a CPU"), _SHARDED, Needs("gathers among all shards")] = True
     """Gather and reduce on CPUs through memory that ranks of one machine share; false: by gloo's sockets."""
     tensor_parallel_degree: Degree = 1
     """Ranks over which matrices are split, and the sequence between blocks. Divides them and all heads."""
@@ -81,11 +86,15 @@ class Parallelism(Table):
     """Ranks over which the blocks are spread in order."""
     module_fqns_per_model_part: Annotated[list[list[str]] | None, _PP] = None
     """Names of the modules of each stage of the schedule: tok_embeddings, layers.0 and on, norm, output."""
-    pipeline_parallel_first_stage_less_layers: Annotated[int, Interval(ge=0, le=MAX_LAYERS), _PP] = 1
+    pipeline_parallel_first_stage_less_layers: Annotated[
+        int, Interval(ge=0, le=MAX_LAYERS), _PP, _BY_COUNT
+    ] = 1
     """Blocks that the embedding counts as: the first stage has so many less, and none where that is all."""
-    pipeline_parallel_last_stage_less_layers: Annotated[int, Interval(ge=0, le=MAX_LAYERS), _PP] = 1
+    pipeline_parallel_last_stage_less_layers: Annotated[
+        int, Interval(ge=0, le=MAX_LAYERS), _PP, _BY_COUNT
+    ] = 1
     """Blocks that the head counts as: the last stage has so many less, and none where that is all."""
-    pipeline_parallel_layers_per_stage: Annotated[Positive | None, _PP] = None
+    pipeline_parallel_layers_per_stage: Annotated[Positive | None, _PP, _BY_COUNT] = None
     """Blocks of a stage, embedding and head counted; without it ranks have one stage or two, by schedule."""
     pipeline_parallel_schedule: Annotated[
         Literal[
@@ -119,7 +128,7 @@ class Parallelism(Table):
     """How keys and values reach the other ranks: gathered, or in a ring, from rank to rank, which keeps less
     and sends more; on CUDA with document masks they are gathered."""
 
-    elastic_meshes: list[str] = []
+    elastic_meshes: Annotated[list[str], Needs("NNODES=MIN:MAX, MIN below MAX")] = []
     """Meshes that a launch of NNODES = MIN:MAX may take, such as "dp_shard=3 tp=2": the first that all ranks
     fill. Empty: the degrees above, where they fit."""
 
@@ -145,9 +154,11 @@ class ActivationCheckpoint(Table):
     """default compares shapes and types of what was computed again with the forward; none does not."""
     debug: Annotated[bool, _AGAIN] = False
     """Say which operation differed when they do not match; slow."""
-    enable_activation_offloading: Annotated[bool, _AGAIN] = False
+    enable_activation_offloading: Annotated[bool, _AGAIN, Needs("a GPU", refused=True)] = False
     """Keep the inputs of blocks that are computed again in CPU memory until then."""
-    offload_prefetch: Annotated[bool, ActsWith("activation_checkpoint.enable_activation_offloading")] = True
+    offload_prefetch: Annotated[
+        bool, ActsWith("activation_checkpoint.enable_activation_offloading"), Needs("a GPU")
+    ] = True
     """Copy the input of a block back to the GPU while the block after it computes its backward."""
 
     @property
@@ -187,12 +198,14 @@ class Float8Linear(Table):
 
     enable_fsdp_float8_all_gather: bool = False
     """Gather the weights of these layers in float8."""
-    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    precompute_float8_dynamic_scale_for_fsdp: Annotated[
+        bool, ActsWith(".enable_fsdp_float8_all_gather", refused=True)
+    ] = False
     """Find the scales of what is gathered so at once, after each step."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     """tensorwise, the default: a scale a matrix; rowwise: one a row of it; rowwise_with_gw_hp: that, and
     gradients of weights in higher precision."""
-    filter_fqns: Patterns = []
+    filter_fqns: list[str] = []
     """Layers to leave alone, by parts of their names; embedding and output are in any case."""
     emulate: bool = False
     """Compute the same in higher precision, on any device; slow."""

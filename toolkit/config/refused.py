@@ -1,4 +1,4 @@
-"""torchtitan's keys that do not act here: taken at their defaults, as its files have them, or refused."""
+"""Keys of torchtitan, and of earlier releases, that do not act: accepted at their defaults, else rejected."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ NO_MX = (
     "MX formats are not supported, nor planned: only GPUs of compute capability 10.0 and above multiply "
     "them, and on none of these has this toolkit run"
 )
+NO_EXPRESSION = (
+    "schedules by expression have been removed: register a function (docs/extending.md, "
+    "A learning-rate schedule)"
+)
 _NO_TORCHFT = "fault tolerance through torchft is not supported"
 _NO_MODULE = "a module that job.custom_import names registers tables and keys"
 _NO_QUANTISED = "quantised Hugging Face weights are only published for mixture-of-experts models"
 
-REFUSED: dict[str, tuple[bool | int | str | list[str] | None, str]] = {
+_Refused = dict[str, tuple[bool | int | str | list[str] | None, str]]
+
+REMOVED: _Refused = {"lr_scheduler.expression": (None, NO_EXPRESSION)}
+"""Keys of the release before."""
+REFUSED: _Refused = REMOVED | {
     "job.custom_config_module": ("", _NO_MODULE),
+    "model.matmul": ("auto", "fp32 matmuls by oneDNN have been removed; bfloat16 has them in torch"),
     "parallelism.pipeline_parallel_expert_parallel_overlap": (True, NO_MOE),
     "parallelism.expert_parallel_degree": (1, NO_MOE),
     "parallelism.expert_tensor_parallel_degree": (1, NO_MOE),
@@ -38,4 +47,4 @@ REFUSED: dict[str, tuple[bool | int | str | list[str] | None, str]] = {
     "experimental.custom_args_module": ("", _NO_MODULE),
     "debug.moe_force_load_balance": (False, NO_MOE),
 }
-"""Key → torchtitan's default, and why no other value is taken."""
+"""Key → default, and why no other value is accepted."""

@@ -239,10 +239,15 @@ def _walk(table: type[Table], prefix: str, marks: tuple[ActsWith, ...] = ()) -> 
     for name, info in table.model_fields.items():
         if table_of(info.annotation) is None:
             description = " ".join((info.description or "").split())
-            own = [mark.switch for mark in info.metadata if isinstance(mark, ActsWith)]
+            own = [
+                replace(mark, switch=prefix + mark.switch[1:])
+                if isinstance(mark, ActsWith) and mark.switch.startswith(".")
+                else mark
+                for mark in info.metadata
+            ]
             # A switch of the same table has the table's marks itself.
-            within = any(switch.startswith(prefix) for switch in own)
-            given = (*info.metadata, *(it for it in marks if not within and it.switch != prefix + name))
+            within = any(isinstance(mark, ActsWith) and mark.switch.startswith(prefix) for mark in own)
+            given = (*own, *(it for it in marks if not within and it.switch != prefix + name))
             yield Field(prefix + name, info.annotation, given, info.default, description)
     for name, inner, of_table in _inner(table):
         yield from _walk(inner, f"{prefix}{name}.", (*marks, *of_table))

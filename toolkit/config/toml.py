@@ -18,8 +18,6 @@ from toolkit.config.toml_text import LEXEMES, MAX_DEPTH, MAX_LENGTH, parse_toml
 from toolkit.errors import Problem
 
 _EXTENDS = "extends"
-_MAX_FILES = 100  # that extend one another
-_MAX_PROBLEMS = 100  # nobody reads more, and each looks for what was meant
 Path = tuple[str, ...]
 Origin = Callable[[Path], str]
 
@@ -55,8 +53,6 @@ def _read(path: str, named_by: Problem, children: tuple[str, ...]) -> Layer:
 
     if wrong := path_problem(named_by.value if isinstance(named_by.value, str) else path):
         return misnamed(*wrong)
-    if len(children) == _MAX_FILES:
-        return misnamed(f"{_MAX_FILES} files extend one another", "write their keys into fewer files")
     if any(os.path.realpath(path) == os.path.realpath(child) for child in children):
         return misnamed(
             f"files extend one another in a circle: {' → '.join([*children, path])}",
@@ -103,8 +99,6 @@ def _extended(path: str, document: dict[str, Any], origin: Origin, children: tup
 def _flatten(document: dict[str, Any], prefix: Path, origin: Origin, depth: int, layer: Layer) -> None:
     """Add the keys of ``document``, which lies at ``prefix`` of a file of this ``depth``, to ``layer``."""
     for name, value in document.items():
-        if len(layer.problems) >= _MAX_PROBLEMS:
-            return
         path = (*prefix, name)
         key, where = ".".join(path), origin(path)
         if find_field(key):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Interval
 from pydantic import Field as Constraint
 
-from toolkit.config.refused import NO_MOE, NO_MX
+from toolkit.config.refused import NO_EXPRESSION, NO_MOE, NO_MX
 from toolkit.config.types import (
     FLOAT8,
     ActsWith,
@@ -19,9 +19,9 @@ from toolkit.config.types import (
     LocalPath,
     Momentum,
     Name,
+    Needs,
     NonNegative,
     NonNegativeFloat,
-    Patterns,
     Positive,
     PositiveFloat,
     RefusedValues,
@@ -96,9 +96,7 @@ class Model(Table):
     """One matrix for the embedding and the output head."""
     attention: Literal["auto", "sdpa", "flex", "varlen", "flash", "blockwise"] = "auto"
     """Attention back end. auto takes what the flavor names (8B_flex), else what is best for the device."""
-    matmul: Literal["auto", "torch", "onednn"] = "auto"
-    """Library of fp32 products on CPUs. auto: oneDNN where MKL has no AVX-512 (AMD), else torch's choice."""
-    norm: Literal["auto", "torch"] = "auto"
+    norm: Annotated[Literal["auto", "torch"], Needs("a CPU"), Needs("blocks that are not compiled")] = "auto"
     """RMSNorm. auto: on CPUs a piece of the tokens at a time, within a cache; torch: by torch's operators."""
 
     def overrides(self) -> dict[str, Any]:
@@ -140,7 +138,7 @@ class Optimizer(Table):
     """Added to the denominator of the update, which is 0 for a weight without a gradient yet."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay."""
-    no_decay: Patterns = []
+    no_decay: Annotated[list[str], ActsWith("optimizer.weight_decay", above=0)] = []
     """Parameters without weight decay, by patterns of their names such as *norm.weight."""
     implementation: Annotated[Literal["for-loop", "foreach", "fused"], _TORCHS] = "fused"
     """How the update is computed; fused is the fastest."""
@@ -151,7 +149,6 @@ class Optimizer(Table):
 
 
 _DECAYS = ActsWith("lr_scheduler.decay_type", ("linear", "sqrt", "cosine"), refused=True)
-_EXPRESSION = ActsWith("lr_scheduler.decay_type", ("expression",), refused=True)
 _IN_STEPS = ActsWith("lr_scheduler.decay_type", ("step",), refused=True)
 
 
@@ -166,11 +163,11 @@ class LRScheduler(Table):
     """Length of the schedule when it is not training.steps."""
     decay_ratio: Annotated[Fraction | None, _DECAYS] = None
     """Last part of the schedule in which the rate decays; None: all of it after the warm-up."""
-    decay_type: Literal["linear", "sqrt", "cosine", "constant", "step", "expression"] = "linear"
+    decay_type: Annotated[
+        Literal["linear", "sqrt", "cosine", "constant", "step", "expression"],
+        RefusedValues(("expression",), NO_EXPRESSION),
+    ] = "linear"
     """Shape of the decay. constant does not decay; step multiplies by gamma every step_size steps."""
-    expression: Annotated[str | None, _EXPRESSION] = None
-    """For expression: part of optimizer.lr, of step (from 1), total_steps and warmup_steps, such as
-    "1 / sqrt(step)"."""
     step_size: Annotated[Positive | None, _IN_STEPS] = None
     """For step: steps from one multiplication to the next; None is an epoch."""
     gamma: Annotated[float, Interval(gt=0, le=1), _IN_STEPS] = 0.85
@@ -193,16 +190,19 @@ class Loss(Table):
     """Weight of the squared logarithm of the softmax's denominator, to keep logits small; 1e-4 in PaLM."""
 
 
+_WORKERS = ActsWith(".num_workers", above=0, refused=True)
+
+
 class DataLoader(Table):
     """torch's DataLoader. The order of the data does not depend on these."""
 
     num_workers: NonNegative = 0
     """Worker processes of each rank."""
-    persistent_workers: bool = False
+    persistent_workers: Annotated[bool, _WORKERS] = False
     """Keep the workers between epochs; needs num_workers."""
-    pin_memory: bool = False
+    pin_memory: Annotated[bool, Needs("a GPU")] = False
     """Copy batches into page-locked memory."""
-    prefetch_factor: Positive | None = None
+    prefetch_factor: Annotated[Positive | None, _WORKERS] = None
     """Batches that each worker prepares ahead; needs num_workers."""
 
 
@@ -239,7 +239,7 @@ class Training(Table):
     """Clip the global gradient norm to this; inf does not clip."""
     steps: Positive = 10000
     """Optimizer steps."""
-    enable_cpu_offload: bool = False
+    enable_cpu_offload: Annotated[bool, Needs("a GPU", refused=True)] = False
     """Keep parameters, gradients and optimizer state in CPU memory."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where to train: on the GPUs that nvidia-smi shows, or else the CPU (auto); or one of the two, whatever
@@ -260,7 +260,7 @@ class Training(Table):
     """Collect garbage at every step and, on CUDA, warn of reference cycles that hold tensors."""
     loss_chunk_tokens: NonNegative = 2048
     """Tokens for which head and loss are computed at once, so that all logits never exist; 0 is all."""
-    fused_parts: list[Literal["adamw_8bit", "loss", "nf4", "rotary", "swiglu"]] = [
+    fused_parts: Annotated[list[Literal["adamw_8bit", "loss", "nf4", "rotary", "swiglu"]], Needs("a GPU")] = [
         "adamw_8bit",
         "loss",
         "nf4",
@@ -339,6 +339,9 @@ class Data(Table):
     """Corpora to draw from by weight, in place of training.dataset: a table [data.mixture.NAME] for each."""
 
 
+_BASE = Needs("a base corpus", refused=True)
+
+
 class BaseCorpus(Table):
     """Plain text of what the model knew before a fine-tune: its perplexity before the first step and after
     the last shows what was forgotten. Rows and samples are as many and as long as those of the validation."""
@@ -347,9 +350,9 @@ class BaseCorpus(Table):
     """Corpus by name, as training.dataset."""
     dataset_path: Annotated[str | None, LocalPath()] = None
     """Own text, as training.dataset_path."""
-    dataset_subset: str | None = None
+    dataset_subset: Annotated[str | None, _BASE] = None
     """As training.dataset_subset."""
-    dataset_split: str = "validation"
+    dataset_split: Annotated[str, _BASE] = "validation"
     """As training.dataset_split."""
     format: ClassVar[str] = "text"
     columns: ClassVar[dict[str, str]] = {}

@@ -12,7 +12,7 @@ import typing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Interval, Len, Lt
+from annotated_types import Ge, Gt, Interval, Lt
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -26,12 +26,6 @@ MAX_LAYERS = 1000
 """Beyond it a model is a slip of the pen, of which every layer would be counted."""
 MAX_CLASSES = 100_000
 """The most classes of a classifier, each of which has a name."""
-MAX_ENTRIES = 10_000
-"""The longest list or table that a configuration gives."""
-MAX_TABLES = 1000
-"""The most tables of one kind, each under a name of the user's."""
-MAX_PATTERNS = 1000
-"""The most patterns of names; each is compared with all names that there are."""
 MAX_SIZE = 2**31 - 1
 """The largest dimension, vocabulary or length."""
 MAX_RANKS = 1_000_000
@@ -54,8 +48,6 @@ PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Momentum = Annotated[float, Interval(ge=0), Lt(1)]
-Patterns = Annotated[list[str], Len(max_length=MAX_PATTERNS)]
-"""Patterns of names, as of a shell."""
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]
 """A user's name of a table in a table of tables, ``dict[Name, SomeTable]``: a bare key of TOML."""
 
@@ -87,8 +79,9 @@ class LocalPath:
 @dataclass(frozen=True)
 class ActsWith:
     """A key, or a table of keys, that is read only where the key ``switch`` is one of ``values``, or names
-    one; or where it is given and ``above`` a number. Of several such marks one is enough. What is set and not
-    read is noted at start-up, and ``refused`` where it asks for something."""
+    one; or where it is given and ``above`` a number. A switch that begins with a dot is of the same table. Of
+    several such marks one is enough. What is set and not read is noted at start-up, and ``refused`` where it
+    asks for something."""
 
     switch: str
     values: tuple[Any, ...] = (True,)
@@ -104,6 +97,15 @@ class ActsWith:
         if self.above is not None:
             return f"{self.switch} above {self.above}"
         return f"{self.switch} = {' or '.join(json.dumps(value) for value in self.values)}"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """A key that is read only in a run that has ``what``: a fact of :mod:`toolkit.preflight.rules.options`,
+    or a key that is given. Of several such marks all are needed. ``refused`` as in :class:`ActsWith`."""
+
+    what: str
+    refused: bool = False
 
 
 def _holds(value: object, values: tuple[Any, ...]) -> bool:

@@ -24,7 +24,8 @@ from toolkit.data import text_files
 from toolkit.data.corpus import CLASSIFICATION, PREFERENCE, Corpus
 from toolkit.data.token_cache import FORMAT, ids_dtype
 from toolkit.data.token_files import WEIGHTS
-from toolkit.data.tokenize import Encoded, Encoder, TextEncoder, TokenizeBar, encode_all
+from toolkit.data.tokenize import Encoded, Encoder, TextEncoder, TokenizeBar
+from toolkit.data.tokenize_helpers import encode_all
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 from toolkit.io.atomic import sync_file, sync_folder

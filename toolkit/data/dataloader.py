@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -208,8 +209,6 @@ class Loader:
 
         Raises DataError where the state counts samples of another corpus, seed or packing.
         """
-        from toolkit.data.position import refuse_another
-
         refuse_another(self._counted, state)
         self._start, self._taken = int(state["samples"]), 0
 
@@ -227,9 +226,7 @@ class _Counted:
         try:
             batch = next(self._batches)
         except (ConnectionError, EOFError) as error:  # the worker has ended while its batch was handed over
-            from toolkit.data.lost_worker import lost
-
-            raise lost("a DataLoader worker has ended") from error
+            raise _lost("a DataLoader worker has ended") from error
         self._loader.refuse_unknown_ids(batch)
         self._loader._taken += 1
         return batch
@@ -326,3 +323,50 @@ def training_loader(
         data.train(config), config.training, config.data, batch,
         pad_id=data.pad_id, dp_rank=dp_rank, dp_size=dp_size, seed=seed,
     )  # fmt: skip
+
+
+def validation_loader(
+    config: Config, data: RunData, *, dp_rank: int, dp_size: int, table: str = "validation"
+) -> Loader | None:
+    """The micro-batches of this rank of the held-out corpus of ``table``; None where there is none."""
+    if table not in data.caches:
+        return None
+    size = config.validation.local_batch_size
+    return build_loader(
+        data.caches[table], config.validation, config.data, BatchShape(size * dp_size, size, 1),
+        pad_id=data.pad_id, dp_rank=dp_rank, dp_size=dp_size,
+    )  # fmt: skip
+
+
+def refuse_another(counted: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise DataError where ``state`` has counted samples of something else than ``counted`` says."""
+    changed = [
+        f"{name} was {state.get(name)!r} and is {value!r}"
+        for name, value in counted.items()
+        if state.get(name) != value
+    ]
+    if changed:
+        raise DataError(
+            f"the data position of the checkpoint does not fit this run: {'; '.join(changed)}\n"
+            "  fix:  restore these (corpus: the text and the tokenizer), or start the data anew with "
+            f'checkpoint.exclude_from_loading = ["dataloader"], in another job.dump_folder where this run '
+            "has done so already"
+        )
+
+
+def lost_worker(error: RuntimeError) -> DataError | None:
+    """Turn ``error`` into what the user is told, if it is torch's about a worker that has ended.
+
+    torch raises it in whatever this process is at, as soon as the worker ends.
+    """
+    said = re.match(r"DataLoader worker \(pid.*?\) [^.]*", str(error))
+    return _lost(said[0]) if said else None
+
+
+def _lost(what: str) -> DataError:
+    """The error in which ``what`` is told."""
+    return DataError(
+        f"{what}: it was killed, or memory ran out (see dmesg)\n"
+        "  fix:  lower training.dataloader.num_workers or prefetch_factor; the same command goes on from the "
+        "newest checkpoint"
+    )

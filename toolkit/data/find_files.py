@@ -16,7 +16,6 @@ from toolkit.data.folder_files import take
 from toolkit.errors import ConfigError, Problem, closest
 
 _LIKE_AN_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-MAX_RECURSIVE, MAX_PARTS = 3, 100  # of a glob
 MAX_ENTRIES = 500_000  # of a folder that is searched, folders included
 
 
@@ -90,7 +89,7 @@ def _find_item(item: str, split: str | None, *, any_suffix: bool) -> Found:
     if os.path.exists(place):
         found = [place]
     elif glob.has_magic(item):
-        matches = _matches(str(_simple(place, item)), item)
+        matches = _matches(str(place), item)
         found = sorted(Path(match) for match in matches if not os.path.isdir(match))
         if not found:
             raise _path_error(item, "no file matches this pattern", "check the pattern")
@@ -146,23 +145,6 @@ def _folders(top: str | Path, item: str) -> Iterator[tuple[str, list[str]]]:
         seen.add((status.st_dev, status.st_ino))
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield here, names
-
-
-def _simple(pattern: Path, item: str) -> Path:
-    """``pattern`` without ** beside **, which name nothing more.
-
-    Raises:
-        SourceError: it has so many parts that looking for all of them would not end.
-    """
-    parts = [
-        part
-        for part, before in zip(pattern.parts, ("", *pattern.parts), strict=False)
-        if part != "**" or before != "**"
-    ]
-    if parts.count("**") > MAX_RECURSIVE or len(parts) > MAX_PARTS:
-        rule = f"a pattern has at most {MAX_RECURSIVE} times ** and {MAX_PARTS} parts"
-        raise _path_error(item, rule, "name the folder that holds the text")
-    return Path(*parts)
 
 
 def _matches(pattern: str, item: str) -> Iterator[str]:

@@ -27,10 +27,9 @@ from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, n_shards
 from toolkit.data.build import corpora, run_tokenizer
 from toolkit.data.corpus import Corpus
-from toolkit.data.dataloader import FIELDS, Batch, Loader
+from toolkit.data.dataloader import FIELDS, Batch, Loader, refuse_another
 from toolkit.data.hub import HubSource
 from toolkit.data.packing import PackedRows, Sample
-from toolkit.data.position import refuse_another
 from toolkit.data.sampler import epoch_key, permute
 from toolkit.data.sources import open_corpus
 from toolkit.data.text_files import Piece

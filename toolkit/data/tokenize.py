@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
@@ -51,20 +51,6 @@ class TextEncoder:
         tokens = np.concatenate(parts) if parts else np.zeros(0, self.dtype)
         lengths = np.array([len(part) for part in parts], dtype=np.int64)
         return Encoded(tokens, lengths, piece.opens, piece.closes, piece.n_file_bytes)
-
-
-def encode_all(pieces: Iterator[Piece], encode: Encoder, *, processes: int) -> Generator[Encoded, None, None]:
-    """Encode every piece, in order, by ``processes`` (1: this one).
-
-    An error is raised when the turn of its piece comes, so that it is the same one for any number of
-    processes.
-    """
-    if processes == 1:
-        yield from map(encode, pieces)
-        return
-    from toolkit.data.tokenize_helpers import encode_by
-
-    yield from encode_by(processes, pieces, encode)
 
 
 FIRST_LINE_SECONDS = 2.0

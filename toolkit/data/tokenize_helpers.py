@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from multiprocessing.connection import Connection, Pipe, wait
 
 from toolkit.data.text_files import Piece
@@ -23,7 +23,19 @@ from toolkit.errors import DataError
 AHEAD = 4  # pieces that may wait, a process, for an earlier one that takes longer
 
 
-def encode_by(processes: int, pieces: Iterator[Piece], encode: Encoder) -> Iterator[Encoded]:
+def encode_all(pieces: Iterator[Piece], encode: Encoder, *, processes: int) -> Generator[Encoded, None, None]:
+    """Encode every piece, in order, by ``processes`` (1: this one).
+
+    An error is raised when the turn of its piece comes, so that it is the same one for any number of
+    processes.
+    """
+    if processes == 1:
+        yield from map(encode, pieces)
+        return
+    yield from _encode_by(processes, pieces, encode)
+
+
+def _encode_by(processes: int, pieces: Iterator[Piece], encode: Encoder) -> Iterator[Encoded]:
     """Encode every piece, in order, by so many processes.
 
     Memory is bounded by ``AHEAD`` pieces a process, however long the corpus.

@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from toolkit.compat import local_shape_and_offset, local_tensor
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -20,9 +21,8 @@ def clean_name(fqn: str) -> str:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, DTensor or plain. Not by to_local(), which is part of autograd and waits
-    for collectives that cannot be pending here."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    """This rank's part of a tensor, DTensor or plain, outside of autograd."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class Filled(Protocol):
@@ -48,7 +48,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     if not isinstance(tensor, DTensor):
         return tensor.detach(), (0,) * tensor.ndim
     mesh, placements = tensor.device_mesh, tensor.placements
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    _, offset = local_shape_and_offset(tensor.shape, mesh, placements)
     return tensor.to_local().detach(), tuple(offset)
 
 

@@ -6,6 +6,8 @@ import gc
 
 import torch
 
+from toolkit import compat
+
 
 class GarbageCollection:
     """Collect every ``every`` steps instead of whenever Python likes.
@@ -17,9 +19,7 @@ class GarbageCollection:
     def __init__(self, every: int, *, debug: bool = False):
         self.every = 1 if debug else every
         if debug and torch.cuda.is_available():
-            from torch.utils.viz._cycles import warn_tensor_cycles
-
-            warn_tensor_cycles()
+            compat.warn_tensor_cycles()
         gc.collect()
         # What start-up made stays: no later collection needs to look at it.
         gc.freeze()

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from toolkit.compat import gloo_options, process_groups
 from toolkit.cpu import cpu_multiplies_bf16
+from toolkit.distributed.collectives import bound_transfers
 from toolkit.errors import DeviceError, Problem
 from toolkit.launcher.environment import SUPERVISED, rank_environment
 
@@ -25,8 +27,6 @@ all-gathers of tensor and context parallelism then break the heap (docs/parallel
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _PATIENCE = 5.0
 """Seconds after which a rank that waits for others says so."""
-_SEND, _RECEIVE = 12, 13  # c10d's OpType, which Python does not have
-_wait = dist.Work.wait
 
 
 def local_device(checked: str = "") -> torch.device:
@@ -38,9 +38,7 @@ def local_device(checked: str = "") -> torch.device:
     """
     found = "cuda" if torch.cuda.is_available() else "cpu"
     if checked == "cuda" != found:
-        from toolkit.distributed.no_gpu import why_no_gpu
-
-        why, fix = why_no_gpu()
+        why, fix = _why_no_gpu()
         raise _unlike(f"nvidia-smi shows GPUs here, and torch can use none: {why}", fix)
     if checked == "cpu" != found:
         rule = f"nvidia-smi shows no GPU here, and torch finds {torch.cuda.device_count()}"
@@ -71,14 +69,10 @@ def _unlike(rule: str, fix: str) -> DeviceError:
 def _with_one_thread(group: Any, _: Any) -> dist.ProcessGroupGloo:
     """A gloo group as torch makes it, of one thread in place of two."""
     gloo = dist.ProcessGroupGloo
-    options = gloo._Options()  # type: ignore[attr-defined]
     # A thread talks through one device: of several interfaces it takes the first.
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    options._devices = [
-        gloo.create_device(interface=interface) if interface else gloo.create_default_device()
-    ]
-    options._threads = 1
-    options._timeout = group.timeout
+    device = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+    options = gloo_options(device, threads=1, timeout=group.timeout)
     options.group_name = group.group_id
     # torch leaves it empty for the default group, and a split of a group without ranks would crash.
     options.global_ranks_in_group = group.global_ranks_in_group or list(range(group.group_size))
@@ -142,28 +136,25 @@ def patient_group(*, timeout_seconds: int) -> dist.ProcessGroup:
 def set_timeout(timeout_seconds: int, *, except_for: dist.ProcessGroup | None = None) -> None:
     """Give every group this time-out: the groups of a mesh do not inherit the first one's."""
     timeout = timedelta(seconds=timeout_seconds)
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in process_groups():
         if group is not except_for:
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            group.set_timeout(timeout)
     if not torch.cuda.is_available():
-        _bound_transfers(timeout)
-
-
-def _bound_transfers(timeout: timedelta) -> None:
-    """Have sends and receives wait this long: gloo's keep the time-out that their group had when it formed.
-
-    On NCCL its watchdog ends them in time, and waiting with a time-out would block the host.
-    """
-
-    def wait(work: dist.Work, *given: timedelta) -> bool:
-        if not given and work._get_op_type() in (_SEND, _RECEIVE):  # type: ignore[attr-defined]
-            return _wait(work, timeout)
-        return _wait(work, *given)
-
-    dist.Work.wait = wait  # type: ignore[assignment, method-assign]
+        bound_transfers(timeout)
 
 
 def stop() -> None:
     """Leave the process group, if one was formed."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _why_no_gpu() -> tuple[str, str]:
+    """Return why torch finds no GPU on a machine that has some, and the fix."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA", "install torch's build for CUDA"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # the words of the driver
+        return str(error).split("\n")[0], f"install a driver for CUDA {torch.version.cuda}, or an older torch"
+    return "it says no more", "see what torch.cuda.init() says"

@@ -24,7 +24,7 @@ from toolkit.finetune.peft_config import is_peft_folder, peft_base
 from toolkit.finetune.saved_options import finetune_of
 from toolkit.io.tensor_file import new_output, whole
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameters import parameter_shapes
+from toolkit.models.parameters import parameter_shapes
 from toolkit.weights.open import CheckpointWeights, find_checkpoint, open_weights
 from toolkit.weights.source import Region, Stored, WeightSource
 from toolkit.weights.views import Shaped

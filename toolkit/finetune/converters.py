@@ -10,8 +10,8 @@ from toolkit.config.finetune import Finetune
 from toolkit.finetune.parameters import adapted_layers, lora_targets, trained_names
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.init import Init
-from toolkit.models.common.parameters import EMBEDDING, HEAD, linear_layers
+from toolkit.models.common.table import EMBEDDING, HEAD, Init
+from toolkit.models.parameters import linear_layers
 
 
 def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from toolkit.compat import unsafe_view
 from toolkit.config.finetune import LoRA
 from toolkit.distributed.dtensor import local_part
 from toolkit.finetune.nf4 import dequantize, linear
@@ -59,7 +60,7 @@ class LoRALinear(nn.Linear):
         if self.magnitude is None:  # scaled and added within the product, not in passes of their own
             sums = torch.addmm(result.flatten(0, -2), inner, self.lora_b.T, alpha=self.scale)
             # A view that autograd does not know for one: FSDP warns of a unit that returns one.
-            return torch.ops.aten._unsafe_view(sums, result.shape)
+            return unsafe_view(sums, result.shape)
         update = (inner @ self.lora_b.T * self.scale).view_as(result)
         longer = self.magnitude / self._row_norms().to(self.magnitude.dtype)
         return result + linear(dropped, self.weight) * (longer - 1) + update * longer

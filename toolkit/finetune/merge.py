@@ -11,7 +11,7 @@ from toolkit.errors import DataError
 from toolkit.finetune.adapter import Adapter
 from toolkit.finetune.parameters import is_added, lora_targets
 from toolkit.io.tensor_file import Region, whole
-from toolkit.models.common.parameters import EMBEDDING
+from toolkit.models.common.table import EMBEDDING
 from toolkit.weights.source import Stored, WeightSource
 from toolkit.weights.views import View
 

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit import fused
 from toolkit.distributed.dtensor import local_part
 from toolkit.finetune.parameters import NF4_BLOCK as BLOCK
 from toolkit.fused import Fused
@@ -54,7 +53,7 @@ def quantize(weight: Tensor) -> Tensor:
 def dequantize(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers (R, C) of the bytes (R, C / 64 · 36): products in fp32, then of ``dtype``."""
     levels = _pairs_of_levels(packed.device)
-    if packed.is_cuda and fused.is_enabled("nf4"):
+    if _elements.takes(packed):
         return _elements(packed, levels, dtype)
     rows, width = packed.shape
     columns = width // BLOCK_BYTES * BLOCK

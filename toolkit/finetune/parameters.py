@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 
 from toolkit.config.finetune import Finetune
 from toolkit.config.name_patterns import fits, idle
-from toolkit.models.common.args import ModelArgs, is_classifier_head
-from toolkit.models.common.parameters import EMBEDDING, HEAD, linear_layers, parameter_shapes
-from toolkit.models.registry import spec
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.table import EMBEDDING, HEAD
+from toolkit.models.parameters import is_classifier_head, linear_layers, parameter_shapes, table
 
 _LORA = ("lora_a", "lora_b", "magnitude")
 IN_ATTENTION = ".attention.adapter."
@@ -43,6 +43,7 @@ def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> s
     With an adapter the model is frozen, save for what ``trainable`` names and a classifier's head.
     """
     first, last = options.freeze_first_layers, args.n_layers - options.freeze_last_layers
+    rows = table(args)
 
     def is_trained(name: str) -> bool:
         if is_added(name):
@@ -51,9 +52,8 @@ def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> s
         asked = asked or (options.adds and is_classifier_head(name, args))
         if not asked or fits(name, options.frozen):
             return False
-        if name.startswith("layers."):
-            return first <= int(name.split(".", 2)[1]) < last
-        return not (first and name == EMBEDDING)
+        block = rows[name].block
+        return first <= block < last if block is not None else not (first and name == EMBEDDING)
 
     return {name for name in names if is_trained(name)}
 
@@ -95,7 +95,7 @@ def idle_targets(args: ModelArgs, patterns: Iterable[str]) -> list[str]:
 def outside_blocks(args: ModelArgs, pattern: str) -> str | None:
     """The weight of the embedding or the head whose module a target of LoRA names, ours or Hugging Face's."""
     for name in (EMBEDDING, HEAD):
-        theirs = spec(args.family).adapter().to_hf(name, classifier=args.classifier is not None)
+        theirs = table(args).to_hf(name)
         modules = [called.removesuffix(".weight") for called in (name, theirs)]
         if any(fits(module, [pattern]) for module in (*modules, modules[1].rpartition(".")[2])):
             return name
@@ -104,10 +104,10 @@ def outside_blocks(args: ModelArgs, pattern: str) -> str | None:
 
 def hf_linear_names(args: ModelArgs) -> Mapping[str, str]:
     """Hugging Face's last names of a block's linear layers by ours, as q_proj for wq."""
-    names = spec(args.family).adapter().in_block
-    linear = {layer.split(".", 2)[2] for layer in linear_layers(args)}
     return {
-        ours.rpartition(".")[2]: theirs.rpartition(".")[2] for ours, theirs in names.items() if ours in linear
+        row.module.rpartition(".")[2]: row.hf.removesuffix(".weight").rpartition(".")[2]
+        for row in table(args).values()
+        if row.linear
     }
 
 

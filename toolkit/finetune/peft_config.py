@@ -23,9 +23,9 @@ from toolkit.finetune.parameters import (
     lora_targets,
 )
 from toolkit.io.json_fields import Fields, read_object
-from toolkit.models.common.args import ModelArgs, is_classifier_head
-from toolkit.models.common.parameters import EMBEDDING, HEAD, linear_layers, parameter_shapes
-from toolkit.models.registry import spec
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.table import EMBEDDING, HEAD
+from toolkit.models.parameters import is_classifier_head, linear_layers, parameter_shapes, table
 from toolkit.weights.safetensors_header import ITEM_BYTES, ONE_SAVE, file_entries
 
 PEFT_CONFIG = "adapter_config.json"
@@ -217,23 +217,19 @@ def _named(found: Shapes, args: ModelArgs, folder: Path) -> dict[str, tuple[int,
 
 
 def _adaption_name(layer: int, part: str, args: ModelArgs) -> str:
-    attention = spec(args.family).adapter().in_block["attention.wq"].rpartition(".")[0]
-    return f"model.layers.{layer}.{attention}.{part}"
+    attention = table(args).to_hf(f"layers.{layer}.attention.wq.weight").removesuffix(".q_proj.weight")
+    return f"{attention}.{part}"
 
 
 def to_peft_name(name: str, args: ModelArgs) -> str:
     """PEFT's name of a parameter that is trained beside a model of ``args``, but for those of a prefix."""
     module, _, part = name.rpartition(".")
     if part in _PARTS:
-        theirs = spec(args.family).adapter().to_hf(f"{module}.weight").removesuffix("weight")
+        theirs = table(args).to_hf(f"{module}.weight").removesuffix("weight")
         return f"{_PREFIX}{theirs}{_PARTS[part]}"
     if IN_ATTENTION in name:
         return _PREFIX + _adaption_name(int(name.split(".", 2)[1]), _ADAPTION[part], args)
-    return _PREFIX + _hf_name(name, args)
-
-
-def _hf_name(name: str, args: ModelArgs) -> str:
-    return spec(args.family).adapter().to_hf(name, classifier=args.classifier is not None)
+    return _PREFIX + table(args).to_hf(name)
 
 
 def _check_shapes(shapes: Shapes, args: ModelArgs, options: Finetune, folder: Path) -> None:
@@ -274,7 +270,7 @@ def peft_config(
     }
     if options.adapter == "lora":
         lora = options.lora
-        modules = list(dict.fromkeys(_hf_name(name, args).rpartition(".")[0] for name in replaced))
+        modules = list(dict.fromkeys(table(args).to_hf(name).rpartition(".")[0] for name in replaced))
         said |= {
             "r": lora.rank,
             "lora_alpha": lora.alpha,
@@ -352,5 +348,5 @@ def _compact(modules: set[str], args: ModelArgs, their_names: Mapping[str, str])
         return [their_names.get(last, last) for last, names in by_last.items() if names <= modules]
     if not their_names:
         return sorted(modules, key=layers.index)
-    to_hf = spec(args.family).adapter().to_hf
+    to_hf = table(args).to_hf
     return [to_hf(f"{name}.weight").removesuffix(".weight") for name in sorted(modules, key=layers.index)]

@@ -1,7 +1,7 @@
 """PEFT's numbers and ours: tensors of an adapter in Hugging Face's order of rows, and a prefix's positions.
 
 LoRA's B, DoRA's magnitudes and a prefix's keys have the rows of q and k, which Hugging Face keeps in another
-order (:mod:`toolkit.models.common.state_dict_adapter`).
+order (:func:`toolkit.models.common.table.hf_row_order`).
 
 PEFT keeps a prefix of n tokens as a cache of past keys and values: one row a token, in it each layer's keys
 and then its values. The tokens that follow have positions from n on, and ours from 0. RoPE sees distances
@@ -36,8 +36,8 @@ from toolkit.finetune.peft_config import (
 )
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.rope import rope_rotations, rotate
-from toolkit.models.common.state_dict_adapter import hf_row_order
-from toolkit.models.registry import spec
+from toolkit.models.common.table import hf_row_order
+from toolkit.models.parameters import table
 from toolkit.weights.folder_write import Folder, no_progress, write_folder
 from toolkit.weights.safetensors import SafetensorsFolder
 
@@ -138,7 +138,8 @@ def _ours(name: str, tensor: Tensor, args: ModelArgs) -> Tensor:
 def _reordered(name: str, args: ModelArgs) -> bool:
     module, _, part = name.rpartition(".")
     rows = part in ("lora_b", "magnitude", "weight", "bias")
-    return rows and spec(args.family).adapter().reorders_rows(f"{module}.weight")
+    row = table(args).get(f"{module}.weight")
+    return rows and row is not None and row.rotary > 0
 
 
 def _order(rows: int, args: ModelArgs) -> Tensor:

@@ -33,7 +33,7 @@ class Adapters:
 
     def load(self, model: Decoder, name: str | None, tp: DeviceMesh | None) -> None:
         """Fill ``model``, whose parameters have no values yet, with base and adapter; collective."""
-        load_weights(self._source(name), dict(model.named_parameters()))
+        load_weights(self._source(name), dict([*model.named_parameters(), *model.named_buffers()]))
         self._attach(model, name, tp)
 
     def select(self, model: Decoder, name: str | None, tp: DeviceMesh | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from toolkit import compat
 from toolkit.generation.kv_cache import KVCache
 from toolkit.models.common.decoder import Decoder
 
@@ -57,7 +58,7 @@ def _frozen(step: Step) -> Step:
 
     def call(*inputs: Tensor) -> Tensor:
         # Not as options of torch.compile, which dynamo does not see: it has to tell what is constant.
-        with torch._inductor.config.patch(_FROZEN):
+        with compat.inductor_config.patch(_FROZEN):
             return compiled(*inputs)
 
     return call

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toolkit.compat import linear_of_reordered, onednn_has_bf16, reorder_linear_weight
 from toolkit.models.common.attention import AttentionMask
 from toolkit.models.common.decoder import Attention, Decoder, FeedForward
 from toolkit.models.common.lm_head import OutputHead
 from toolkit.models.common.rope import rotate
 
-_ops = torch.ops.mkldnn
 _ROWS = 8
 """Rows of inputs for which the layout is chosen; others are multiplied too."""
 Packed = tuple[Tensor, Tensor | None]
@@ -37,10 +37,7 @@ def can_pack(model: Decoder) -> bool:
         plain
         and first.device.type == "cpu"
         and torch.backends.mkldnn.is_available()
-        and (
-            first.dtype == torch.float32
-            or (first.dtype == torch.bfloat16 and _ops._is_mkldnn_bf16_supported())
-        )
+        and (first.dtype == torch.float32 or (first.dtype == torch.bfloat16 and onednn_has_bf16()))
     )
 
 
@@ -50,47 +47,53 @@ def pack(model: Decoder) -> None:
     their matrices. The head keeps its own beside the reordered copy, for losses and a tied embedding. A
     subclass of nn.Linear, which may compute otherwise, is left as it is."""
     for block in model.layers.values():
-        for module in block.modules():
-            if type(module) is Attention and module.adapter is None:  # which may use wk by itself
-                _join(_PackedAttention, module, module.wq, module.wk, module.wv)
-            elif type(module) is FeedForward:
-                _join(_PackedFeedForward, module, module.w1, module.w3)
-        for module in block.modules():
-            if type(module) is nn.Linear and module.weight is not None:
-                _become(_PackedLinear, module, module)
+        for kind, packed in ((Attention, _PackedAttention), (FeedForward, _PackedFeedForward)):
+            _replace(block, kind, packed)
+        _replace(block, nn.Linear, _PackedLinear)  # those that are left
     if model.output is not None:
         _pack_head(model.output, model)
 
 
 def _reordered(weight: Tensor) -> Tensor:
-    return _ops._reorder_linear_weight(weight.detach(), _ROWS)
+    return reorder_linear_weight(weight.detach(), _ROWS)
 
 
 def _product(x: Tensor, packed: Packed) -> Tensor:
-    return _ops._linear_pointwise(x, *packed, "none", [], "")
+    return linear_of_reordered(x, *packed, "none", [], "")
 
 
-def _join(kind: type[nn.Module], module: Any, *linears: nn.Linear) -> None:
-    """Compute those of ``linears`` at once, if all are plain."""
-    if all(type(linear) is nn.Linear for linear in linears):
-        _become(kind, module, *linears)
+def _replace(block: nn.Module, kind: type[nn.Module], packed: Any) -> None:
+    """Put ``packed`` modules in the place of those of this very ``kind`` that can be, which lose theirs."""
+    for parent in list(block.modules()):
+        for name, module in list(parent.named_children()):
+            if type(module) is kind and packed.takes(module):
+                setattr(parent, name, packed(module))
 
 
-def _become(kind: type[nn.Module], module: Any, *linears: nn.Linear) -> None:
-    """Give ``module`` one reordered matrix and bias of those of ``linears``, which lose theirs."""
+def _plain(*linears: nn.Module) -> bool:
+    return all(type(linear) is nn.Linear for linear in linears)
+
+
+def _joined(*linears: nn.Linear) -> Packed:
+    """One reordered matrix and bias of those of ``linears``."""
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     packed = _reordered(torch.cat([linear.weight for linear in linears]))
-    module.packed = packed, torch.cat(biases) if biases else None
-    for linear in linears:
-        linear.register_parameter("weight", None)
-        linear.register_parameter("bias", None)
-    module.__class__ = kind
+    return packed, torch.cat(biases) if biases else None
 
 
 class _PackedLinear(nn.Linear):
     """A linear layer that has its matrix in oneDNN's order alone."""
 
-    packed: Packed
+    def __init__(self, linear: nn.Linear):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.packed = _joined(linear)
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+
+    @staticmethod
+    def takes(linear: nn.Linear) -> bool:
+        return linear.weight is not None
 
     def forward(self, input: Tensor) -> Tensor:
         return _product(input, self.packed)
@@ -99,24 +102,40 @@ class _PackedLinear(nn.Linear):
 class _PackedAttention(Attention):
     """Attention of which queries, keys and values are one product, and rotated in one operation."""
 
-    packed: Packed
+    def __init__(self, plain: Attention):
+        nn.Module.__init__(self)
+        self.packed = _joined(plain.wq, plain.wk, plain.wv)
+        self.keys = plain.wk.out_features // plain.head_dim
+        self.backend, self.head_dim, self.adapter = plain.backend, plain.head_dim, None
+        self.wo, self.q_norm, self.k_norm = plain.wo, plain.q_norm, plain.k_norm
+
+    @staticmethod
+    def takes(plain: Attention) -> bool:
+        """An adapter may use wk by itself."""
+        return plain.adapter is None and _plain(plain.wq, plain.wk, plain.wv)
 
     def forward(self, x_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor:
         heads_BSHE = _product(x_BSD, self.packed).unflatten(-1, (-1, self.head_dim))
-        keys = self.wk.out_features // self.head_dim
-        queries = heads_BSHE.shape[2] - 2 * keys
-        turned_BSHE, v_BSKE = heads_BSHE.split([queries + keys, keys], dim=2)
+        queries = heads_BSHE.shape[2] - 2 * self.keys
+        turned_BSHE, v_BSKE = heads_BSHE.split([queries + self.keys, self.keys], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            q_BSHE, k_BSKE = turned_BSHE.split([queries, keys], dim=2)
+            q_BSHE, k_BSKE = turned_BSHE.split([queries, self.keys], dim=2)
             turned_BSHE = torch.cat((self.q_norm(q_BSHE), self.k_norm(k_BSKE)), dim=2)
-        q_BSHE, k_BSKE = rotate(turned_BSHE, rotations).split([queries, keys], dim=2)
+        q_BSHE, k_BSKE = rotate(turned_BSHE, rotations).split([queries, self.keys], dim=2)
         return self.attended(q_BSHE, k_BSKE, v_BSKE, mask)
 
 
 class _PackedFeedForward(FeedForward):
     """A feed-forward whose input is multiplied once."""
 
-    packed: Packed
+    def __init__(self, plain: FeedForward):
+        nn.Module.__init__(self)
+        self.packed = _joined(plain.w1, plain.w3)
+        self.w2 = plain.w2
+
+    @staticmethod
+    def takes(plain: FeedForward) -> bool:
+        return _plain(plain.w1, plain.w3)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         gate_BSF, up_BSF = _product(x_BSD, self.packed).chunk(2, dim=-1)

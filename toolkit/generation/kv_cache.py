@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit import compat
 from toolkit.models.common.attention import AttentionBackend, AttentionMask, Prefix, has_tiles
 from toolkit.models.common.attention_sdpa import SDPA, scaled_dot_product
 from toolkit.models.common.decoder import Decoder, TransformerBlock
@@ -96,7 +97,7 @@ class KVCache:
         if self.padding.device.type != "cpu":
             return self.columns, self.column, self.padding
         columns = torch.arange(min(_rounded(self.length + 1), self.capacity))
-        torch._dynamo.mark_dynamic(columns, 0)
+        compat.mark_dynamic(columns, 0)
         return columns, self.column, self.padding
 
     def take(self, columns: Tensor, column: Tensor, padding: Tensor) -> None:
@@ -205,7 +206,7 @@ class _CachedAttention(AttentionBackend):
             self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
             if self.cache.fixed:
                 for buffer in (self.keys, self.values):
-                    torch._dynamo.mark_static_address(buffer)
+                    compat.mark_static_address(buffer)
         elif end > self.keys.shape[2]:
             assert not self.cache.fixed, "the capacity of fixed buffers is for all that comes"
             more = max(end, self.keys.shape[2] * 3 // 2) - self.keys.shape[2]

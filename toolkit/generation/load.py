@@ -30,8 +30,8 @@ from toolkit.generation.generator import Generator
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention_choice import attention_choice
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.sharding import fsdp_units, tensor_plan
 from toolkit.models.meta_decoder import meta_decoder
+from toolkit.models.parameters import table
 from toolkit.parallel.mesh import Mesh, build_mesh
 from toolkit.weights.hf_assets import asked_bos, eos_ids, run_of, tokenizer_of
 from toolkit.weights.load import open_alike
@@ -207,13 +207,13 @@ def _shard(model: Decoder, mesh: Mesh, device: torch.device, dtype: torch.dtype)
     if mesh.tp:
         from toolkit.parallel.tensor_parallel import apply_tensor_parallel
 
-        apply_tensor_parallel(model, tensor_plan(loss_parallel=True), mesh.tp, split_sequence=False)
+        apply_tensor_parallel(model, table(model.args).tensor_plan(), mesh.tp, split_sequence=False)
     if mesh.dp_size == 1:
         return ""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from toolkit.generation.gathered import fits_gathered
-    from toolkit.parallel.fsdp import apply_fsdp
+    from toolkit.parallel.fsdp import apply_fsdp, fsdp_units
 
     fits, note = fits_gathered(model, device)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False)

@@ -7,14 +7,15 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+
+from toolkit.step_hooks import StepHook, StepResult
 
 _OF_EACH_STEP = ("data", "profiler")
 
 
-class Heartbeat:
+class Heartbeat(StepHook):
     """Writes ``path`` as a whole, at most every ``seconds`` unless the state has changed. The wait for data,
     which each step begins with, and the profiler's part, which ends it, are such states where they begin
     ``seconds`` after the last one was written.
@@ -24,11 +25,19 @@ class Heartbeat:
     looks for.
     """
 
-    def __init__(self, path: Path, *, seconds: float, rank: int, step: Callable[[], int]):
-        self.path, self.seconds, self.step = path, seconds, step
+    def __init__(
+        self,
+        path: Path,
+        *,
+        seconds: float,
+        rank: int,
+        step: Callable[[], int],
+        finished: Callable[[], bool],
+    ):
+        self.path, self.seconds, self.step, self.finished = path, seconds, step, finished
         self.about = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
         self._state, self._written = "", 0.0
-        self._marks: Any = None
+        self._done = step()
 
     def beat(self, state: str) -> None:
         now = time.time()
@@ -37,23 +46,20 @@ class Heartbeat:
         self._state, self._written = state, now
         temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         with suppress(OSError):
-            temporary.write_text(json.dumps({"time": now, "step": self.step(), "state": state, **self.about}))
+            step = min(self.step(), self._done)  # the run counts the step in progress too
+            temporary.write_text(json.dumps({"time": now, "step": step, "state": state, **self.about}))
             temporary.replace(self.path)
 
-    def marks(
-        self, mark: Callable[[str], AbstractContextManager[object]]
-    ) -> Callable[[str], AbstractContextManager[object]]:
-        """``mark``, with the range that it names as a state: toolkit::checkpoint and others."""
-        if mark is self._marks:
-            return mark
+    def after_step(self, step: int, result: StepResult) -> None:
+        self._done = self.step()
+        self.beat("training")
 
-        @contextmanager
-        def marked(name: str) -> Iterator[None]:
-            before = self._state
-            self.beat(name.removeprefix("toolkit::"))
-            with mark(name):
-                yield
-            self.beat(before)
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        before = self._state
+        self.beat(name)
+        yield
+        self.beat(before)
 
-        self._marks = marked
-        return marked
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.beat("failed" if kind else "finished" if self.finished() else "stopped")

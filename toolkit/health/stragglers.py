@@ -9,7 +9,6 @@ out. Comparing costs one small all-reduce a logged step.
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from bisect import bisect
@@ -20,39 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit.distributed import process_group
-from toolkit.parallel import autograd_collectives
-
-
-class HostWaits:
-    """Seconds that this process has been blocked in collectives and transfers since it was made."""
-
-    def __init__(self, *, functional: bool):
-        self.seconds = 0.0
-        process_group._wait = self._timed(process_group._wait)
-        if functional:  # torch.compile would find the clock in what it traces
-            autograd_collectives._ops = _Waiting(autograd_collectives._ops, self._timed)  # type: ignore[assignment]
-
-    def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return wait(*arguments)
-            finally:
-                self.seconds += time.perf_counter() - started
-
-        return timed
-
-
-class _Waiting:
-    """torch's functional collectives with a wait that is timed."""
-
-    def __init__(self, operations: Any, timed: Callable[..., Any]):
-        self._operations = operations
-        self.wait_tensor = timed(operations.wait_tensor)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._operations, name)
+from toolkit.compat import recorded_collectives
+from toolkit.distributed.collectives import waited
+from toolkit.step_hooks import StepHook, StepResult
 
 
 class DeviceWaits:
@@ -69,9 +38,7 @@ class DeviceWaits:
 
     @property
     def seconds(self) -> float:
-        from torch._C import _distributed_c10d
-
-        self.count(json.loads(_distributed_c10d._dump_nccl_trace_json()).get("entries", []))  # type: ignore[attr-defined]
+        self.count(recorded_collectives("nccl").get("entries", []))
         return self._total
 
     def count(self, entries: list[dict[str, Any]]) -> None:
@@ -84,48 +51,49 @@ class DeviceWaits:
             del self._edges[: bisect(self._edges, entries[0]["time_created_ns"]) // 2 * 2]
 
 
-class Stragglers:
+class Stragglers(StepHook):
     """Compares the ranks of the world, and names one that is ``factor`` times as slow as the others' median.
 
-    All ranks call :meth:`compare`, with the same steps behind them.
+    All ranks log the same steps. ``record`` gets the events.
     """
 
-    def __init__(self, factor: float, device: torch.device, *, compiled: bool = False):
-        self.factor, self.device = factor, device
-        self._waits = DeviceWaits() if device.type == "cuda" else HostWaits(functional=not compiled)
+    def __init__(self, factor: float, device: torch.device, record: Callable[[dict[str, Any]], None]):
+        self.factor, self.device, self.record = factor, device, record
+        self._on_device = DeviceWaits() if device.type == "cuda" else None
         self._seconds, self._steps, self._waited, self._slow = 0.0, 0, 0.0, -1
+        self._began = 0, 0.0, 0.0  # in Unix nanoseconds and on the clock, and the seconds waited until then
         hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
         self.hosts = hosts
 
-    def timed(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step with its time counted."""
+    def before_step(self, step: int) -> None:
+        self._began = time.time_ns(), time.perf_counter(), waited.seconds
 
-        def step(*arguments: Any, **options: Any) -> Any:
-            waits = self._waits
-            begin, started = time.time_ns(), time.perf_counter()
-            waited = waits.seconds if isinstance(waits, HostWaits) else 0.0
-            result = train_step(*arguments, **options)
-            self._seconds += time.perf_counter() - started
-            if isinstance(waits, HostWaits):
-                self._waited += waits.seconds - waited
-            else:
-                waits.step(begin, time.time_ns())
-            self._steps += 1
-            return result
+    def after_step(self, step: int, result: StepResult) -> None:
+        began_ns, began, before = self._began
+        self._seconds += time.perf_counter() - began
+        if self._on_device:
+            self._on_device.step(began_ns, time.time_ns())
+        else:
+            self._waited += waited.seconds - before
+        self._steps += 1
 
-        return step
+    def logged(self, values: dict[str, Any]) -> dict[str, Any]:
+        compared, event = self.compare(values["data_seconds"])
+        if event:
+            self.record(event)
+        return values | compared
 
     def compare(self, data_seconds: float) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """This rank's seconds of a step since the last call, with those of the slowest rank and the median of
         the others; and what there is to tell, if a rank has become slow or is so no longer."""
         steps = max(1, self._steps)
-        if isinstance(self._waits, DeviceWaits):
-            before, now = self._waited, self._waits.seconds
-            waited, self._waited = now - before, now
+        if self._on_device:
+            before, now = self._waited, self._on_device.seconds
+            seconds, self._waited = now - before, now
         else:
-            waited, self._waited = self._waited, 0.0
-        own = [data_seconds, max(0.0, self._seconds - waited) / steps, waited / steps]
+            seconds, self._waited = self._waited, 0.0
+        own = [data_seconds, max(0.0, self._seconds - seconds) / steps, seconds / steps]
         self._seconds, self._steps = 0.0, 0
         everywhere = torch.zeros(len(self.hosts), len(own), dtype=torch.float64)
         everywhere[dist.get_rank()] = torch.tensor(own, dtype=torch.float64)

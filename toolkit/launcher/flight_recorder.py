@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from toolkit.compat import process_groups, recorded_collectives
 from toolkit.launcher.fault_reports import Place
-
-_RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 
 
 def enable(entries: int, prefix: Path) -> None:
@@ -37,15 +36,8 @@ def enable(entries: int, prefix: Path) -> None:
 
 def _traces() -> dict[str, dict[str, Any]]:
     """Traces of the recorders that there are and that remember anything."""
-    from torch._C import _distributed_c10d
-
-    traces = {}
-    for name, function in _RECORDERS.items():
-        dump = getattr(_distributed_c10d, function, None)  # NCCL's is not in builds without it
-        trace = json.loads(dump()) if dump else {}
-        if trace.get("entries"):
-            traces[name] = trace
-    return traces
+    traces = {name: recorded_collectives(name) for name in ("gloo", "nccl")}
+    return {name: trace for name, trace in traces.items() if trace.get("entries")}
 
 
 def write(prefix: Path, rank: int) -> None:
@@ -92,11 +84,10 @@ def _asked(entry: dict[str, Any]) -> int:
 
 def _groups() -> list[tuple[str, str, tuple[int, ...]]]:
     """Name, description and global ranks of this rank's groups."""
-    world = dist.distributed_c10d._world
     return [
-        (world.pg_names[group], group.group_desc, tuple(world.pg_group_ranks[group]))
-        for group in list(world.pg_map)
-        if len(world.pg_group_ranks[group]) > 1
+        (group.group_name, group.group_desc, tuple(dist.get_process_group_ranks(group)))
+        for group in process_groups()
+        if group.size() > 1
     ]
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 
 from toolkit.config.finetune import Finetune
-from toolkit.models.common.args import ModelArgs, block_parameters, head_parameters
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.parameters import head_parameters, table
 
 
 def model_flops(args: ModelArgs, finetune: Finetune, *, seq_len: int, causal: bool = False) -> float:
@@ -29,7 +30,7 @@ def flops_per_token(args: ModelArgs, *, seq_len: int, causal: bool = False) -> f
     ``causal`` counts only what is seen, half of the square without a window: some systems publish that. A
     tied head counts as an untied one, for its matmul is the same.
     """
-    parameters = args.n_layers * sum(block_parameters(args)) + args.dim + head_parameters(args)
+    parameters = sum(table(args).block_sizes) + args.dim + head_parameters(args)
     seen = min(seq_len, args.sliding_window or seq_len)
     square = 12 * args.n_layers * args.n_heads * args.head_dim * seen
     return float(6 * parameters + (square - square * seen // (2 * seq_len) if causal else square))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,9 +40,7 @@ class JsonLines:
             if self._resume_step == 0:
                 set_aside(self._path)
             else:
-                from toolkit.metrics.jsonl_cut import cut
-
-                cut(self._path, self._resume_step)
+                _cut(self._path, self._resume_step)
         return self._path.open("a", encoding="utf-8")
 
 
@@ -61,3 +60,21 @@ def rank_files(folder: Path) -> dict[int, Path]:
 
 def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cut(path: Path, last: int) -> None:
+    """Keep the lines up to step ``last``, and only whole ones, replacing the file at once."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and _step(line) <= last]
+    if len(kept) < len(lines):
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def _step(line: str) -> float:
+    """The step of a line; a damaged one is beyond any step."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf

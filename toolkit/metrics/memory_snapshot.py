@@ -8,6 +8,8 @@ from types import TracebackType
 
 import torch
 
+from toolkit.compat import memory_snapshot, record_memory_history
+
 _ENTRIES = 100_000
 """Allocations and frees that a snapshot remembers, as torchtitan's: some hundred MB at most."""
 
@@ -25,7 +27,7 @@ class MemorySnapshots:
         self._step = 0
 
     def __enter__(self) -> MemorySnapshots:
-        torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
+        record_memory_history(max_entries=_ENTRIES)
         return self
 
     def after_step(self, step: int) -> None:
@@ -41,13 +43,13 @@ class MemorySnapshots:
     ) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             self._dump(f"iteration_{self._step}_exit")
-        torch.cuda.memory._record_memory_history(enabled=None)
+        record_memory_history(enabled=None)
 
     def _dump(self, name: str) -> None:
         path = self._folder / name / f"rank{self._rank}_memory_snapshot.pickle"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
-                pickle.dump(torch.cuda.memory._snapshot(), file)
+                pickle.dump(memory_snapshot(), file)
         except OSError as error:
             print(f"the memory snapshot {path} cannot be written: {error}", flush=True)

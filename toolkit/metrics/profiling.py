@@ -2,52 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from toolkit.config.job import Profiling
+from toolkit.config.job import Profiling as ProfilingOptions
 from toolkit.config.local_paths import expand_user
+from toolkit.metrics.memory_snapshot import MemorySnapshots
+from toolkit.metrics.profiler import StepProfiler
+from toolkit.step_hooks import StepHook, StepResult
 
 
-def snapshot_folder(options: Profiling, folder: Path) -> Path | None:
+def snapshot_folder(options: ProfilingOptions, folder: Path) -> Path | None:
     """Where the memory snapshots of a run in ``folder`` are; None where it writes none."""
     if not options.enable_memory_snapshot:
         return None
     return expand_user(options.save_memory_snapshot_folder, inside=folder)
 
 
-@contextmanager
-def profiling(
-    options: Profiling, folder: Path, *, first_step: int, device: torch.device, say: Callable[[str], None]
-) -> Iterator[Callable[[int], None]]:
-    """Start what ``options`` ask for; gives the function that is to be told of each finished step."""
-    rank = dist.get_rank()
-    told: list[Callable[[int], None]] = []
-    with ExitStack() as stack:
+class Profiling(StepHook):
+    """Runs what ``options`` ask for, ``apart`` from the steps."""
+
+    def __init__(
+        self,
+        options: ProfilingOptions,
+        folder: Path,
+        *,
+        first_step: int,
+        device: torch.device,
+        say: Callable[[str], None],
+        apart: Callable[[str], AbstractContextManager[None]],
+    ):
+        rank = dist.get_rank()
+        self._apart = apart
+        self._stack = ExitStack()
+        self._tools: list[StepProfiler | MemorySnapshots] = []
         if options.enable_profiling:
-            from toolkit.metrics.profiler import StepProfiler
-
-            profiler = StepProfiler(
-                options,
-                expand_user(options.save_traces_folder, inside=folder),
-                first_step=first_step,
-                rank=rank,
-                device=device,
-                say=say,
+            traces = expand_user(options.save_traces_folder, inside=folder)
+            self._tools.append(
+                StepProfiler(options, traces, first_step=first_step, rank=rank, device=device, say=say)
             )
-            told.append(stack.enter_context(profiler).after_step)
         if snapshots_in := snapshot_folder(options, folder):
-            from toolkit.metrics.memory_snapshot import MemorySnapshots
+            self._tools.append(MemorySnapshots(snapshots_in, freq=options.profile_freq, rank=rank))
 
-            snapshots = MemorySnapshots(snapshots_in, freq=options.profile_freq, rank=rank)
-            told.append(stack.enter_context(snapshots).after_step)
+    def __enter__(self) -> Profiling:
+        for tool in self._tools:
+            self._stack.enter_context(tool)
+        return self
 
-        def after_step(step: int) -> None:
-            for tell in told:
-                tell(step)
+    def after_step(self, step: int, result: StepResult) -> None:
+        with self._apart("profiler"):
+            for tool in self._tools:
+                tool.after_step(step)
 
-        yield after_step
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)

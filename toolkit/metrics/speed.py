@@ -21,7 +21,7 @@ class SpeedMeter:
     Time under :meth:`apart` (checkpoint, validation, compile) belongs to no step: it is reported
     beside them as ``<name>_seconds``, and neither tokens/s nor MFU suffer from it.
     ``flops_per_step`` and ``peak_flops`` (all devices together) may be None: then ``mfu`` is null.
-    ``mark`` names a range for a profiler: ``toolkit::data`` and ``toolkit::<name>`` of what is apart.
+    ``mark`` is around each range, "data" and what is apart, with its name.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class SpeedMeter:
     def waiting(self) -> Iterator[None]:
         """Around what waits for data: part of the step, and told as ``data_seconds``."""
         started = self._clock()
-        with self.mark("toolkit::data"):
+        with self.mark("data"):
             yield
         self._data += self._clock() - started
 
@@ -54,7 +54,7 @@ class SpeedMeter:
     def apart(self, name: str) -> Iterator[None]:
         """Around what is not training."""
         started = self._clock()
-        with self.mark(f"toolkit::{name}"):
+        with self.mark(name):
             yield
         self.add_apart(name, self._clock() - started)
 
@@ -99,6 +99,7 @@ def build_speed_meter(
     device: torch.device,
     dtype: torch.dtype,
     finetune: Finetune,
+    mark: Callable[[str], AbstractContextManager[object]],
 ) -> SpeedMeter:
     """Build the meter of a run's steps, each of ``samples`` rows of ``seq_len`` tokens, whether they are
     learnt or not; it knows no peak of a device that is not in our table."""
@@ -109,5 +110,5 @@ def build_speed_meter(
     return SpeedMeter(
         flops_per_step=flops * seq_len * samples,
         peak_flops=per_device * dist.get_world_size() if per_device else None,
-        mark=torch.profiler.record_function,
+        mark=mark,
     )

@@ -9,7 +9,7 @@ import torch
 from toolkit.errors import ConfigError, Problem, first_few
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.parameters import parameter_shapes
+from toolkit.models.parameters import table
 from toolkit.models.registry import spec
 
 _SHOWN = 3
@@ -20,19 +20,20 @@ def meta_decoder(args: ModelArgs, **options: Any) -> Decoder:
     :class:`~toolkit.models.common.decoder.Decoder`.
 
     Raises:
-        ConfigError: the family's own decoder has buffers, which nothing would fill once there is storage, or
-            other parameters than Decoder.
+        ConfigError: the family's decoder has other parameters or buffers than the rows of its table.
     """
     kind = spec(args.family).decoder() or Decoder
     with torch.device("meta"):
         model = kind(args, **options)
-    whose = f"the decoder of the family {args.family}, {kind.__module__}.{kind.__qualname__},"
-    if buffers := [name for name, _ in model.named_buffers()]:
-        rule = f"{whose} has buffers, which nothing fills once it has storage: {first_few(buffers, _SHOWN)}"
-        raise ConfigError(Problem(rule, "compute them in forward, or keep a number as an attribute"))
-    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if changed := sorted({name for name, _ in found.items() ^ parameter_shapes(args).items()}):
-        rule = f"{whose} adds, removes or reshapes {first_few(changed, _SHOWN)}: checkpoints and conversions "
-        rule += "hold the parameters of Decoder"
-        raise ConfigError(Problem(rule, "keep their names and shapes"))
+    there = [
+        (named, tuple(tensor.shape), buffer)
+        for buffer, tensors in ((False, model.named_parameters()), (True, model.named_buffers()))
+        for named, tensor in tensors
+    ]
+    rows = [(name, row.shape, row.buffer) for name, row in table(args).items()]
+    if changed := sorted({name for name, *_ in set(there) ^ set(rows)}):
+        whose = f"the decoder of the family {args.family}, {kind.__module__}.{kind.__qualname__},"
+        rule = f"{whose} and the rows of the family differ in {first_few(changed, _SHOWN)}"
+        fix = "give each parameter and each buffer a row with its name and shape, and each row its tensor"
+        raise ConfigError(Problem(rule, fix))
     return model

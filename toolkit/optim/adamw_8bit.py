@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
+from toolkit.compat import DTensorSpec, TensorMeta
 from toolkit.config import Config
 from toolkit.distributed.dtensor import local
 from toolkit.fused import Fused

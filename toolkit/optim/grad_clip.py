@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from toolkit.compat import foreach_mul_, foreach_norm
 from toolkit.distributed.dtensor import local
 
 # torch.nn.utils.clip_grad_norm_ adds this to the norm: the same clipping as everywhere else.
@@ -90,13 +91,13 @@ def clip_(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> N
             gradient = local(parameter.grad)
             by_kind[gradient.device, gradient.dtype].append(gradient)
     for gradients in by_kind.values():
-        torch._foreach_mul_(gradients, scale)
+        foreach_mul_(gradients, scale)
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:
     """The 2-norm of each tensor, accumulated in fp64 without a copy of the tensor in fp64."""
     if tensors[0].is_cuda:
-        return list(torch._foreach_norm(tensors, 2, dtype=torch.float64))
+        return list(foreach_norm(tensors, 2, dtype=torch.float64))
     # torch's norms in another dtype are not vectorised here: nine times slower than products of pieces, cast
     # into memory that stays in a cache.
     cast = torch.empty(_PIECE, dtype=torch.float64)

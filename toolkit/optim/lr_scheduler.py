@@ -11,7 +11,7 @@ Linear warm-up, a stable phase, then decay, with the values of torchtitan 0.2::
 A decay ratio below 1 is WSD (warm-up, stable, decay). Some have no end to decay towards:
 "constant" stays at the peak, and "step" multiplies by ``gamma`` every ``step_size`` steps, as torch's
 StepLR does, warm-up or not: its steps are counted from the start of the run, so that an epoch is an epoch.
-Others are a user's (:mod:`toolkit.optim.lr_expression`).
+Others are functions that job.custom_import registers.
 
 Hugging Face's schedules count the same steps but start their warm-up at 0: there the first update moves
 nothing. Ours, like torchtitan's, is one step ahead of theirs until the warm-up ends, and equal after it.
@@ -21,8 +21,13 @@ from __future__ import annotations
 
 import math
 
+from toolkit.config import Config
+from toolkit.config.schema import added
 from toolkit.config.training import LRScheduler
+from toolkit.errors import Problem
 
+_KEY = "lr_scheduler.decay_type"
+_CHECKED = 1000  # steps
 DECAYS = {
     "linear": lambda progress: 1.0 - progress,
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
@@ -31,8 +36,8 @@ DECAYS = {
 
 
 def is_users(options: LRScheduler) -> bool:
-    """Say if a user has written the schedule."""
-    return options.decay_type not in (*DECAYS, "constant", "step")
+    """Say if job.custom_import has registered the schedule."""
+    return options.decay_type in added(_KEY)
 
 
 def warmup_length(options: LRScheduler, total_steps: int) -> int:
@@ -71,9 +76,7 @@ def learning_rate(
         # 9 steps of 9/7 steps an epoch are 7 epochs, and 6.999999999999999 in binary.
         return lr * ramp * options.gamma ** math.floor(step / size + 1e-9)
     if is_users(options):
-        from toolkit.optim.lr_expression import factor
-
-        return lr * ramp * factor(options, step=step + 1, total_steps=total_steps, warmup_steps=warmup)
+        return lr * ramp * float(added(_KEY)[options.decay_type](step + 1, total_steps))
     decay = total_steps - warmup
     if options.decay_ratio is not None:
         decay = min(round(total_steps * options.decay_ratio), decay)
@@ -95,3 +98,23 @@ def cut_to_fit(options: LRScheduler, total_steps: int) -> list[str]:
     if decay > left:
         return [f"lr_scheduler.decay_ratio {ratio} is {decay} steps, cut to the {left} after the warm-up"]
     return []
+
+
+def wrong_rate(config: Config, steps: range, *, total_steps: int) -> Problem | None:
+    """Report the first of ``steps`` at which a registered schedule over ``total_steps`` gives no rate of at
+    least 0. Of more than a thousand steps as many are checked, spread evenly."""
+    options = config.lr_scheduler
+    total = options.total_steps or total_steps
+    ends = {it for it in (total, *steps[-1:]) if it in steps}
+    for step in sorted({*steps[:: max(1, len(steps) // _CHECKED)], *ends}):
+        where = f"at step {step} of {steps[-1]}" if len(steps) > 1 else f"at step {step}"
+        try:
+            value = float(added(_KEY)[options.decay_type](step, total))
+            said = "" if 0 <= value < math.inf else f"the rate would be {value} of the peak"
+        except Exception as error:  # whatever a user's function raises
+            said = f"{type(error).__name__}: {error}"
+        if said:
+            return Problem(
+                f"{where}: {said}", "correct the function", _KEY, options.decay_type, config.origin(_KEY)
+            )
+    return None

@@ -25,16 +25,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
-from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _adjust_lr
 
+from toolkit.compat import flatten_mesh, shape_and_offset_at
 from toolkit.config import Config
 from toolkit.distributed.dtensor import clean_name, local
 from toolkit.optim.optimizer import IMPLEMENTATIONS, AdamW, NamedParameters, parameter_groups
 from toolkit.optim.optimizer_state import adam_state
 
+_A, _B, _C = 3.4445, -4.775, 2.0315  # of the post
 BUCKET = 1 << 25
 """Numbers of whole matrices that a rank takes in at once, and one matrix more."""
 
@@ -104,7 +104,7 @@ class Muon(Optimizer):
         """The ranks of the mesh, made in the first step: to plan a run takes no group."""
         if self.mesh is None or self.mesh.size() == 1:
             return None
-        return (self.mesh if self.mesh.ndim == 1 else self.mesh._flatten()).get_group()
+        return (self.mesh if self.mesh.ndim == 1 else flatten_mesh(self.mesh)).get_group()
 
     def _update(self, matrices: Sequence[Matrix], process_group: dist.ProcessGroup | None) -> None:
         """Update ``matrices``, which are in the order of their owners."""
@@ -135,7 +135,7 @@ class Muon(Optimizer):
         )
         for matrix, numbers in zip(matrices, parts, strict=True):
             group, parameter = matrix.group, local(matrix.parameter)
-            rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], matrix.parameter.shape)
+            rate = group["lr"] * _ratio(matrix.parameter.shape, group["adjust_lr_fn"])
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(numbers.view(parameter.shape).to(parameter.device), alpha=-rate)
 
@@ -176,11 +176,19 @@ def orthogonalize(x: Tensor, steps: int) -> Tensor:
     """Bring the singular values of a matrix near 1, as torch.optim.Muon does, in the precision of ``x``."""
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x
-    x = x / x.norm().clamp(min=EPS)
+    x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=DEFAULT_B, alpha=DEFAULT_C), x, beta=DEFAULT_A)
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
     return x.T if is_tall else x
+
+
+def _ratio(shape: torch.Size, adjust: str) -> float:
+    """By what torch.optim.Muon multiplies the rate for a matrix of this shape."""
+    rows, columns = shape
+    if adjust == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
 
 
 def _precision(parameter: Tensor) -> torch.dtype:
@@ -214,7 +222,7 @@ def _cost(shape: torch.Size) -> int:
 def _parts(shape: torch.Size, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> list[Part]:
     found = []
     for place in product(*map(range, mesh_shape)):
-        size, start = _compute_local_shape_and_global_offset(shape, mesh_shape, list(place), placements)
+        size, start = shape_and_offset_at(shape, mesh_shape, list(place), placements)
         rows, columns = (slice(first, first + count) for first, count in zip(start, size, strict=True))
         found.append((rows, columns))
     return found

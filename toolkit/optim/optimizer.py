@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from toolkit.compat import init_adam_group
 from toolkit.config import Config
 from toolkit.config.name_patterns import fits
 from toolkit.distributed.dtensor import clean_name, local
@@ -30,7 +31,7 @@ class _OnLocalParts(torch.optim.Adam):
     hundreds is cut: a second or so of the first step, and milliseconds of every other."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        is_complex = super()._init_group(group, *lists)
+        is_complex = init_adam_group(self, group, *lists)
         for tensors in lists:
             tensors[:] = map(local, tensors)
         return is_complex

@@ -24,15 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch._functorch import config
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    _CachedTorchDispatchMode,
-    _is_compiling,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from toolkit.compat import CachedDispatchMode, checkpoint_wrapper, functorch_config, operator_is_compiled
 from toolkit.config.parallelism import ActivationCheckpoint
 
 KEPT = frozenset(
@@ -76,7 +70,7 @@ def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoint
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _ComputeAgain(_CachedTorchDispatchMode):
+class _ComputeAgain(CachedDispatchMode):
     """Hand out what the forward has kept, of operators that :func:`policy` may keep.
 
     torch compares the number of all others with the forward's, too. They are not as many where a part of a
@@ -85,7 +79,9 @@ class _ComputeAgain(_CachedTorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.name() in _MAY_KEEP or _is_compiling(func, args, kwargs):  # where all are kept, for a graph
+        if func.name() in _MAY_KEEP or operator_is_compiled(
+            func, args, kwargs
+        ):  # where all are kept, for a graph
             return super().__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **kwargs)
 
@@ -130,8 +126,8 @@ def _contexts() -> tuple[Any, Any]:
 def _set_memory_budget(options: ActivationCheckpoint, pareto_folder: Path | None) -> None:
     """Set the compiler's for this process; 1.0, torch's default, keeps what backward asks for."""
     acts = options.mode == "memory_budget"
-    config.activation_memory_budget = options.memory_budget if acts else 1.0
-    config.visualize_memory_budget_pareto = acts and pareto_folder is not None
+    functorch_config.activation_memory_budget = options.memory_budget if acts else 1.0
+    functorch_config.visualize_memory_budget_pareto = acts and pareto_folder is not None
     if acts and pareto_folder:
         pareto_folder.mkdir(parents=True, exist_ok=True)
-        config.memory_budget_pareto_dir = str(pareto_folder)
+        functorch_config.memory_budget_pareto_dir = str(pareto_folder)

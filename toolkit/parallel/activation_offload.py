@@ -18,7 +18,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, CheckpointWrapper
+
+from toolkit.compat import ActivationWrapper, CheckpointWrapper, checkpointed
 
 
 def apply_activation_offload(blocks: nn.ModuleDict, *, prefetch: bool = True) -> None:
@@ -45,7 +46,7 @@ class OffloadedInput(ActivationWrapper):
             return self._host_copy(saved) if _place(saved) == place else saved
 
         with saved_tensors_hooks(pack, lambda saved: saved.back() if isinstance(saved, HostCopy) else saved):
-            return self._checkpoint_wrapped_module(h_BSD, *others)
+            return checkpointed(self)(h_BSD, *others)
 
     def _host_copy(self, tensor: Tensor) -> HostCopy:
         copy = HostCopy(tensor)
@@ -56,7 +57,7 @@ class OffloadedInput(ActivationWrapper):
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
     """The same for a tensor under another name, while it lives; a tensor without storage has one, too."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
+    return id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape
 
 
 class HostCopy:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_ops = torch.ops._c10d_functional
+from toolkit.compat import unsafe_view
+from toolkit.distributed import collectives
 
 always_copy = False
 """Set for asynchronous tensor parallelism: torch finds what it can fuse with matmuls by its copy."""
@@ -41,7 +42,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
+        return collectives.all_reduce(x.contiguous(), "sum", group.group_name)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -72,7 +73,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     size = group.size()
-    parts = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
+    parts = collectives.all_gather(x.contiguous(), size, group.group_name)
     if _in_order(x, dim):
         return _as_shape(parts, (*x.shape[:dim], -1, *x.shape[dim + 1 :]))
     return torch.cat(parts.chunk(size), dim)
@@ -82,13 +83,13 @@ def _scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     size = group.size()
     ordered = _in_order(x, dim)
     parts = x.contiguous().flatten(0, dim) if ordered else torch.cat(x.chunk(size, dim))
-    part = _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", size, group.group_name))
+    part = collectives.reduce_scatter(parts, size, group.group_name)
     return _as_shape(part, (*x.shape[:dim], *part.shape)) if ordered else part
 
 
 def _as_shape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A view that autograd does not know for one: FSDP warns where a unit, the embedding, returns one."""
-    return torch.ops.aten._unsafe_view(x, shape)
+    return unsafe_view(x, shape)
 
 
 def _in_order(x: Tensor, dim: int) -> bool:

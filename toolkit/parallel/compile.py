@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._dynamo import callback
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from toolkit import compat
+from toolkit.compat import (
+    compile_callbacks,
+    default_cache_dir,
+    dynamo_config,
+    functorch_config,
+    fuse_collectives,
+)
 from toolkit.config.parallelism import Compile
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel import autograd_collectives
@@ -37,8 +41,8 @@ def limit_recompilation() -> None:
     """Allow a function 64 graphs, by kind of block, shape of a batch, gradients and whether an adapter is on,
     and fail at the next one. Preferences with a validation pass torch's limit of 8, and so does FlexAttention
     at several lengths, which beyond it computes all S x S scores without a warning."""
-    torch._dynamo.config.recompile_limit = 64
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    dynamo_config.recompile_limit = 64
+    dynamo_config.fail_on_recompile_limit_hit = True
 
 
 def keep_for_two_backwards(keep: bool) -> None:
@@ -72,15 +76,14 @@ def apply_compile(model: Decoder, options: Compile, async_tp: dist.ProcessGroup 
 
 def _fuse_collectives(group: dist.ProcessGroup | None) -> None:
     """Have inductor fuse matmuls with the collectives of ``group``; None is torch's default."""
-    inductor_config._micro_pipeline_tp = autograd_collectives.always_copy = group is not None
+    autograd_collectives.always_copy = group is not None
+    fuse_collectives(group is not None)
     if group is None:
         return
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
     with warnings.catch_warnings():
         # torch 2.13 calls it deprecated, yet fuses nothing of a group for which it was not called.
         warnings.simplefilter("ignore", FutureWarning)
-        enable_symm_mem_for_group(group.group_name)
+        compat.enable_symm_mem_for_group(group.group_name)
 
 
 class CompileClock:
@@ -90,8 +93,8 @@ class CompileClock:
     def __init__(self) -> None:
         self._seconds = 0.0
         self._started = 0.0
-        callback.on_compile_start(self._start)
-        callback.on_compile_end(self._end)
+        compile_callbacks.on_compile_start(self._start)
+        compile_callbacks.on_compile_end(self._end)
 
     def _start(self, *_: object) -> None:
         self._started = time.perf_counter()

@@ -21,11 +21,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._inductor import config as inductor_config
 from torch.distributed.tensor import DTensor
 
+from toolkit.compat import inductor_config, local_tensor
 from toolkit.config import Config
 from toolkit.config.parallelism import Float8Linear as Options
+from toolkit.distributed.collectives import all_reduce
 from toolkit.distributed.dtensor import local
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.plain_linear import check_plain
@@ -55,7 +56,6 @@ except ImportError:  # a torchao that needs no such patch
         """Do nothing."""
 
 
-_ops = torch.ops._c10d_functional
 _FILTER = "quantize.linear.float8.filter_fqns"
 _WHOLE = ""
 """In place of the name of a group: the dimension is not cut."""
@@ -158,7 +158,7 @@ def _name(group: dist.ProcessGroup) -> str:
 def _largest(amax: Tensor, groups: Iterable[str]) -> Tensor:
     """The largest of each over the ranks of ``groups``."""
     for group in filter(None, groups):
-        amax = _ops.wait_tensor(_ops.all_reduce(amax, "max", group))
+        amax = all_reduce(amax, "max", group)
     return amax
 
 
@@ -197,7 +197,7 @@ def _multiply(a: Tensor, b: Tensor, *, emulate: bool) -> Tensor:
     return torch.mm(a._data.to(precise) / a._scale, b._data.to(precise) / b._scale).to(a.dtype)
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class _Product(torch.autograd.Function):
     """x (…, K) times the weight (N, K), transposed."""
 
@@ -266,7 +266,7 @@ class _Gathered:
     ) -> tuple[Tensor, tuple[Tensor]] | None:
         """The weight of the bytes; ``out`` is one whose bytes they have become already."""
         if out is not None:
-            cast("Any", out._local_tensor if isinstance(out, DTensor) else out)._scale = scale
+            cast("Any", local_tensor(out) if isinstance(out, DTensor) else out)._scale = scale
             return None
         [data] = gathered
         role, mm_config = GemmInputRole.WEIGHT, _mm_config(self.config)

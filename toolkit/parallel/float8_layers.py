@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toolkit.config.parallelism import Float8Linear
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameters import linear_layers
+from toolkit.models.parameters import linear_layers
 
 MULTIPLE = 16
 """The sizes of matrices that GPUs multiply in float8 are multiples of it."""

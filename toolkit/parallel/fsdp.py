@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,13 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from toolkit.config.parallelism import Parallelism
 from toolkit.config.training import Training
 from toolkit.distributed.process_group import DTYPES, GLOO
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.table import EMBEDDING
+from toolkit.models.parameters import table
 from toolkit.parallel.dims import reshard_after_forward
 
 SKIPPING = ("cuda",)
@@ -89,7 +92,7 @@ def apply_fsdp(
     if _reduces_alone(mesh):
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(Whole())
+                module.set_custom_reduce_scatter(cast("Any", Whole()))
     if mesh.size() > 1:  # what is alone torch would still divide, by 1 into a copy of each unit's gradients
         _sum_gradients(model)
     _spare_embeddings(units)
@@ -114,6 +117,19 @@ def _kept_out(
         if (parameter.dtype == computed and (parallelism.fsdp_sync_each_batch or not parameter.requires_grad))
         or not parameter.is_floating_point()
     }
+
+
+def root_modules(model: Decoder) -> set[nn.Module]:
+    """Modules that no unit may hold, since both ends of the forward need them: a tied embedding."""
+    embedding = table(model.args)[EMBEDDING]
+    return {model.tok_embeddings} if model.tok_embeddings is not None and not embedding.unit else set()
+
+
+def fsdp_units(model: Decoder) -> list[list[nn.Module]]:
+    """Groups of modules of ``model``, or of a stage of it, each one FSDP unit, in forward order."""
+    there = dict(model.named_modules())
+    units = [[there[name] for name in unit if name in there] for unit in table(model.args).units()]
+    return [unit for unit in units if unit]
 
 
 def begin_micro_batch(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:
@@ -166,7 +182,7 @@ def _reduces_alone(mesh: DeviceMesh) -> bool:
     return mesh.size(mesh.ndim - 1) == 1 and (mesh.device_type == "cpu" or mesh.size() == 1)
 
 
-class Whole(ReduceScatter):
+class Whole:
     """The reduce-scatter of a rank that is alone: its gradients are the sum, in the memory that they were
     copied to, of which torch would make another copy."""
 

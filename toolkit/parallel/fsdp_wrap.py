@@ -9,7 +9,7 @@ from torch import nn
 from toolkit.config.parallelism import Parallelism
 from toolkit.distributed.dtensor import WRAPPER_PREFIXES
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.sharding import root_modules
+from toolkit.parallel.fsdp import root_modules
 
 
 def wrapped_units(model: Decoder, parallelism: Parallelism) -> list[list[nn.Module]]:

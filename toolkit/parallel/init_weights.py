@@ -24,7 +24,7 @@ from torch import Tensor
 
 from toolkit.distributed.dtensor import Filled, clean_name, part_to_fill
 from toolkit.launcher.environment import threads
-from toolkit.models.common.init import Init
+from toolkit.models.common.table import Init
 
 BLOCK_ELEMENTS = 1 << 18
 """Numbers in a block, at most, unless a single row has more. Changing it changes every initialisation."""

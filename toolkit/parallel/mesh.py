@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from toolkit.compat import unflatten_mesh
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -46,7 +48,7 @@ def build_mesh(
     shard = "dp_shard_cp" if cp > 1 else "dp_shard"
     names = ("pp", "dp_replicate", shard, "tp")
     world = init_device_mesh(device.type, (pp, dp_replicate, dp_shard * cp, tp), mesh_dim_names=names)
-    within = world[shard]._unflatten(0, (dp_shard, cp), ("dp_shard", "cp")) if cp > 1 else None
+    within = unflatten_mesh(world[shard], 0, (dp_shard, cp), ("dp_shard", "cp")) if cp > 1 else None
     sharder = world.get_local_rank(shard) // cp
     sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
     sizes |= {name: size for name, size in {"cp": cp, "tp": tp, "pp": pp}.items() if size > 1}

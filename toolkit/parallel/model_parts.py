@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from toolkit.config.parallelism import Parallelism
 from toolkit.distributed.dtensor import clean_name
 from toolkit.models.common.decoder import Decoder
+from toolkit.models.registry import spec
 from toolkit.parallel.fsdp import begin_micro_batch
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.objective import MicroBatch, Objective
@@ -31,6 +32,7 @@ class ModelParts(ABC):
     Attributes:
         models: the stages, in order.
         objective: what is made of the last stage's output.
+        names: what is reported beside the loss, by the objective and by blocks.
         is_loss_rank: this rank's labels count, and not the same ones of another rank of its pp and tp groups.
         after_update: to be called after each update of the parameters.
     """
@@ -44,6 +46,9 @@ class ModelParts(ABC):
             if model.output is not None:
                 model.output.reduction = objective.reduction
         self.after_update: list[Callable[[], None]] = []
+        args = models[0].args
+        self._of_blocks = tuple(spec(args.family).reported(args))
+        self.names = (*objective.names, *self._of_blocks)
         self.is_loss_rank = mesh.is_loss_rank
         self.dp_rank, self.coordinates = mesh.dp_rank, mesh.coordinates
         self.shards = shards
@@ -53,6 +58,12 @@ class ModelParts(ABC):
         for model in self.models:
             for name, parameter in model.named_parameters():
                 yield clean_name(name), parameter
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of this rank by clean names."""
+        for model in self.models:
+            for name, buffer in model.named_buffers():
+                yield clean_name(name), buffer
 
     def tied_copies(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters beside these, by the names of those that they repeat on another rank, or here."""
@@ -83,13 +94,26 @@ class ModelParts(ABC):
         cut = {name: batch[name] for name in ("tokens", "labels", "positions", *self.objective.token_fields)}
         return batch | {name: None if x is None else self.shards.cut(x) for name, x in cut.items()}
 
-    @abstractmethod
     def backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
-        """Forward and backward of a step's prepared micro-batches, the loss times ``scale``.
+        """Forward and backward of a step's prepared micro-batches, losses times ``scale``.
 
-        Gradients are summed over all ranks. Returns this rank's share of the objective's sums
-        without ``scale``, (1 + names,) fp64, the loss first.
+        Gradients are summed over all ranks. Returns this rank's share of the sums of objective and blocks
+        without ``scale``, (1 + names,) fp64, the objective's loss first.
         """
+        sums = [model.block_sums for model in self.models]
+        for it in sums:
+            it.scale = scale
+        try:
+            objective = self._backward(batches, scale)
+        finally:
+            for it in sums:
+                it.scale = None
+        blocks = [torch.stack([it.take(name, objective) for it in sums]).sum() for name in self._of_blocks]
+        return torch.cat([objective, torch.stack(blocks)]) if blocks else objective
+
+    @abstractmethod
+    def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+        """See :meth:`backward`; returns the sums of the objective alone."""
 
     @abstractmethod
     def loss(self, batch: MicroBatch) -> Tensor:
@@ -125,7 +149,7 @@ class SingleModel(ModelParts):
         self.model = model
         self.parallelism = parallelism
 
-    def backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+    def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         total = torch.zeros(1 + len(self.objective.names), dtype=torch.float64, device=scale.device)
         for index, batch in enumerate(batches):
             begin_micro_batch(self.model, self.parallelism, last=index == len(batches) - 1)

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.sharding import fsdp_units, tensor_plan
-from toolkit.parallel.fsdp import apply_fsdp
+from toolkit.models.parameters import table
+from toolkit.parallel.fsdp import apply_fsdp, fsdp_units
 from toolkit.parallel.mesh import Mesh
 
 if TYPE_CHECKING:  # read only by runs that use it
@@ -39,7 +39,10 @@ def parallelize(
         from toolkit.parallel.tensor_parallel import apply_tensor_parallel
 
         apply_tensor_parallel(
-            model, tensor_plan(loss_parallel=not parallelism.disable_loss_parallel), mesh.tp
+            model,
+            table(model.args).tensor_plan(),
+            mesh.tp,
+            loss_parallel=not parallelism.disable_loss_parallel,
         )
     if shards:
         from toolkit.parallel.context_parallel import apply_context_parallel

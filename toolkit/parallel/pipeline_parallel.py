@@ -21,12 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    _PipelineScheduleRuntime,
-    get_schedule_class,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from toolkit.compat import ScheduleRuntime, load_schedule
+from toolkit.distributed.collectives import wait_for_work
 from toolkit.distributed.dtensor import local
 from toolkit.errors import ConfigError, Problem
 from toolkit.models.common.decoder import Decoder
@@ -133,7 +131,7 @@ class Pipeline(ModelParts):
 
     # A step
 
-    def backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+    def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         pieces = [piece for batch in batches for piece in self._pieces(batch)]
         batches = [self.objective.with_reference(piece, self.models, self._forward) for piece in pieces]
         tokens, positions, documents, labels = self._inputs(batches)
@@ -195,11 +193,11 @@ class Pipeline(ModelParts):
         ]
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._scaled, "scale_grads": False}
         if self.csv:
-            return self._schedule_of_file(self.csv, _PipelineScheduleRuntime(stages, **options), stages)
+            return self._schedule_of_file(self.csv, ScheduleRuntime(stages, **options), stages, count)
         chosen = get_schedule_class(self.schedule_name)
         return chosen(stages[0] if issubclass(chosen, PipelineScheduleSingle) else stages, **options)
 
-    def _schedule_of_file(self, csv: Path, schedule: Any, stages: Sequence[PipelineStage]) -> Any:
+    def _schedule_of_file(self, csv: Path, schedule: Any, stages: Sequence[PipelineStage], count: int) -> Any:
         """Fill a schedule from a file, which torch checks.
 
         Raises:
@@ -209,7 +207,7 @@ class Pipeline(ModelParts):
         for each in (schedule, *stages):
             each.stage_index_to_group_rank = self.owner
         try:
-            schedule._load_csv(str(csv))
+            load_schedule(schedule, str(csv))
             fault = "it gives the ranks other stages"
         except Exception as error:  # torch raises nearly anything for what is malformed
             fault = f"torch refuses it: {str(error).partition(chr(10))[0]}"
@@ -217,7 +215,7 @@ class Pipeline(ModelParts):
             if schedule.stage_index_to_group_rank == self.owner:
                 return schedule
         ranks = ", ".join(f"{stage} on rank {rank}" for stage, rank in self.owner.items())
-        fix = f"correct it for {schedule._n_microbatches} micro-batches through the stages {ranks}"
+        fix = f"correct it for {count} micro-batches through the stages {ranks}"
         key = "parallelism.pipeline_parallel_schedule_csv"
         raise ConfigError(Problem(fault, fix, key, str(csv)))
 
@@ -250,7 +248,7 @@ class Pipeline(ModelParts):
             dist.P2POp(dist.irecv, received, group=self.group, group_peer=peer),
         ]
         for work in dist.batch_isend_irecv(pair):
-            work.wait()
+            wait_for_work(work)
         gradients[0].add_(received.to(gradients[0].device))
 
     # Without gradients

@@ -22,10 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from toolkit.compat import (
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_cpu,
+    flash_attention_cpu_backward,
+)
+from toolkit.distributed.collectives import start_all_to_all, wait
 from toolkit.models.common.attention import AttentionBackend
 from toolkit.parallel.context_parallel import SequenceShards
 
-_aten, _ops = torch.ops.aten, torch.ops._c10d_functional
 _UNSEEN = -1e30
 """Added to the score of a key that a query may not see. Finite, for queries that see none of a piece: their
 part has a finite result then, and next to no weight beside the others."""
@@ -158,11 +164,11 @@ def _hand_on(x: Tensor, shards: SequenceShards, group: dist.ProcessGroup) -> Ten
     sent, received = [0] * shards.size, [0] * shards.size
     sent[(shards.rank + 1) % shards.size] = x.numel()
     received[(shards.rank - 1) % shards.size] = x.numel()
-    return _ops.all_to_all_single(x.flatten(), received, sent, group.group_name)
+    return start_all_to_all(x.flatten(), received, sent, group.group_name)
 
 
 def _arrived(arriving: Tensor, like: Tensor) -> Tensor:
-    return arriving if arriving is like else _ops.wait_tensor(arriving).view(like.shape)
+    return arriving if arriving is like else wait(arriving).view(like.shape)
 
 
 def _merged(sums: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -179,11 +185,11 @@ def _merged(sums: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor]) -> 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The result (B, H, P, E) and its log-sum-exp (B, H, P). A mask has the causal order in it."""
     if q.is_cuda:
-        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+        return flash_attention(q, k, v, 0.0, causal)[:2]
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     causal = causal and mask is None
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
+    return flash_attention_cpu(q, k, v, 0.0, causal, attn_mask=mask)
 
 
 def _attend_backward(
@@ -196,12 +202,10 @@ def _attend_backward(
         sizes = (None, None, q.shape[2], k.shape[2])
         # The state of a dropout that there is not.
         random = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device))
-        return _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), *sizes, 0.0, causal, *random
-        )
+        return flash_attention_backward(grad, q, k, v, out, lse.contiguous(), *sizes, 0.0, causal, *random)
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    grad_q, *grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    grad_q, *grads = flash_attention_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal and mask is None, attn_mask=mask
     )
     grad_k, grad_v = (x.unflatten(1, (-1, group)).sum(2) for x in grads)

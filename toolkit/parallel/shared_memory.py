@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from toolkit.distributed.collectives import wait_for_work
 
 _ENOUGH = 3
 """Regions: of a unit that is gathered, the next one, and a reduction."""
@@ -69,7 +70,7 @@ class Meeting(dist.Work):
 
     def _end(self) -> None:
         assert self.work is not None
-        self.work.wait()
+        wait_for_work(self.work)
         most, asked = self.most, self.asked
         if not (torch.equal(most[:2], asked) and torch.equal(most[2:4], -asked)):
             raise RuntimeError(f"rank {self.memory.rank} is at {self.at}, and others are not")
@@ -173,7 +174,7 @@ def _whole_pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class Gather(AllGather):
+class Gather:
     """An all-gather whose output is common to all ranks."""
 
     def __init__(self, memory: SharedMemory):
@@ -190,7 +191,7 @@ class Gather(AllGather):
         return self.memory.meet("all_gather", output_tensor.nbytes)
 
 
-class Reduce(ReduceScatter):
+class Reduce:
     """A reduce-scatter that sums what all ranks have written, in the order of ranks."""
 
     def __init__(self, memory: SharedMemory):
@@ -234,7 +235,8 @@ def share_memory(model: nn.Module, group: dist.ProcessGroup) -> None:
         memory = SharedMemory(group)
     except NotShared:
         return
-    gather, reduce = Gather(memory), Reduce(memory)
+    gather: Any = Gather(memory)  # torch names the classes of both in private
+    reduce: Any = Reduce(memory)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(gather)

@@ -8,14 +8,13 @@ matrix contribute is summed and scattered along the sequence again. DTensor's ow
 operation is never paid so. Generation, whose sequences are of one token, keeps them whole: nothing is
 gathered, and sums go to all ranks.
 
-What each module does is data beside the model: a pattern of names and a style of :data:`STYLES`.
+Each row of the model's table has a style of :data:`STYLES` for its module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
 
@@ -24,11 +23,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from toolkit import compat
+from toolkit.compat import CheckpointWrapper
 from toolkit.loss import token_losses
 from toolkit.parallel.autograd_collectives import all_reduce, gather, reduce_scatter
 from toolkit.parallel.vocabulary_parallel import vocabulary_parallel_losses
@@ -55,11 +55,16 @@ class Between:
 
 
 def apply_tensor_parallel(
-    model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, *, split_sequence: bool = True
+    model: nn.Module,
+    plan: Mapping[str, str],
+    mesh: DeviceMesh,
+    *,
+    split_sequence: bool = True,
+    loss_parallel: bool = True,
 ) -> None:
-    """Split the modules of ``model``, on the meta device, in place: ``plan`` has styles by patterns of names,
-    the first that fits; a module that fine-tuning has added brings its own. Without ``split_sequence``
-    sequences of any length pass, and no gradients.
+    """Split the modules of ``model``, on the meta device, in place: ``plan`` has styles by name, and a module
+    that fine-tuning has added brings its own. Without ``split_sequence`` sequences of any length pass, and no
+    gradients. Without ``loss_parallel`` logits are gathered before the loss.
 
     Raises:
         ValueError: a dimension to be split does not divide by the mesh, or a parameter is in no module of
@@ -67,8 +72,9 @@ def apply_tensor_parallel(
     """
     between = Between(mesh.get_group(), split_sequence)
     for name, module in list(model.named_modules()):
-        planned = (style for pattern, style in plan.items() if fnmatchcase(name, pattern))
-        style = getattr(module, "tensor_style", None) or next(planned, None)
+        style = getattr(module, "tensor_style", None) or plan.get(name)
+        if style == "head" and not loss_parallel:
+            style = "gathered head"
         if style:
             try:
                 STYLES[style](module, mesh, between)
@@ -113,7 +119,7 @@ def _place(module: nn.Module, mesh: DeviceMesh, **places: Placed) -> None:
         gradients[name] = placed.gradient
     if gradients:
         kind: Any = type(module)
-        module.__class__ = _reading_parts(kind, tuple(gradients.items()))
+        compat.become(module, _reading_parts(kind, tuple(gradients.items())))
         module.inside = False  # type: ignore[assignment]
 
 
@@ -136,7 +142,7 @@ def _reading_parts(kind: Any, gradients: tuple[tuple[str, Any], ...]) -> type:
 
 
 def _read(module: nn.Module, *, name: str, gradient: Placement | None) -> Any:
-    parameter = module._parameters[name]
+    parameter = compat.parameter(module, name)
     inside = module.inside or torch.compiler.is_compiling()
     return local(parameter, gradient) if inside and parameter is not None else parameter
 
@@ -165,15 +171,15 @@ def _row(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
     module.register_forward_hook(lambda module, args, output: between.summed(output))
 
 
-def _norm(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
-    """A norm of this rank's piece of the sequence, or of its heads: its weight whole."""
-    _place(module, mesh, weight=WHOLE)
+def _whole(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
+    """Parameters of what reads this rank's shard of the sequence, or of the heads: whole on every rank."""
+    _place(module, mesh, **{name: WHOLE for name, _ in module.named_parameters(recurse=False)})
 
 
 def _gather_input(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
     """The pieces of the sequence put together once for all that the module does with them."""
     kind: Any = type(module)
-    module.__class__ = _of_whole(kind)
+    compat.become(module, _of_whole(kind))
     module.between, module.gathers_again = between, False  # type: ignore[assignment]
 
 
@@ -217,12 +223,12 @@ class _Gathered:
     def of_forward(self) -> Tensor:
         whole = self.between.whole(self.piece)
         self.piece = self.piece.detach()
-        self.storage = whole.untyped_storage()._cdata  # not the tensor: this stays until the backward
+        self.storage = id(whole.untyped_storage())  # not the tensor: this stays until the backward
         return whole
 
     def pack(self, saved: Tensor) -> Any:
         """Keep of the whole, or a view of it, where that lies; of other tensors themselves."""
-        if saved.untyped_storage()._cdata != self.storage:
+        if id(saved.untyped_storage()) != self.storage:
             return saved
         self.users += 1
         return saved.shape, saved.stride(), saved.storage_offset()
@@ -328,7 +334,7 @@ class _Whole(torch.autograd.Function):
 STYLES: dict[str, Callable[[nn.Module, DeviceMesh, Between], None]] = {
     "column": _column,
     "row": _row,
-    "norm": _norm,
+    "whole": _whole,
     "adapter": _adapter,
     "gather": _gather_input,
     "embedding": _embedding,

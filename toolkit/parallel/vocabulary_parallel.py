@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.distributed.collectives import all_reduce
 from toolkit.loss import IGNORED_LABEL
 
 
@@ -26,7 +27,7 @@ def vocabulary_parallel_losses(
 class _VocabularyParallelLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, first: int, group: Any) -> Tensor:
-        greatest_T = _all_reduce(logits_TV.amax(-1), "max", group)
+        greatest_T = all_reduce(logits_TV.amax(-1), "max", group.group_name)
         shifted_TV = logits_TV - greatest_T[:, None]
         counted_T = labels_T != IGNORED_LABEL
         index_T = labels_T - first
@@ -34,7 +35,8 @@ class _VocabularyParallelLosses(torch.autograd.Function):
         index_T1 = (index_T * mine_T)[:, None]
         picked_T = shifted_TV.gather(1, index_T1)[:, 0] * mine_T
         exponents_TV = shifted_TV.exp_()
-        sums_T, picked_T = _all_reduce(torch.stack([exponents_TV.sum(-1), picked_T]), "sum", group).unbind()
+        both = torch.stack([exponents_TV.sum(-1), picked_T])
+        sums_T, picked_T = all_reduce(both, "sum", group.group_name).unbind()
         ctx.save_for_backward(exponents_TV.div_(sums_T[:, None]), index_T1, mine_T, counted_T)
         return (sums_T.log() - picked_T) * counted_T
 
@@ -44,8 +46,3 @@ class _VocabularyParallelLosses(torch.autograd.Function):
         grad_T1 = (counted_T * grad_T)[:, None]
         grad_TV = softmax_TV * grad_T1
         return grad_TV.scatter_add_(1, index_T1, -grad_T1 * mine_T[:, None]), None, None, None
-
-
-def _all_reduce(x: Tensor, operation: str, group: Any) -> Tensor:
-    ops = torch.ops._c10d_functional  # what torch.compile traces
-    return ops.wait_tensor(ops.all_reduce(x, operation, group.group_name))

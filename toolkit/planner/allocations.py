@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
+from toolkit.compat import TorchDispatchMode, backward_task, local_tensor, tree_iter, watch_resizes
 from toolkit.distributed.dtensor import clean_name, local
 
 _FSDP = "/fsdp/_fully_shard/"
@@ -81,7 +80,7 @@ class Allocations(TorchDispatchMode):
     def name(self, tensors: Iterable[Tensor], part: str) -> None:
         """Say that these tensors, whatever made them, are a ``part``."""
         for tensor in tensors:
-            known = self._sizes.get(local(tensor).untyped_storage()._cdata)
+            known = self._sizes.get(id(local(tensor).untyped_storage()))
             if known:
                 self._parts[known[0]] = part
 
@@ -95,15 +94,7 @@ class Allocations(TorchDispatchMode):
         return result
 
     def __enter__(self) -> Allocations:
-        resize = torch.UntypedStorage.resize_
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:  # no operation, and FSDP's way to free
-            done = resize(storage, size)
-            self._note_storage(storage)
-            return done
-
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
-        self._undo = lambda: setattr(torch.UntypedStorage, "resize_", resize)
+        self._undo = watch_resizes(self._note_storage)  # no operation, and FSDP's way to free
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -117,7 +108,7 @@ class Allocations(TorchDispatchMode):
         self._note_storage(tensor.untyped_storage(), part)
 
     def _note_storage(self, storage: torch.UntypedStorage, part: str = "") -> None:
-        handle, size = storage._cdata, storage.nbytes()
+        handle, size = id(storage), storage.nbytes()
         number, before = self._sizes.get(handle, (-1, 0))
         if number < 0:
             number = len(self._parts)
@@ -137,7 +128,7 @@ class Allocations(TorchDispatchMode):
                 return "reductions"
             if name in ("unshard", "foreach_all_gather", "wait_for_unshard"):
                 return "gathered parameters"
-        if torch._C._current_graph_task_id() != -1:
+        if backward_task() != -1:
             return "work of backward"
         return "work of the update" if self.moment == "update" else "activations"
 
@@ -178,7 +169,7 @@ class Allocations(TorchDispatchMode):
 
 def storing(tensor: Tensor) -> Tensor:
     """The tensor with the storage: of a DTensor this rank's part. No operation, as ``detach`` would be."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
@@ -222,11 +213,11 @@ def _moments(module: nn.Module, name: str, noted: Allocations) -> Iterator[None]
     """Tell the moments of a module's forward and of its backward, which begins with its output's gradient."""
 
     def forward(*_: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:
+        if backward_task() == -1:
             noted.moment = f"forward of {name}"
 
     def output(_: Any, __: Any, result: Any) -> None:
-        if isinstance(result, Tensor) and result.requires_grad and torch._C._current_graph_task_id() == -1:
+        if isinstance(result, Tensor) and result.requires_grad and backward_task() == -1:
             result.register_hook(backward)
 
     def backward(_: Tensor) -> None:

@@ -23,8 +23,8 @@ from toolkit.config.types import MAX_RANKS
 from toolkit.errors import EXIT_FINISHED, ConfigError, one_line
 from toolkit.hardware import Hardware, detect
 from toolkit.launcher.environment import node_range, shown_ranks, whole_number
-from toolkit.models.common.args import block_parameters, head_parameters
 from toolkit.models.from_config import needs_tokenizer
+from toolkit.models.parameters import head_parameters, table
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.planner.costs import BYTES
 from toolkit.preflight.planned_run import PlannedRun
@@ -169,14 +169,14 @@ def _describe_stages(run: PlannedRun) -> Iterator[str]:
 def _parameters(run: PlannedRun, modules: Sequence[str]) -> int:
     """Numbers in the parameters of a stage; a tied head on another than the embedding is a copy of it."""
     assert run.model
-    table = run.model.vocab_size * run.model.dim
     tied = run.model.tie_embeddings and "tok_embeddings" in modules
     sizes = {
-        "tok_embeddings": table,
+        "tok_embeddings": run.model.vocab_size * run.model.dim,
         "norm": run.model.dim,
         "output": 0 if tied else head_parameters(run.model),
     }
-    return sum(sizes.get(name, sum(block_parameters(run.model))) for name in modules)
+    blocks = table(run.model).block_sizes
+    return sum(sizes[name] if name in sizes else blocks[int(name.partition(".")[2])] for name in modules)
 
 
 def _modules(names: Sequence[str]) -> str:

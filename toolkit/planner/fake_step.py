@@ -13,12 +13,17 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_iter
 
 from toolkit import fused, loss
 from toolkit.build import build_model
+from toolkit.compat import (
+    FakeTensor,
+    FakeTensorMode,
+    local_scalar,
+    tree_iter,
+    unset_fake_temporarily,
+)
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.models.common.args import ModelArgs
@@ -81,7 +86,7 @@ class _Shapes(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
-        if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is FakeTensor:
+        if func is local_scalar.default and type(args[0]) is FakeTensor:
             return 1.0 if args[0].is_floating_point() else 1
         given: list[FakeTensor] = []
         try:
@@ -141,7 +146,7 @@ def _described(value: Any, given: list[FakeTensor]) -> Any:
 def _recipe(result: Any, given: list[FakeTensor]) -> Any:
     """How to make a result again: of each tensor the given one that it is or is a view of, or none; and what
     it looks like."""
-    storages = {it.untyped_storage()._cdata: place for place, it in enumerate(given)}
+    storages = {id(it.untyped_storage()): place for place, it in enumerate(given)}
     found: list[Any] = []
     for each in result if type(result) in (tuple, list) else [result]:
         if each is None:
@@ -153,7 +158,7 @@ def _recipe(result: Any, given: list[FakeTensor]) -> Any:
         if same:
             found.append((same[0], None, None, None))
             continue
-        handle = each.untyped_storage()._cdata
+        handle = id(each.untyped_storage())
         source, view = storages.get(handle), (each.shape, each.stride(), each.storage_offset())
         if source is None:
             span = 1 + sum((size - 1) * step for size, step in zip(each.shape, each.stride(), strict=True))

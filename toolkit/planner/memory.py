@@ -19,7 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from toolkit import compat
 from toolkit.build import build_model
+from toolkit.compat import fsdp_state
 from toolkit.config import Config
 from toolkit.distributed.dtensor import clean_name, local
 from toolkit.models.common.args import ModelArgs
@@ -99,10 +101,8 @@ def holding(
 @contextmanager
 def pretended(rank: int, world_size: int) -> Iterator[None]:
     """This process as ``rank`` of a world whose other ranks do not exist: collectives return at once."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the back end
-
     hook = sys.excepthook  # around which torch puts one that names the rank
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", store=compat.FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
@@ -126,7 +126,7 @@ def _units(model_parts: ModelParts, dtype: torch.dtype) -> Iterator[Unit]:
     """The FSDP units of the stages here, in order. Modules that are gathered together share a state."""
     for model in model_parts.models:
         modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-        states = {name: module._get_fsdp_state() for name, module in modules.items()}
+        states = {name: fsdp_state(module) for name, module in modules.items()}
         held: dict[object, list[nn.Parameter]] = {state: [] for state in states.values()}
         for name, parameter in model.named_parameters():
             holder = name.rpartition(".")[0]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from toolkit.compat import backward_task, operator_schema, resolve_process_group, tree_iter
 from toolkit.config import Config
 from toolkit.distributed.dtensor import clean_name
 from toolkit.models.common.args import ModelArgs
@@ -87,7 +87,7 @@ class Operations(Allocations):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        name = function._schema.name.partition("::")[2]
+        name = operator_schema(function).name.partition("::")[2]
         if function.namespace in ("c10d", "fsdp", "prim") or name.startswith(("empty", "new_empty")):
             return result
         where = self._where()
@@ -95,7 +95,7 @@ class Operations(Allocations):
             self._send(name, args, result, where)
             return result
         inputs = [it for it in tree_iter((args, kwargs or {})) if isinstance(it, Tensor)]
-        if function._schema.is_mutable:
+        if operator_schema(function).is_mutable:
             outputs = _written(function, args, kwargs or {})
         else:
             outputs = [it for it in tree_iter(result) if isinstance(it, Tensor)]
@@ -122,7 +122,7 @@ class Operations(Allocations):
 
     def _storages(self, tensors: list[Tensor]) -> dict[int, int]:
         held = [(storing(it), _bytes(it)) for it in tensors]
-        return {self._sizes.get(it.untyped_storage()._cdata, (-1, 0))[0]: size for it, size in held}
+        return {self._sizes.get(id(it.untyped_storage()), (-1, 0))[0]: size for it, size in held}
 
     def _at(self, where: tuple[str, str]) -> _Noted:
         return self.noted.setdefault(where, _Noted())
@@ -131,7 +131,7 @@ class Operations(Allocations):
         if self._moment == "update":
             return "update", "update"
         piece = _PIECES.get(self._moment.rpartition(" of ")[2], "start")
-        if torch._C._current_graph_task_id() == -1:
+        if backward_task() == -1:
             return piece, "forward"
         # Checkpointing computes again with gradients, which a backward has not.
         return piece, "again" if torch.is_grad_enabled() else "backward"
@@ -144,7 +144,7 @@ class Operations(Allocations):
         self._end_chain()
         self._end_collective(waits=False)
         operation, place = FUNCTIONAL[name]
-        ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(args[-1]))
+        ranks = dist.get_process_group_ranks(resolve_process_group(args[-1]))
         if len(ranks) > 1:
             dimension = self._dims.get((len(ranks), ranks[1] - ranks[0]), "world")
             whole = result if place is None else args[place]
@@ -229,14 +229,14 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _aliases(inputs: list[Tensor], outputs: list[Tensor]) -> bool:
-    known = {tensor.untyped_storage()._cdata for tensor in inputs}
-    return all(tensor.untyped_storage()._cdata in known for tensor in outputs)
+    known = {id(tensor.untyped_storage()) for tensor in inputs}
+    return all(id(tensor.untyped_storage()) in known for tensor in outputs)
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The arguments that an operation writes to."""
-    given = zip(function._schema.arguments, args, strict=False)
-    named = [(it, kwargs.get(it.name)) for it in function._schema.arguments[len(args) :]]
+    given = zip(operator_schema(function).arguments, args, strict=False)
+    named = [(it, kwargs.get(it.name)) for it in operator_schema(function).arguments[len(args) :]]
     written = [value for it, value in [*given, *named] if it.alias_info and it.alias_info.is_write]
     return [it for it in tree_iter(written) if isinstance(it, Tensor)]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.compat import schedule_actions
 from toolkit.parallel.pipeline_schedules import SCHEDULES, stages_of_ranks
 
 Action = tuple[str, int, int]
@@ -38,14 +39,8 @@ def orders(schedule: str, pp: int, stages: int, micro_batches: int) -> tuple[tup
         return tuple(_single(rank, ahead[rank], micro_batches) for rank in ends)
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    chosen: Any = get_schedule_class(schedule)
-    made = chosen.__new__(chosen)  # whose stages alone would need a process group
-    made._n_microbatches, made.pp_group_size, made.n_local_stages = micro_batches, pp, stages // pp
-    made.num_stages = made._num_stages = stages
-    made._stages = [None] * (stages // pp)
-    made.number_of_rounds = max(1, micro_batches // pp)
-    made.microbatches_per_round = micro_batches // made.number_of_rounds
-    return tuple(_flat(made._calculate_single_rank_operations(rank)) for rank in ends)
+    actions = schedule_actions(get_schedule_class(schedule), pp, stages, micro_batches)
+    return tuple(map(_flat, actions))
 
 
 def _single(rank: int, ahead: int, count: int) -> tuple[Action, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.metrics.flops import model_flops
-from toolkit.models.common.args import ModelArgs, parameter_count
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.parameters import parameter_count
 from toolkit.planner.estimate import samples
 from toolkit.planner.machines import Machine
 from toolkit.planner.search import Candidate, Found

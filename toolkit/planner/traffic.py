@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from toolkit.compat import TorchDispatchMode, clear_sharding_cache, operator_schema, resolve_process_group
 from toolkit.config import Config
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims
@@ -73,7 +72,7 @@ class _Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name.partition("::")[2]
+        name = operator_schema(func).name.partition("::")[2]
         if func.namespace == "c10d" and name in _C10D:
             operation, place = _C10D[name]
             whole = args[place] if isinstance(args[place], Tensor) else args[place][0]
@@ -81,7 +80,7 @@ class _Traffic(TorchDispatchMode):
             self._add(operation, dist.ProcessGroup.unbox(boxed), whole, functional=False)
         elif func.namespace == "_c10d_functional" and name in FUNCTIONAL:
             operation, where = FUNCTIONAL[name]
-            group = dist.distributed_c10d._resolve_process_group(args[-1])
+            group = resolve_process_group(args[-1])
             self._add(operation, group, result if where is None else args[where], functional=True)
         return result
 
@@ -119,7 +118,7 @@ def step_traffic(
     """
 
     def counted(count: int) -> Counter[tuple[str, str, tuple[int, ...]]]:
-        _clear_sharding_prop_cache()  # which has groups of an equal mesh of an earlier world
+        clear_sharding_cache()  # which has groups of an equal mesh of an earlier world
         with (
             fake_run(config, args, layout, rank, param_dtype=param_dtype, target=target, count=count) as run,
             _Traffic(layout) as traffic,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -181,6 +182,22 @@ class PlannedRun:
     def attention(self) -> str:
         """The attention back end that the run will take."""
         return attention_named(self.config, self.hardware.device)
+
+
+@cache  # a file is read for it
+def torch_version() -> tuple[int, int] | None:
+    """Return major and minor of the torch that the run will meet, without importing it."""
+    try:
+        major, minor, *_ = version("torch").split(".")
+    except PackageNotFoundError:
+        return None
+    return int(major), int(minor)
+
+
+def torch_before(needed: tuple[int, int]) -> str | None:
+    """The version of torch if it is older than ``needed``."""
+    found = torch_version()
+    return f"{found[0]}.{found[1]}" if found and found < needed else None
 
 
 Check = Callable[[PlannedRun], "list[Problem]"]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from toolkit.config import Config
 from toolkit.errors import one_line
 from toolkit.hardware import Hardware
-from toolkit.models.common.args import parameter_count
+from toolkit.models.parameters import parameter_count
 from toolkit.parallel.dims import ParallelDims, strategy_in_effect
 from toolkit.preflight import rules
 from toolkit.preflight.planned_run import NOTES, Note, PlannedRun

@@ -91,8 +91,8 @@ def run_call(fs: Any, method: str, *args: Any, **options: Any) -> Any:
 
 
 @lru_cache
-def file_system(scheme: str, process: int) -> Any:
-    """The file system of a scheme in this process."""
+def file_system(scheme: str, process: int, tries: int = 1) -> Any:
+    """Open the file system of a scheme in this process; that of S3 makes ``tries`` of a request."""
     try:
         import fsspec
 
@@ -102,9 +102,10 @@ def file_system(scheme: str, process: int) -> Any:
             f"{scheme}:// needs a file system that is not here ({error})\n  fix:  {install('remote')}"
         ) from None
     options: dict[str, Any] = {}
-    if hasattr(kind, "call_s3"):  # the tries are counted here
+    if hasattr(kind, "call_s3"):  # which would try again by itself
         timeouts = {"connect_timeout": 10, "read_timeout": TIMEOUT / 2, "max_pool_connections": 32}
-        options = {"config_kwargs": {**timeouts, "retries": {"max_attempts": 0}}}
+        retries = {"total_max_attempts": tries, "mode": "standard"}
+        options = {"config_kwargs": {**timeouts, "retries": retries}}
     fs = kind(use_listings_cache=False, skip_instance_cache=True, **options)
     if options:
         fs.retries = 1

@@ -152,9 +152,9 @@ class RemotePath:
         if mode == "rb":
             return self.open_regular()
         assert mode == "wb", "the store knows bytes"
-        from toolkit.storage.remote_upload import S3Upload, Upload
+        from toolkit.storage.remote_upload import Upload
 
-        return S3Upload(self) if hasattr(self.file_system, "call_s3") else Upload(self)
+        return Upload(self)
 
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fill ``memory`` with the bytes from ``offset`` on, by a few requests at once; how many."""

@@ -23,6 +23,7 @@ from toolkit.finetune.adapter import Adapter, open_adapted, with_adapter
 from toolkit.finetune.merge import Merged
 from toolkit.io.work_folder import refuse_existing
 from toolkit.launcher.environment import threads
+from toolkit.models.parameters import table
 from toolkit.models.registry import spec
 from toolkit.weights.dcp_write import write_dcp
 from toolkit.weights.folder_write import Progress, no_progress
@@ -204,7 +205,7 @@ def convert(conversion: Conversion, *, verify: bool = False, progress: Progress 
 def mapping(conversion: Conversion) -> Iterator[str]:
     """A line a tensor: what it is, and what and where it will be."""
     source = conversion.source
-    tensors, adapter = in_order(source), spec(source.args.family).adapter()
+    tensors, rows = in_order(source), table(source.args)
     shards = cut_into_files(tensors, conversion.max_bytes)
     files = {
         name: file for file, shard in zip(shard_names(len(shards)), shards, strict=True) for name in shard
@@ -213,11 +214,11 @@ def mapping(conversion: Conversion) -> Iterator[str]:
         before = conversion.there.tensors[name]
         then, where = name, PART
         if conversion.to == "hf":
-            then = adapter.to_hf(name, classifier=source.args.classifier is not None)
+            then = rows.to_hf(name)
             where = files[name]
         elif conversion.to == "dcp":
             then, where = MODEL_PREFIX + name, conversion.out.name
-        moved = adapter.reorders_rows(name) and (
+        moved = rows[name].rotary and (
             conversion.to == "hf" or isinstance(origin(conversion.there), SafetensorsFolder)
         )
         yield (

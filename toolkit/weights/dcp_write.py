@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from toolkit.checkpoint.dcp_storage import CommittingWriter, Files, RowByRow, read_metadata
 from toolkit.checkpoint.local_steps import clear, temporary_name
 from toolkit.checkpoint.manager import commit_folder, without_crc32
+from toolkit.compat import StoragePrefix
 from toolkit.errors import CheckpointError
 from toolkit.io.locks import LOCK, claimed
 from toolkit.io.work_folder import in_progress, refuse_existing
@@ -107,7 +107,7 @@ def _write(source: WeightSource, writer: CommittingWriter, progress: Progress) -
     items = {item.index.fqn.removeprefix(MODEL_PREFIX): item for item in plan.items}
 
     def one(number: int, names: Iterable[str]) -> list[WriteResult]:
-        prefix = _StoragePrefix(f"__{number}_")
+        prefix = StoragePrefix(f"__{number}_")
         part = replace(plan, items=[items[name] for name in names], storage_data=prefix)
         return writer.write_data(part, planner).value()
 

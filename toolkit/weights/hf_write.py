@@ -22,7 +22,8 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.launcher.environment import threads
 from toolkit.models.common.hf_config import GENERATION_CONFIG, generation_config_json
 from toolkit.models.common.spec import CONFIG
-from toolkit.models.common.state_dict_adapter import hf_row_order
+from toolkit.models.common.table import hf_row_order
+from toolkit.models.parameters import table
 from toolkit.models.registry import spec
 from toolkit.weights.folder_write import Folder, Progress, no_progress, write_folder
 from toolkit.weights.safetensors import SafetensorsFolder
@@ -84,33 +85,28 @@ def shard_names(count: int) -> list[str]:
 
 def _save(source: WeightSource, progress: Progress, path: Path, names: Sequence[str]) -> None:
     """Write one file, which is in memory whole: its tensors are read by several threads."""
-    args, adapter = source.args, spec(source.args.family).adapter()
+    rows = table(source.args)
 
     def one(name: str) -> Tensor:
         tensor = source.read(name)
-        if adapter.reorders_rows(name):
-            order = hf_row_order(range(len(tensor)), args.head_dim)
+        if head_dim := rows[name].rotary:
+            order = hf_row_order(range(len(tensor)), head_dim)
             tensor = tensor.index_select(0, torch.tensor(order))
         progress(tensor.nbytes)
         return tensor
 
     with ThreadPoolExecutor(threads()) as pool:
-        theirs = map(_hf_names(source), names)
+        theirs = map(rows.to_hf, names)
         tensors = dict(zip(theirs, pool.map(one, names), strict=True))
     save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _index(source: WeightSource, files: Mapping[str, Sequence[str]]) -> dict[str, bytes]:
-    to_hf = _hf_names(source)
+    to_hf = table(source.args).to_hf
     weight_map = {to_hf(name): file for file, names in files.items() for name in names}
     total = sum(stored.nbytes for stored in source.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return {INDEX: _json(index)}
-
-
-def _hf_names(source: WeightSource) -> Callable[[str], str]:
-    adapter = spec(source.args.family).adapter()
-    return partial(adapter.to_hf, classifier=source.args.classifier is not None)
 
 
 def _configs(source: WeightSource, tokens: SpecialTokens) -> dict[str, bytes]:

@@ -21,7 +21,7 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.distributed.dtensor import Filled, part_to_fill
 from toolkit.errors import CheckpointError, DataError, first_few
 from toolkit.launcher.environment import threads
-from toolkit.models.common.parameters import EMBEDDING, HEAD
+from toolkit.models.common.table import EMBEDDING, HEAD
 from toolkit.weights.source import Stored, WeightSource
 
 BLOCK_BYTES = 16 << 20

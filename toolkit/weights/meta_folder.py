@@ -21,15 +21,16 @@ from toolkit.config.local_paths import open_regular
 from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import BUFFER_BYTES, SavedFile, TensorPlace, new_output, read_region, whole
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameters import EMBEDDING, HEAD, parameter_shapes
 from toolkit.models.common.spec import PARAMS
+from toolkit.models.common.table import EMBEDDING, HEAD, NORM, head_rows
 from toolkit.models.on_disk import read_meta_params
+from toolkit.models.parameters import table
 from toolkit.weights.safetensors_header import ignored
 from toolkit.weights.source import Region, Stored, TiedHead
 
 _NO_WEIGHT = "rope.freqs"
-_BY_ROWS = ("wq.weight", "wk.weight", "wv.weight", "w1.weight", "w3.weight", "output.weight")
-_BY_COLUMNS = ("wo.weight", "w2.weight")
+_AXIS = {"column": 0, "head": 0, "row": 1}
+"""The dimension that tensor parallelism cuts, by its style; other tensors are in every part whole."""
 _BEFORE_ZIP = b"\x80\x02\x8a\n"
 """First bytes of files of torch before 1.6."""
 _SHOWN = 5
@@ -69,14 +70,12 @@ class MetaFolder:
         weights = [name for name in first if name not in buffers]
         if not all(part[name].shape for part in parts for name in weights):
             raise DataError(f"{place} is of no such model: it holds numbers beside tensors")
-        if EMBEDDING not in first or "norm.weight" not in first:
-            raise DataError(f"{place} is of no such model: {EMBEDDING} or norm.weight is missing")
-        by_rows = (
-            first[EMBEDDING].shape[-1:] == first["norm.weight"].shape
-        )  # newer releases, or a single part
+        if EMBEDDING not in first or NORM not in first:
+            raise DataError(f"{place} is of no such model: {EMBEDDING} or {NORM} is missing")
+        by_rows = first[EMBEDDING].shape[-1:] == first[NORM].shape  # newer releases, or a single part
         embedding = _Joined([part[EMBEDDING] for part in parts], 0 if by_rows else 1)
         self.args = read_meta_params(place, vocab_size=embedding.stored.shape[0])
-        self.note = ignored(place, buffers, first, parameter_shapes(self.args))
+        self.note = ignored(place, buffers, first, table(self.args))
         joined = {name: _join(name, [part[name] for part in parts], self.args) for name in weights}
         self._joined = joined | {EMBEDDING: embedding}
         self._refuse_misfits()
@@ -133,12 +132,14 @@ def _read_piece(piece: TensorPlace, region: Region, out: Tensor) -> None:
 
 
 def _join(name: str, pieces: list[TensorPlace], args: ModelArgs) -> _Joined:
-    if name.endswith((*_BY_COLUMNS, *_BY_ROWS)) and any(len(piece.shape) != 2 for piece in pieces):
+    row = table(args).get(name) or (head_rows(args)[0] if name == HEAD else None)
+    axis = _AXIS.get(row.tensor_parallel or "") if row else None
+    if axis is not None and any(len(piece.shape) != 2 for piece in pieces):
         raise DataError(f"{pieces[0].file.parent} holds {name}, a matrix, in another shape")
-    if name.endswith(_BY_COLUMNS):
-        return _Joined(pieces, 1)
-    if not name.endswith(_BY_ROWS):
+    if axis is None:
         return _Joined(pieces[:1], 0)
+    if axis == 1:
+        return _Joined(pieces, 1)
     if name.endswith(("wk.weight", "wv.weight")):
         copies = len(pieces) * pieces[0].shape[0] // (args.n_kv_heads * args.head_dim)
         pieces = pieces[:: max(1, copies)]

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from toolkit.compat import FakeTensorMode, checkpoint_offset
 from toolkit.distributed.agreement import Ranks
-from toolkit.models.common.parameters import EMBEDDING, HEAD
 from toolkit.models.common.spec import PARAMS
+from toolkit.models.common.table import EMBEDDING, HEAD
 from toolkit.models.registry import spec
 from toolkit.weights.folder_write import Folder, Progress, no_progress, write_folder
 from toolkit.weights.meta_folder import MetaFolder
@@ -71,7 +71,7 @@ def _lay_out(path: Path, tensors: Mapping[str, Stored], *, tied: bool) -> None:
 
 def _begins(path: Path) -> dict[str, int]:
     found = torch.load(path, map_location="meta", weights_only=True)
-    places = {name: tensor.untyped_storage()._checkpoint_offset for name, tensor in found.items()}
+    places = {name: checkpoint_offset(tensor) for name, tensor in found.items()}
     if places.get(HEAD) == places[EMBEDDING]:
         del places[HEAD]
     return places

@@ -12,7 +12,7 @@ from torch import Tensor
 from toolkit.distributed.agreement import Ranks
 from toolkit.distributed.dtensor import Filled
 from toolkit.finetune.parameters import is_added
-from toolkit.models.common.args import is_classifier_head
+from toolkit.models.parameters import is_classifier_head
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.weights.load import load_weights, open_alike
 from toolkit.weights.safetensors import SafetensorsFolder
@@ -62,7 +62,7 @@ def fill(
         source = Only(source, [name for name in source.tensors if not is_classifier_head(name, args)])
     tensors: dict[str, Tensor] = {
         name: parameter
-        for name, parameter in model_parts.named_parameters()
+        for name, parameter in (*model_parts.named_parameters(), *model_parts.named_buffers())
         if not is_added(name) and not (headless and is_classifier_head(name, args))
     }
     load_weights(source, dict(to_fill(tensors.items())), broadcast_from_rank_0=broadcast, group=group)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from toolkit.io.tensor_file import TensorPlace, new_output, read_region, whole
-from toolkit.models.common.parameters import HEAD
 from toolkit.models.common.spec import CONFIG
+from toolkit.models.common.table import HEAD
 from toolkit.models.on_disk import read_hf_config
-from toolkit.models.registry import spec
+from toolkit.models.parameters import table
 from toolkit.weights.safetensors_header import model_entries
 from toolkit.weights.source import Region, Stored, TiedHead
 
@@ -30,11 +30,10 @@ class SafetensorsFolder:
     def __init__(self, place: Path):
         self.place = place
         self.args = read_hf_config(place)
-        self._adapter = spec(self.args.family).adapter()
         self._places: dict[str, TensorPlace] = {}
         entries, self.note = model_entries(place, self.args)
         for theirs, entry in entries.items():
-            name = self._adapter.from_hf(theirs, classifier=self.args.classifier is not None)
+            name = table(self.args).from_hf(theirs)
             assert name is not None
             self._places[name] = TensorPlace(entry.file, entry.begin, entry.shape, _DTYPES[entry.dtype])
         stored = {name: Stored(place.shape, place.dtype) for name, place in self._places.items()}
@@ -45,7 +44,7 @@ class SafetensorsFolder:
         place = self._places[name]
         region = whole(place.shape) if region is None else region
         out = new_output(place.shape, place.dtype, region, out)
-        paired = self.args.head_dim if self._adapter.reorders_rows(name) else 0
-        read_region(place, region, out, paired_rows=paired)
+        row = table(self.args).get(name)
+        read_region(place, region, out, paired_rows=row.rotary if row else 0)
         self._tied_head.check(name, region, out, partial(self.read, HEAD))
         return out

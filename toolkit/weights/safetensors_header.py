@@ -19,8 +19,8 @@ from toolkit.config.local_paths import open_regular
 from toolkit.errors import DataError, first_few, shown
 from toolkit.io.json_fields import is_size, parse_json, read_object
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameters import EMBEDDING, HEAD, parameter_shapes
-from toolkit.models.registry import spec
+from toolkit.models.common.table import EMBEDDING, HEAD
+from toolkit.models.parameters import table
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -57,18 +57,15 @@ def model_entries(folder: Path, args: ModelArgs) -> tuple[dict[str, Entry], str]
         DataError: no weights, or two saves of them; a file is missing, damaged or not what the index says;
             the model is quantized.
     """
-    adapter, classifies = spec(args.family).adapter(), args.classifier is not None
-    found = folder_entries(folder)
-    due = {adapter.to_hf(name, classifier=classifies) for name in parameter_shapes(args)}
+    rows, found = table(args), folder_entries(folder)
+    due = {row.hf for row in rows.values()}
     buffers = {name: entry.dtype for name, entry in found.items() if entry.dtype not in ITEM_BYTES}
     note = ignored(folder, buffers, found, due)
     entries = {
-        name: entry
-        for name, entry in found.items()
-        if name not in buffers and adapter.from_hf(name, classifier=classifies) is not None
+        name: entry for name, entry in found.items() if name not in buffers and rows.from_hf(name) is not None
     }
     if args.tie_embeddings:
-        head, embedding = adapter.to_hf(HEAD), adapter.to_hf(EMBEDDING)
+        head, embedding = rows.to_hf(HEAD), rows.to_hf(EMBEDDING)
         if head in entries and embedding not in entries:  # as safetensors' save_model leaves the pair
             entries[embedding] = entries.pop(head)
     return entries, note

@@ -18,7 +18,7 @@ from torch import Tensor
 from toolkit.errors import DataError
 from toolkit.io.tensor_file import BUFFER_BYTES, Region
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameters import EMBEDDING, HEAD
+from toolkit.models.common.table import EMBEDDING, HEAD
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from torch import Tensor
 from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import new_output, whole
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameters import EMBEDDING, HEAD, parameter_shapes
+from toolkit.models.common.table import EMBEDDING, HEAD
+from toolkit.models.parameters import parameter_shapes
 from toolkit.weights.source import Region, Stored, WeightSource
 
 _SHOWN = 20

@@ -22,6 +22,19 @@ class Turns(NamedTuple):
     answers: list[tuple[int, int]]
 
 
+class Rendered(NamedTuple):
+    """A dialog as ``text``; ``special`` are the places of the special tokens that a template wrote,
+    ``generated`` those of what it marks as the assistant's."""
+
+    text: str
+    special: list[tuple[int, int]]
+    generated: list[tuple[int, int]]
+
+    def named(self) -> list[tuple[str, int]]:
+        """Return the special tokens, each with where it begins."""
+        return [(self.text[begin:end], begin) for begin, end in self.special]
+
+
 def further_keys(message: Message) -> list[str]:
     """The keys of ``message`` that hold something, besides its role and content."""
     return [key for key, held in message.items() if key not in ("role", "content") and held not in _EMPTY]

@@ -18,11 +18,11 @@ from toolkit.data.chat.base import ChatFormat
 from toolkit.data.chat.template import (
     ChatTemplate,
     compiled,
-    no_empty_thinking,
     read_template,
     refuse_unused,
     template_beside,
 )
+from toolkit.data.chat.think_block import no_empty_thinking
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 from toolkit.models.registry import chat_formats

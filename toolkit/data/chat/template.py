@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.config.local_paths import read_text
-from toolkit.data.chat.base import ChatFormat, Message, Turns, Unwritten
+from toolkit.data.chat.base import ChatFormat, Message, Rendered, Turns, Unwritten
 from toolkit.data.chat.render import BEGIN, END, LimitedTemplate, RenderError
+from toolkit.data.chat.think_block import DIALOG, SWITCH, AnswerPrompts, Render, no_empty_thinking
 from toolkit.data.chat.unwritten import UnwrittenKeys
 from toolkit.data.tokenizers.files import TEMPLATE, TOOL_USE, declared, read_json
 from toolkit.data.tokenizers.tokenizer import Tokenizer
@@ -39,8 +40,6 @@ _PRIVATE_USE = range(0xE000, 0xF8FF)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which data sets have what is thought before an answer."""
-_SWITCH = "enable_thinking"
-"""The variable by which templates open an answer for a model that thinks, or with an empty think block."""
 
 
 class _Marks(NamedTuple):
@@ -50,19 +49,6 @@ class _Marks(NamedTuple):
     text: str
     begin: str
     end: str
-
-
-class _Rendered(NamedTuple):
-    """A dialog as ``text`` without marks; ``special`` are the places of the special tokens that the
-    template wrote, ``generated`` those of what it marks as the assistant's."""
-
-    text: str
-    special: list[tuple[int, int]]
-    generated: list[tuple[int, int]]
-
-    def named(self) -> list[tuple[str, int]]:
-        """The special tokens, with where they begin."""
-        return [(self.text[begin:end], begin) for begin, end in self.special]
 
 
 class ChatTemplate(ChatFormat):
@@ -88,7 +74,6 @@ class ChatTemplate(ChatFormat):
         self.name = name
         self._source = source
         self._tokenizer = tokenizer
-        self._mask_empty_thinking = mask_empty_thinking
         self._tool_use = tool_use
         self._unwritten = UnwrittenKeys()
         named = _named_tokens(tokenizer)
@@ -100,6 +85,7 @@ class ChatTemplate(ChatFormat):
         by_length = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, by_length)) or "(?!)")
         self._template = compiled(name, source, TRAINING_DAY if training else None)
+        self._prompts = AnswerPrompts(switches=SWITCH in self._template.used, masks_empty=mask_empty_thinking)
 
     @property
     def used(self) -> set[str]:
@@ -109,18 +95,15 @@ class ChatTemplate(ChatFormat):
     @property
     def has_empty_thinking(self) -> bool:
         """Say if the template opens an answer in another way where the model is not to think."""
-        own, others = self._openings
-        return any(other != own for other in others) or (
-            self._tool_use is not None and self._tool_use.has_empty_thinking
-        )
+        render = partial(self._render, marks=self._marks(DIALOG))
+        with_tools = self._tool_use is not None and self._tool_use.has_empty_thinking
+        return self._prompts.differ(render) or with_tools
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:  # type: ignore[override]  # found when it is asked for
         """Those that the tokenizer names, and the special token that the template writes behind an answer."""
         try:
-            ids, answers = self.encode_turns(
-                [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            )
+            ids, answers = self.encode_turns(DIALOG)
         except DataError:  # no dialog for this template
             return tuple(sorted(self._known_stops))
         written = {ids[end - 1] for _, end in answers} & set(self._tokenizer.special_tokens.values())
@@ -143,13 +126,10 @@ class ChatTemplate(ChatFormat):
     def encode_turns(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Turns:
         if tools and self._tool_use:
             return self._tool_use.encode_turns(messages, tools)
-        marks = self._marks(messages, tools)
-        render = partial(self._render, marks=marks, tools=tools)
+        render = partial(self._render, marks=self._marks(messages, tools), tools=tools)
         rendered = render(messages, generation_prompt=False)
-        places = rendered.generated
         if _GENERATION.search(self._source):
-            if self._marks_prompts:
-                places = self._behind_prompts(places, messages, rendered, render)
+            places = self._prompts.without(rendered, messages, render)
         else:
             roles = [message.get("role") for message in messages]
             places = [
@@ -197,7 +177,7 @@ class ChatTemplate(ChatFormat):
         generation_prompt: bool,
         tools: Sequence[Any] | None = None,
         thinking: bool | None = None,
-    ) -> _Rendered:
+    ) -> Rendered:
         def kept(value: Any) -> Any:
             return _in_strings(
                 value,
@@ -205,7 +185,7 @@ class ChatTemplate(ChatFormat):
             )
 
         variables = self._variables | ({"tools": kept(tools)} if tools else {})
-        variables |= {} if thinking is None else {_SWITCH: thinking}
+        variables |= {} if thinking is None else {SWITCH: thinking}
         places = {BEGIN: marks.begin, END: marks.end}
         try:
             text = self._template.render(
@@ -218,7 +198,7 @@ class ChatTemplate(ChatFormat):
             raise DataError(f"chat template {self.name}: {error}") from error
         return self._without_marks(text, marks)
 
-    def _without_marks(self, text: str, marks: _Marks) -> _Rendered:
+    def _without_marks(self, text: str, marks: _Marks) -> Rendered:
         found, special, begins, ends = "", [], [], []
         for part in re.split(f"([{''.join(marks)}]|{self._special.pattern})", text):
             if part == marks.begin:
@@ -229,17 +209,17 @@ class ChatTemplate(ChatFormat):
                 if self._special.fullmatch(part):
                     special.append((len(found), len(found) + len(part)))
                 found += part
-        return _Rendered(found, special, list(zip(begins, ends, strict=True)))
+        return Rendered(found, special, list(zip(begins, ends, strict=True)))
 
     def _answer(
-        self, messages: Sequence[Message], index: int, full: _Rendered, render: Callable[..., _Rendered]
+        self, messages: Sequence[Message], index: int, full: Rendered, render: Render
     ) -> tuple[int, int]:
         """The place of message ``index`` in the dialog: from where its prompt ends to the special token
         that ends it, or to where the next message begins if there is none."""
         if index == 0:
             raise DataError(f"chat template {self.name}: the assistant speaks first\n  fix:  {_MARK_IT}")
         through = render(messages[: index + 1], generation_prompt=False)
-        begin = self._prompt_end(messages[:index], [full, through], render)
+        begin = self._prompts.end(messages[:index], [full, through], render)
         if begin is None:
             raise DataError(
                 f"chat template {self.name}: message {index + 1} does not begin with the generation prompt, "
@@ -258,73 +238,6 @@ class ChatTemplate(ChatFormat):
             )
         return begin, len(through.text)
 
-    @cached_property
-    def _openings(self) -> tuple[str | None, list[str]]:
-        """Find what the generation prompt adds to a dialog, and what it adds where the model is to think and
-        where it is not, the longest first; none where the template does not let it be told."""
-        asked: list[Message] = [{"role": "user", "content": "a"}]
-        render = partial(self._render, asked, self._marks(asked))
-        found: list[str | None] = []
-        for thinking in (None, True, False) if _SWITCH in self._template.used else (None,):
-            try:
-                without, prompt = (
-                    render(generation_prompt=on, thinking=thinking).text for on in (False, True)
-                )
-            except DataError:
-                return None, []
-            found.append(prompt.removeprefix(without) if prompt.startswith(without) else None)
-        own, *others = found
-        return own, sorted(filter(None, others), key=len, reverse=True)
-
-    def _prompt_end(
-        self, before: Sequence[Message], whole: Sequence[_Rendered], render: Callable[..., _Rendered]
-    ) -> int | None:
-        """Where the prompt of the answer that follows ``before`` ends in every text of ``whole``.
-
-        That is what the template writes as generation prompt. Where an answer begins in another way, as one
-        with an empty think block or one of an earlier turn may, the prompt is that of a model that is to
-        think, or of one that is not. None where none is there.
-        """
-        prompt = render(before, generation_prompt=True).text
-        own, others = self._openings
-        prompts = [prompt]
-        if own is not None and prompt.endswith(own):
-            prompts += [prompt[: len(prompt) - len(own)] + other for other in others]
-        fitting = (len(one) for one in prompts if all(it.text.startswith(one) for it in whole))
-        return max(fitting, default=None) if self._mask_empty_thinking else next(fitting, None)
-
-    @cached_property
-    def _marks_prompts(self) -> bool:
-        """Say if ``{% generation %}`` marks what a generation prompt writes, such as an empty think block."""
-        dialog: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        render = partial(self._render, marks=self._marks(dialog))
-        try:
-            rendered = render(dialog, generation_prompt=False)
-            behind = self._behind_prompts(rendered.generated, dialog, rendered, render)
-        except DataError:  # no dialog for this template
-            return False
-        return behind != rendered.generated
-
-    def _behind_prompts(
-        self,
-        places: Sequence[tuple[int, int]],
-        messages: Sequence[Message],
-        rendered: _Rendered,
-        render: Callable[..., _Rendered],
-    ) -> list[tuple[int, int]]:
-        """Return ``places`` without what the generation prompts of the answers write."""
-        own, others = self._openings
-        longest = max(map(len, [own or "", *others]))
-        found = list(places)
-        for index, message in enumerate(messages):
-            if index and message.get("role") == "assistant":
-                prompt = self._prompt_end(messages[:index], [rendered], render) or 0
-                found = [
-                    (prompt if prompt - longest <= begin < prompt < end else begin, end)
-                    for begin, end in found
-                ]
-        return found
-
     def _ids(self, text: str, after: str) -> list[int]:
         """Ids of the text that follows a special token, and before them that token; ``after`` may be
         nothing."""
@@ -333,7 +246,7 @@ class ChatTemplate(ChatFormat):
         special = self._tokenizer.special_tokens[after]
         return [special, *(self._tokenizer.encode_after(special, text) if text else [])]
 
-    def _ids_with_offsets(self, rendered: _Rendered) -> tuple[list[int], list[tuple[int, int]]]:
+    def _ids_with_offsets(self, rendered: Rendered) -> tuple[list[int], list[tuple[int, int]]]:
         ids, offsets, place = [], [], 0
         for text, after in _runs(rendered):
             special = self._tokenizer.special_tokens[after] if after else None
@@ -349,7 +262,7 @@ class ChatTemplate(ChatFormat):
         return ids, offsets
 
 
-def _runs(rendered: _Rendered) -> list[tuple[str, str]]:
+def _runs(rendered: Rendered) -> list[tuple[str, str]]:
     """The texts between special tokens, each with the name of the token before it, the first with none."""
     text, found, place, after = rendered.text, [], 0, ""
     for begin, end in rendered.special:
@@ -404,16 +317,8 @@ def refuse_unused(
             f"chat template {name} has no variable {unused[0]!r}\n"
             f"  fix:  remove it; the template uses {', '.join(sorted({*used} - {BEGIN, END}))}"
         )
-    if mask_empty_thinking and _SWITCH not in used:
-        raise no_empty_thinking(f"chat template {name}", f"has no variable {_SWITCH!r}")
-
-
-def no_empty_thinking(name: str, why: str) -> DataError:
-    """Explain why data.mask_empty_thinking has nothing to mask."""
-    return DataError(
-        f"{name} {why}, so that no empty think block can be told for data.mask_empty_thinking\n"
-        "  fix:  set data.mask_empty_thinking = false"
-    )
+    if mask_empty_thinking and SWITCH not in used:
+        raise no_empty_thinking(f"chat template {name}", f"has no variable {SWITCH!r}")
 
 
 def template_beside(tokenizer: Tokenizer, **options: Any) -> ChatTemplate | None:

@@ -46,9 +46,22 @@ def form_of(n_ranks: int, path: Path) -> TiktokenForm:
     for form in tiktoken_forms():
         if form.covers(n_ranks):
             return form
-    from toolkit.data.tokenizers.other_model import other_model
-
     raise other_model(f"{path} has {n_ranks:,} tiktoken ranks")
+
+
+def other_model(what: str) -> DataError:
+    """The error for a tiktoken file of another model, from ``what`` shows it."""
+    forms = list(tiktoken_forms())
+    known = [f"{form.n_ranks:,} ranks are {form.called}'s" for form in forms]
+    known += [
+        f"fewer are those of tools/train_tokenizer, for {form.called}'s word pattern"
+        for form in forms
+        if form.trained
+    ]
+    return DataError(
+        f"{what}, and is of no known tokenizer: {', '.join(known)}\n"
+        "  fix:  name the tokenizer.json of the same tokenizer, which says its pattern and special tokens"
+    )
 
 
 def special_tokens(

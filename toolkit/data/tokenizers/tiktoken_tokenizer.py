@@ -9,7 +9,7 @@ from itertools import accumulate
 import tiktoken
 
 from toolkit.data.tokenizers.files import TokenizerFiles
-from toolkit.data.tokenizers.tiktoken_ranks import form_of, read_ranks, special_tokens
+from toolkit.data.tokenizers.tiktoken_ranks import form_of, other_model, read_ranks, special_tokens
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.models.common.tiktoken_form import TiktokenForm
 
@@ -42,8 +42,6 @@ class TiktokenTokenizer(Tokenizer):
             except UnicodeDecodeError:  # part of a character
                 continue
             if not text.isspace() and self._encoding.encode_ordinary(text) != [rank]:
-                from toolkit.data.tokenizers.other_model import other_model
-
                 raise other_model(
                     f"{self.path} has a token {text!r}, which {form.called}'s words do not have"
                 )

@@ -103,39 +103,6 @@ def changed(base: ModelArgs, *, ffn_rule: Callable[[int], int] | None = None, **
     return args
 
 
-def parameter_count(args: ModelArgs) -> int:
-    """Number of distinct parameters; a tied head counts once."""
-    head = 0 if args.tie_embeddings else head_parameters(args)
-    return args.vocab_size * args.dim + args.n_layers * sum(block_parameters(args)) + args.dim + head
-
-
-def head_parameters(args: ModelArgs) -> int:
-    """Parameters of the head, a tied one's included."""
-    return sum(rows * columns for rows, columns in head_shapes(args).values())
-
-
-def block_parameters(args: ModelArgs) -> tuple[int, int, int]:
-    """Parameters of one block's attention, feed-forward and norms."""
-    attention = 2 * args.dim * args.head_dim * (args.n_heads + args.n_kv_heads)
-    attention += args.qkv_bias * args.head_dim * (args.n_heads + 2 * args.n_kv_heads)
-    norms = 2 * args.dim + (2 * args.head_dim if args.qk_norm else 0)
-    return attention, 3 * args.dim * args.ffn_dim, norms
-
-
-def head_shapes(args: ModelArgs) -> dict[str, tuple[int, int]]:
-    """Shapes of its weights (out, in) by module, in the order of its parameters."""
-    if args.classifier is None:
-        return {"output": (args.vocab_size, args.dim)}
-    sizes = (args.dim, *args.classifier.hidden_sizes)
-    hidden = {f"output.hidden.{at}": (sizes[at + 1], sizes[at]) for at in range(len(sizes) - 1)}
-    return {"output": (len(args.classifier.labels), sizes[-1]), **hidden}
-
-
-def is_classifier_head(name: str, args: ModelArgs) -> bool:
-    """Say if the parameter ``name`` is one of a classifier's head, which no language model has."""
-    return args.classifier is not None and name.startswith("output.")
-
-
 def _scaling(base: ModelArgs, factor: float) -> RopeScaling | None:
     if factor == 1:
         return None

@@ -53,7 +53,7 @@ class AttentionBackend:
 @cache
 def has_tiles() -> bool:
     """Say if this CPU multiplies tiles of bfloat16 (AMX), as torch's attention then does."""
-    return torch.cpu._is_amx_tile_supported()
+    return bool(torch.cpu.get_capabilities().get("amx_tile"))
 
 
 _CLASSES = {

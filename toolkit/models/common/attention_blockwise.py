@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.compat import softmax_backward
 from toolkit.models.common.attention import AttentionBackend, has_tiles
 
 _QUERY_BYTES = 256
@@ -102,9 +103,7 @@ def attend_backward(
             weights_NMW = block.weights(q_NME, block.columns(k_RKES))
             block.columns(grad_v_RKES).add_(torch.bmm(grad_NME.mT, weights_NMW))
             grad_scores_NMW = torch.bmm(grad_NME, block.columns(v_RKES))  # of weights, then in place
-            torch._softmax_backward_data(
-                grad_scores_NMW, weights_NMW, -1, weights_NMW.dtype, grad_input=grad_scores_NMW
-            )
+            softmax_backward(grad_scores_NMW, weights_NMW, -1, weights_NMW.dtype, grad_input=grad_scores_NMW)
             block.columns(grad_k_RKES).add_(_scaled_product(q_NME.mT, grad_scores_NMW, scale))
             block.write(grad_q_RKGQE, _scaled_product(grad_scores_NMW, block.rows(k_RKSE), scale))
             del weights_NMW, grad_scores_NMW  # before the next block has its own

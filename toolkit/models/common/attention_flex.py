@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops import wrap
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from toolkit.compat import higher_order_wrap
 from toolkit.models.common.attention import AttentionBackend
 
 # Wrapped, what is compiled by itself can be kept by selective checkpointing; otherwise it is computed again.
 # Wrappers older than this class failed with flex_attention (torchtitan issue 2463).
 _OPTIONS: dict[str, Any] = (
-    {"wrap_inductor_compiled_regions": True} if hasattr(wrap, "InductorCompiledCallable") else {}
+    {"wrap_inductor_compiled_regions": True} if hasattr(higher_order_wrap, "InductorCompiledCallable") else {}
 )
 
 

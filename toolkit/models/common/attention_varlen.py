@@ -12,10 +12,10 @@ import inspect
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from toolkit.compat import mark_dynamic
 from toolkit.models.common.attention import AttentionBackend
 
 # torch 2.11 has no such argument and takes grouped heads as they are, as the kernel does.
@@ -49,8 +49,8 @@ class VarlenAttention(AttentionBackend):
         queries = query_bounds(keys, length, first) if first else keys
         # One graph of a compiled block for any number of documents; for the same reason the row's length
         # stands in for the longest document's.
-        torch._dynamo.mark_dynamic(keys, 0)
-        torch._dynamo.mark_dynamic(queries, 0)
+        mark_dynamic(keys, 0)
+        mark_dynamic(queries, 0)
         return Documents(keys, queries, length, length - first, (self.reach(length) or 0) - 1)
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Documents) -> Tensor:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention import AttentionBackend, AttentionMask, attention_backend
-from toolkit.models.common.lm_head import OutputHead, output_head
+from toolkit.models.common.block_output import BlockOutput, BlockSums
+from toolkit.models.common.classification_head import ClassificationHead
+from toolkit.models.common.lm_head import OutputHead
 from toolkit.models.common.rms_norm import RMSNorm
 from toolkit.models.common.rope import rope_rotations, rotate
 from toolkit.models.common.swiglu import swiglu
@@ -36,7 +38,12 @@ class Decoder(nn.Module):
             {str(index): TransformerBlock(args, self.attention) for index in range(args.n_layers)}
         )
         self.norm: RMSNorm | None = RMSNorm(args.dim, eps=args.norm_eps)
-        self.output: OutputHead | None = output_head(args, loss_chunk_tokens)
+        self.output: OutputHead | None = (
+            ClassificationHead(args, args.classifier)
+            if args.classifier
+            else OutputHead(args, loss_chunk_tokens)
+        )
+        self.block_sums = BlockSums()
 
     def forward(
         self,
@@ -61,7 +68,7 @@ class Decoder(nn.Module):
             rotations = rope_rotations(self.args, positions, h_BSD.dtype)
             mask = self.attention.mask(documents, len(h_BSD), positions.shape[-1], h_BSD.device)
             for block in self.layers.values():
-                h_BSD = block(h_BSD, rotations, mask)
+                h_BSD = self.block_sums.hidden(block(h_BSD, rotations, mask))
         if self.norm is None or self.output is None:
             return h_BSD
         tied_VD = None
@@ -71,7 +78,8 @@ class Decoder(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """One transformer layer; residual additions around attention and feed-forward."""
+    """One transformer layer; residual additions around attention and feed-forward. A family's own may return
+    a :class:`BlockOutput`."""
 
     def __init__(self, args: ModelArgs, attention: AttentionBackend):
         super().__init__()
@@ -80,7 +88,7 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args.dim, args.ffn_dim)
 
-    def forward(self, h_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor:
+    def forward(self, h_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor | BlockOutput:
         h_BSD = h_BSD + self.attention(self.attention_norm(h_BSD), rotations, mask)
         return h_BSD + self.feed_forward(self.ffn_norm(h_BSD))
 

@@ -63,12 +63,3 @@ def head_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # which fuses what is between the matmuls by itself
         return token_losses(F.linear(h_TD, weight_VD), labels_T)
     return linear_losses(h_TD, weight_VD, labels_T)
-
-
-def output_head(args: ModelArgs, loss_chunk_tokens: int) -> OutputHead:
-    """The head of a model: of its vocabulary, or a classifier's."""
-    if args.classifier is None:
-        return OutputHead(args, loss_chunk_tokens)
-    from toolkit.models.common.classification_head import ClassificationHead
-
-    return ClassificationHead(args, args.classifier)

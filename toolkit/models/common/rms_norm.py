@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.compat import weight_norm_backward
+
 _PIECE = 1 << 16
 """Numbers of a piece for each thread: three pieces in fp32 are less than a MiB."""
 _FEWEST = 1 << 15
@@ -74,7 +76,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, norm_T1: Tensor
         of_weight_D += product_RD.mul_(scale_R1 / norm_R1).sum(0)
         torch.mul(grad_RD, precise_D, out=product_RD)
         # Of scale · x / norm, as weight normalisation has it, whose kernel is one pass.
-        of_x_RD, _ = torch.ops.aten._weight_norm_interface_backward(product_RD, x_RD, scale_R1, norm_R1, 0)
+        of_x_RD, _ = weight_norm_backward(product_RD, x_RD, scale_R1, norm_R1, 0)
         out_RD.copy_(of_x_RD)
     return out, of_weight_D.to(weight_D.dtype)
 

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.table import Row, decoder_rows, dense_block
 
 if TYPE_CHECKING:
     from toolkit.data.chat.base import ChatFormat
     from toolkit.models.common.hf_config import HFConfig
     from toolkit.models.common.hub import Hub
-    from toolkit.models.common.init import Init
-    from toolkit.models.common.state_dict_adapter import StateDictAdapter
     from toolkit.models.common.tiktoken_form import TiktokenForm
 
 CONFIG = "config.json"
@@ -59,19 +58,17 @@ class ModelSpec(ABC):
         """Hugging Face's config.json."""
 
     def decoder(self) -> type | None:
-        """A subclass of :class:`~toolkit.models.common.decoder.Decoder` that computes otherwise, with
-        parameters of the same names and shapes and no buffers; None for that itself."""
+        """A subclass of :class:`~toolkit.models.common.decoder.Decoder` with the parameters and buffers of
+        :meth:`rows`; None for that itself."""
         return None
 
-    def init_rule(self, name: str, args: ModelArgs) -> Init:
-        """How the parameter ``name`` starts."""
-        from toolkit.models.common.init import init_rule
+    def block(self, args: ModelArgs, layer: int) -> Sequence[Row]:
+        """The rows of block ``layer``, in the order of its module's parameters."""
+        return dense_block(args, layer)
 
-        return init_rule(name, args)
-
-    @abstractmethod
-    def adapter(self) -> StateDictAdapter:
-        """Hugging Face's names of tensors, and the order of their rows."""
+    def rows(self, args: ModelArgs) -> Sequence[Row]:
+        """The rows of the whole model."""
+        return decoder_rows(args, (self.block(args, layer) for layer in range(args.n_layers)))
 
     def meta_params(self) -> MetaParams | None:
         """params.json, where Meta publishes the family as that and consolidated.*.pth."""
@@ -84,6 +81,11 @@ class ModelSpec(ABC):
     def chat_formats(self) -> Mapping[str, type[ChatFormat]]:
         """Formats of prompts by name, beside the templates that come with tokenizers."""
         return {}
+
+    def reported(self, args: ModelArgs) -> Sequence[str]:
+        """Names of the losses and statistics that blocks report
+        (:class:`~toolkit.models.common.block_output.BlockOutput`)."""
+        return ()
 
     def hub(self) -> Hub | None:
         """The family's models on the Hugging Face Hub."""

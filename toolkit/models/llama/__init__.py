@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from toolkit.data.chat.base import ChatFormat
     from toolkit.models.common.hf_config import HFConfig
     from toolkit.models.common.hub import Hub
-    from toolkit.models.common.state_dict_adapter import StateDictAdapter
     from toolkit.models.common.tiktoken_form import TiktokenForm
 
 
@@ -22,11 +21,6 @@ class _Llama(ModelSpec):
 
         extra = {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
         return HFConfig("llama", "LlamaForCausalLM", "a Llama", 2048, extra=extra)
-
-    def adapter(self) -> StateDictAdapter:
-        from toolkit.models.llama.state_dict_adapter import ADAPTER
-
-        return ADAPTER
 
     def meta_params(self) -> MetaParams:
         from toolkit.models.llama import meta_params

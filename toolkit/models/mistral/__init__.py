@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from toolkit.data.chat.base import ChatFormat
     from toolkit.models.common.hf_config import HFConfig
     from toolkit.models.common.hub import Hub
-    from toolkit.models.common.state_dict_adapter import StateDictAdapter
+
+
+_PUBLISHED = {
+    "Mistral-7B-v0.1": ("mistral0.1", "7B"),
+    "Mistral-7B-Instruct-v0.1": ("mistral0.1", "7B"),
+    "Mistral-7B-Instruct-v0.2": ("mistral0.2", "7B"),
+    "Mistral-7B-v0.3": ("mistral0.3", "7B"),
+    "Mistral-7B-Instruct-v0.3": ("mistral0.3", "7B"),
+    "Mistral-Nemo-Base-2407": ("mistral-nemo", "12B"),
+    "Mistral-Nemo-Instruct-2407": ("mistral-nemo", "12B"),
+}
 
 
 class _Mistral(ModelSpec):
@@ -24,20 +34,15 @@ class _Mistral(ModelSpec):
             "mistral", "MistralForCausalLM", "a Mistral", 131072, n_kv_heads=8, sliding_window=4096
         )
 
-    def adapter(self) -> StateDictAdapter:
-        from toolkit.models.llama.state_dict_adapter import ADAPTER
-
-        return ADAPTER
-
     def chat_formats(self) -> Mapping[str, type[ChatFormat]]:
         from toolkit.models.mistral.chat import MistralFormat
 
         return {MistralFormat.name: MistralFormat}
 
     def hub(self) -> Hub:
-        from toolkit.models.mistral.hub import HUB
+        from toolkit.models.common.hub import Hub
 
-        return HUB
+        return Hub("mistralai", _PUBLISHED)
 
 
 SPEC = _Mistral(PRESETS)

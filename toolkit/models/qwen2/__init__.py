@@ -5,15 +5,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from toolkit.models.common.args import takes_vocabulary
 from toolkit.models.common.spec import ModelSpec
 from toolkit.models.qwen2.args import PRESETS
 
 if TYPE_CHECKING:
     from toolkit.models.common.hf_config import HFConfig
     from toolkit.models.common.hub import Hub
-    from toolkit.models.common.state_dict_adapter import StateDictAdapter
 
-_QK = ("attention.wq", "attention.wk")
+
+_PUBLISHED = {
+    f"Qwen2.5-{size}{kind}": (model, size)
+    for model, sizes in PRESETS.items()
+    for size in sizes
+    if not takes_vocabulary(size)
+    for kind in ("", "-Instruct")
+}
 
 
 class _Qwen2(ModelSpec):
@@ -25,16 +32,10 @@ class _Qwen2(ModelSpec):
             extra={"use_sliding_window": False},
         )  # fmt: skip
 
-    def adapter(self) -> StateDictAdapter:
-        from toolkit.models.common.state_dict_adapter import StateDictAdapter
-        from toolkit.models.llama.state_dict_adapter import IN_BLOCK
-
-        return StateDictAdapter(IN_BLOCK, reordered=_QK, biased=(*_QK, "attention.wv"))
-
     def hub(self) -> Hub:
-        from toolkit.models.qwen2.hub import HUB
+        from toolkit.models.common.hub import Hub
 
-        return HUB
+        return Hub("Qwen", _PUBLISHED)
 
 
 SPEC = _Qwen2(PRESETS)

@@ -10,9 +10,6 @@ from toolkit.models.qwen3.args import PRESETS
 
 if TYPE_CHECKING:
     from toolkit.models.common.hf_config import HFConfig
-    from toolkit.models.common.state_dict_adapter import StateDictAdapter
-
-_NORMS = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
 
 
 class _Qwen3(ModelSpec):
@@ -23,12 +20,6 @@ class _Qwen3(ModelSpec):
             "qwen3", "Qwen3ForCausalLM", "a Qwen3", 32768, head_dim=128, n_kv_heads=32, qk_norm=True,
             extra={"attention_bias": False, "use_sliding_window": False},
         )  # fmt: skip
-
-    def adapter(self) -> StateDictAdapter:
-        from toolkit.models.common.state_dict_adapter import StateDictAdapter
-        from toolkit.models.llama.state_dict_adapter import IN_BLOCK
-
-        return StateDictAdapter(IN_BLOCK | _NORMS, reordered=("attention.wq", "attention.wk", *_NORMS))
 
 
 SPEC = _Qwen3(PRESETS)

@@ -15,7 +15,6 @@ from toolkit.config.schema import NAME, Field, fields, named_tables
 FILES: dict[str, tuple[str, ...]] = {
     "options": (),
     "schedule": (),
-    "loss": ("loss.",),
     "optim": ("optimizer.no_decay", "optimizer.early_step_in_backward"),
     "adamw_8bit": ("optimizer.name",),
     "muon": ("optimizer.name",),
@@ -24,10 +23,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "health": ("health",),
     "model": (),
     "attention": ("model.attention", "model.flavor"),
-    "cpu_kernels": ("model.matmul", "model.norm"),
-    "mesh": ("parallelism.",),
-    "elastic": ("parallelism.elastic_meshes",),
-    "batch": ("training.global_batch_size",),
+    "mesh": ("parallelism.", "training.global_batch_size"),
     "tensor_context_parallel": (
         "parallelism.tensor_parallel",
         "parallelism.context_parallel",

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from toolkit.config.precedence import is_set
 from toolkit.config.schema import find_field
 from toolkit.data.build import CorpusOptions, corpora
 from toolkit.data.corpus import kind
-from toolkit.data.run_data import BASE_CORPUS
 from toolkit.data.sources import EMBEDDED
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.planned_run import PlannedRun, rule
@@ -47,17 +45,6 @@ def dataset_choices_act(run: PlannedRun) -> list[Problem]:
                 fix = f"remove it, or name in place of {what} what has a {choice}, such as allenai/c4"
                 problems.append(run.problem(key, f"{what} has no {choice} to choose", fix))
     return problems
-
-
-@rule()
-def base_corpus_is_named(run: PlannedRun) -> list[Problem]:
-    """Its subset and split are of a corpus that is named."""
-    validation = run.config.validation
-    if not validation.enable or validation.base_corpus.named:
-        return []
-    fix = f"set {BASE_CORPUS}.dataset, or remove it"
-    keys = [f"{BASE_CORPUS}.dataset_{choice}" for choice in ("subset", "split")]
-    return [run.problem(key, "no base corpus is named", fix) for key in keys if is_set(run.config, key)]
 
 
 @rule()

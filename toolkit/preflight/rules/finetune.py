@@ -24,10 +24,10 @@ from toolkit.finetune.parameters import (
 )
 from toolkit.finetune.peft_config import is_peft_folder, without_peft_form
 from toolkit.finetune.saved_options import differences, saved_options
-from toolkit.models.common.args import is_classifier_head
-from toolkit.models.common.parameters import EMBEDDING, linear_layers, parameter_shapes
+from toolkit.models.common.table import EMBEDDING
 from toolkit.models.from_config import weights_folder
 from toolkit.models.on_disk import read_hf_config
+from toolkit.models.parameters import is_classifier_head, linear_layers, parameter_shapes
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _SHOWN = 8
@@ -186,16 +186,6 @@ def dpo_has_a_reference(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def dpo_smooths_its_own_loss(run: PlannedRun) -> list[Problem]:
-    """The pairs taken to be wrong are part of the sigmoid loss alone."""
-    options, key = run.config.finetune.dpo, "finetune.dpo.label_smoothing"
-    if not options.label_smoothing or options.loss_type == "sigmoid":
-        return []
-    rule = f'finetune.dpo.loss_type = "{options.loss_type}" has no labels to smooth'
-    return [run.problem(key, rule, 'set it to 0, or loss_type to "sigmoid"')]
-
-
-@rule()
 def dpo_reads_pairs(run: PlannedRun) -> list[Problem]:
     """Each corpus has pairs of answers, of which none sees another."""
     if run.config.finetune.objective != "dpo":
@@ -325,3 +315,18 @@ def _reshaped(run: PlannedRun) -> list[str]:
         return []
     said = f"a folder of PEFT's does not tell of {', '.join(changed)}, which {folder} has otherwise"
     return [f"finetune.adapter: {said}; finetune.merge_on_export hands a LoRA on with them"]
+
+
+@rule()
+def loss_of_tokens(run: PlannedRun) -> list[Problem]:
+    """Losses of tokens are what a language model learns from."""
+    config = run.config
+    tuned = config.finetune
+    if tuned.objective == "sft" and not tuned.classification.num_labels:
+        return []
+    other = "classes" if tuned.classification.num_labels else f'finetune.objective = "{tuned.objective}"'
+    return [
+        run.problem(field.key, f"the loss of {other} is another", "leave it out")
+        for field in config.present_fields()
+        if field.key.startswith("loss.") and config.value(field.key) != field.default
+    ]

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from toolkit.config.types import FLOAT8
 from toolkit.errors import Problem, did_you_mean, first_few, install
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameters import linear_layers, parameter_names
+from toolkit.models.parameters import linear_layers, table
 from toolkit.parallel.float8_layers import MULTIPLE, float8_layers, gathered_in_float8
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
@@ -88,7 +88,7 @@ def float8_filter(run: PlannedRun) -> list[Problem]:
     if _AUTO in options.filter_fqns:
         rule = f"{_AUTO} takes its choice from what torchao measured on one kind of GPU"
         return [run.problem(_FILTER, rule, 'name what is small, as "attention.wk" and "attention.wv"')]
-    modules = [name.rpartition(".")[0] for name in parameter_names(run.model)] + ["output"]
+    modules = [*(row.module for row in table(run.model).values()), "output"]
     for part in options.filter_fqns:
         if not any(part in name for name in modules):
             known = dict.fromkeys(name for module in modules for name in (module, module.rpartition(".")[2]))
@@ -107,9 +107,7 @@ def float8_gathered(run: PlannedRun) -> list[Problem]:
     if not _on(run):
         return []
     if not options.enable_fsdp_float8_all_gather:
-        rule = f"does nothing with {_GATHER} = false"
-        fix = "set that to true, or remove it"
-        return [run.problem(_PRECOMPUTE, rule, fix)] * options.precompute_float8_dynamic_scale_for_fsdp
+        return []
     problems = []
     recipe = options.recipe_name
     if recipe not in (None, "tensorwise"):

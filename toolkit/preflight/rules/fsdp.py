@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from toolkit.config.precedence import is_set
+from collections import Counter
+
 from toolkit.errors import Problem, did_you_mean, divisors
-from toolkit.models.common.args import INNER_CLASSES, WRAP_CLASSES, ModelArgs, block_parameters
-from toolkit.parallel.dims import reshard_after_forward, strategy
+from toolkit.models.common.args import INNER_CLASSES, WRAP_CLASSES, ModelArgs
+from toolkit.models.parameters import table
+from toolkit.parallel.dims import strategy
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _REPLICATE = "parallelism.data_parallel_replicate_degree"
@@ -111,14 +113,6 @@ def reshard_size_has_its_groups(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def offload_has_a_device(run: PlannedRun) -> list[Problem]:
-    """There is something to offload from."""
-    if not run.config.training.enable_cpu_offload or run.hardware.device != "cpu":
-        return []
-    return [run.problem("training.enable_cpu_offload", "parameters are in CPU memory already", "remove it")]
-
-
-@rule()
 def wrap_classes_exist(run: PlannedRun) -> list[Problem]:
     """Units are made of classes that the model has."""
     options = run.config.parallelism
@@ -170,7 +164,7 @@ def sharding_notes(run: PlannedRun) -> list[str]:
     """Options that change nothing in this run."""
     options, said = run.config.parallelism, []
     if options.fsdp_wrap_policy == "size" and run.model:
-        block = sum(block_parameters(run.model))
+        block = max(table(run.model).block_sizes)
         embedding = 0 if run.model.tie_embeddings else run.model.vocab_size * run.model.dim
         if max(block, embedding) < options.fsdp_min_num_params:
             said.append(
@@ -182,40 +176,14 @@ def sharding_notes(run: PlannedRun) -> list[str]:
             f"{_STRATEGY} NO_SHARD makes data-parallel ranks replicas, each of which is still sharded over "
             f"the {options.context_parallel_degree} ranks of parallelism.context_parallel_degree"
         )
-    keys = ("parallelism.fsdp_forward_prefetch", "parallelism.fsdp_backward_prefetch")
-    deeper = " and ".join(key for key in keys if is_set(run.config, key))
-    if deeper and run.mesh and run.mesh.dp_shard * run.mesh.cp == 1:
-        said.append(f"{deeper}: changes nothing, since each rank has all parameters")
-    elif (
-        deeper
-        and run.stages
-        and len(run.stages.modules) > run.pp
-        and reshard_after_forward(options) == "never"
-    ):
-        said.append(f"{deeper}: changes nothing, since of several stages a rank gathers one at once")
-    several = run.world_size > 1 and run.hardware.device == "cuda"
-    if several and is_set(run.config, "parallelism.fsdp_skip_on_one_rank"):
-        said.append(f"parallelism.fsdp_skip_on_one_rank: changes nothing on {run.world_size} ranks")
-    if is_set(run.config, "parallelism.fsdp_shared_memory") and (why := _no_shared_memory(run)):
-        said.append(f"parallelism.fsdp_shared_memory: changes nothing, since {why}")
-    if run.pp == 1 and not options.fsdp_sync_each_batch and run.batch and run.batch.accumulation == 1:
-        said.append("parallelism.fsdp_sync_each_batch changes nothing: a step is one micro-batch")
     return said
-
-
-def _no_shared_memory(run: PlannedRun) -> str:
-    """Say why FSDP would not use it whatever the option says."""
-    if run.hardware.device != "cpu":
-        return "GPUs communicate by NCCL"
-    if run.mesh and run.mesh.dp_shard * run.mesh.cp == 1:
-        return "each rank has all parameters"
-    if isinstance(reshard_after_forward(run.config.parallelism), int):
-        return "a numeric fsdp_reshard_after_forward gathers among fewer ranks in backward"
-    return ""
 
 
 def _smallest_whole_block(model: ModelArgs) -> int:
     """The lowest ``fsdp_min_num_params`` at which nothing inside a block is a unit by itself."""
-    attention, feed_forward, _ = block_parameters(model)
-    attention += 2 * model.head_dim if model.qk_norm else 0
-    return max(attention, feed_forward) + 1
+    inside: Counter[tuple[int | None, str]] = Counter()
+    for row in table(model).values():
+        module, _, below = row.module.removeprefix(f"layers.{row.block}.").partition(".")
+        if below and row.block is not None:
+            inside[row.block, module] += row.size
+    return max(inside.values(), default=0) + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.errors import Problem
-from toolkit.preflight.planned_run import PlannedRun, note, rule
+from toolkit.preflight.planned_run import PlannedRun, rule
 
 POLICIES = ("health.nan_policy", "health.loss_spike_policy")
 
@@ -41,11 +41,3 @@ def stragglers_are_seen(run: PlannedRun) -> list[Problem]:
     rule = "on GPUs the flight recorder has the time of collectives, and comm.trace_buf_size turns it off"
     fix = "set comm.trace_buf_size to more than the collectives between two logged steps"
     return [run.problem("health.straggler_factor", rule, fix)]
-
-
-@note
-def health_notes(run: PlannedRun) -> list[str]:
-    """Tell of a comparison without anyone to compare with."""
-    if run.config.health.straggler_factor is None or run.world_size > 1:
-        return []
-    return ["health.straggler_factor: one rank has no others to be compared with"]

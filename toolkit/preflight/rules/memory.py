@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from toolkit.cpu import lacks_cpp_compiler
 from toolkit.errors import Problem, closest, install
 from toolkit.launcher.environment import is_number
-from toolkit.preflight.installed import torch_before
-from toolkit.preflight.planned_run import PlannedRun, rule
+from toolkit.preflight.planned_run import PlannedRun, rule, torch_before
 
 _TABLE = "activation_checkpoint"
 _STRIDE = f"{_TABLE}.selective_ac_option"
@@ -60,15 +59,6 @@ def dropout_is_computed_again(run: PlannedRun) -> list[Problem]:
     rule = f"finetune.lora.dropout = {tuning.lora.dropout} would drop other numbers when a block is computed "
     rule += "again than in its forward, and gradients would be wrong"
     return [run.problem(key, rule, "remove it, or set finetune.lora.dropout = 0")]
-
-
-@rule()
-def activation_offload_has_a_device(run: PlannedRun) -> list[Problem]:
-    """There is something to offload from."""
-    if not run.config.activation_checkpoint.enable_activation_offloading or run.hardware.device != "cpu":
-        return []
-    key = f"{_TABLE}.enable_activation_offloading"
-    return [run.problem(key, "activations are in CPU memory already", "remove it")]
 
 
 @rule()

@@ -1,15 +1,17 @@
-"""Rules about the mesh: what the world must divide into."""
+"""Rules about the mesh: what the world and the batch must divide into."""
 
 from __future__ import annotations
 
 import math
 from itertools import product
 
-from toolkit.errors import Problem, divisors
+from toolkit.errors import Problem, divisors, either, nearest_multiple
 from toolkit.parallel.dims import DEGREES, ParallelDims
+from toolkit.parallel.elastic_mesh import elastic_mesh
 from toolkit.preflight.planned_run import PlannedRun, rule
 
 _SHOWN = 6
+_MESHES = "parallelism.elastic_meshes"
 
 
 @rule()
@@ -46,3 +48,26 @@ def _fitting(asked: dict[str, int], world_size: int) -> list[ParallelDims]:
         return sum(weights[name] * abs(math.log(getattr(degrees, name) / asked[name])) for name in kept)
 
     return sorted(found, key=distance)
+
+
+@rule()
+def batch_divides(run: PlannedRun) -> list[Problem]:
+    """A global batch has equal parts on the data-parallel ranks."""
+    if run.mesh is None or run.batch:
+        return []
+    size, dp = run.config.training.global_batch_size, run.mesh.dp
+    fitting = either(degree for degree in divisors(size) if degree <= run.world_size)
+    fix = f"set it to {nearest_multiple(size, dp)}, or use a data-parallel degree of {fitting}"
+    return [
+        run.problem("training.global_batch_size", f"must be a multiple of the data-parallel degree {dp}", fix)
+    ]
+
+
+@rule()
+def elastic_meshes_are_meshes(run: PlannedRun) -> list[Problem]:
+    """Each is a text of names and sizes."""
+    wrong = [text for text in run.config.parallelism.elastic_meshes if elastic_mesh(text) is None]
+    if not wrong:
+        return []
+    fix = f'write "dp_shard=3 tp=2": a size from 1 on for each of {either(DEGREES)} that is not 1'
+    return [run.problem(_MESHES, f"{wrong[0]!r} is no mesh", fix)]

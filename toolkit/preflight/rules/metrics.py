@@ -37,20 +37,6 @@ def metrics_notes(run: PlannedRun) -> list[str]:
 
 
 @rule()
-def memory_snapshot_on_cuda(run: PlannedRun) -> list[Problem]:
-    """Only the CUDA allocator records its history."""
-    if not run.config.profiling.enable_memory_snapshot or run.hardware.device == "cuda":
-        return []
-    return [
-        run.problem(
-            "profiling.enable_memory_snapshot",
-            "torch records who allocates memory on CUDA only, and this run is on the CPU",
-            "leave it out: metrics.jsonl has the memory of each step, memory_gib",
-        )
-    ]
-
-
-@rule()
 def prometheus_file_is_read(run: PlannedRun) -> list[Problem]:
     """The textfile collector reads files of one ending."""
     path = run.config.metrics.prometheus_file

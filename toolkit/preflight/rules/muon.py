@@ -6,7 +6,7 @@ import math
 
 from toolkit.errors import Problem
 from toolkit.finetune.parameters import all_shapes, trained_names
-from toolkit.models.common.parameters import linear_layers
+from toolkit.models.parameters import linear_layers
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _KEY = "optimizer.name"

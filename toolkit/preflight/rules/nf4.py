@@ -8,9 +8,8 @@ from toolkit.config.name_patterns import fits
 from toolkit.errors import Problem, divisors, either, first_few
 from toolkit.finetune.parameters import NF4_BLOCK, all_shapes, trained_names
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameters import linear_layers
-from toolkit.preflight.installed import torch_before
-from toolkit.preflight.planned_run import PlannedRun, note, rule
+from toolkit.models.parameters import linear_layers
+from toolkit.preflight.planned_run import PlannedRun, note, rule, torch_before
 
 _KEY = "finetune.lora.quantize_base"
 _TP = "parallelism.tensor_parallel_degree"

@@ -71,8 +71,6 @@ def early_step_alone(run: PlannedRun) -> list[Problem]:
 def optim_notes(run: PlannedRun) -> list[str]:
     """Tell what does nothing, or less than it promises."""
     optimizer, said = run.config.optimizer, []
-    if optimizer.no_decay and optimizer.weight_decay == 0:
-        said.append("optimizer.no_decay does nothing: weight_decay is 0")
     if optimizer.early_step_in_backward and run.mesh and run.mesh.dp_replicate > 1:
         said.append(
             f"{_EARLY} saves no memory with {run.mesh.dp_replicate} replicas: torch keeps the gradients that "

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from toolkit.config.local_paths import expand_user
-from toolkit.config.precedence import is_set
 from toolkit.errors import Problem, did_you_mean, divisors, either, first_few
-from toolkit.models.common.parameters import parameter_names
+from toolkit.models.parameters import table
 from toolkit.parallel.dims import reshard_after_forward, strategy
 from toolkit.parallel.pipeline_schedules import BASES, SCHEDULES, Schedule, bubble, is_cut, module_names
-from toolkit.preflight.installed import torch_before
-from toolkit.preflight.planned_run import PlannedRun, note, rule
+from toolkit.preflight.planned_run import PlannedRun, note, rule, torch_before
 
 _DEGREE = "parallelism.pipeline_parallel_degree"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
@@ -289,20 +287,11 @@ def schedule_file_is_there(run: PlannedRun) -> list[Problem]:
 
 @note
 def pipeline_notes(run: PlannedRun) -> list[str]:
-    """Waiting, and options that change nothing."""
+    """Waiting, and what is computed twice."""
     options, said = run.config.parallelism, []
     file = options.pipeline_parallel_schedule_csv
     if run.pp == 1:
         return []
-    if options.module_fqns_per_model_part is not None:
-        counts = ("first_stage_less_layers", "last_stage_less_layers", "layers_per_stage")
-        keys = [f"parallelism.pipeline_parallel_{name}" for name in counts]
-        unread = [key for key in keys if is_set(run.config, key)]
-        said += [f"{key} changes nothing: {_PARTS} names the stages" for key in unread]
-    if not options.fsdp_sync_each_batch:
-        said.append(
-            "parallelism.fsdp_sync_each_batch changes nothing: a pipeline reduces its gradients once a step"
-        )
     if run.config.compile.blocks and _splits_backward(run):
         said.append(
             f"a compiled backward has no halves: {file or options.pipeline_parallel_schedule} runs "
@@ -322,7 +311,7 @@ def pipeline_notes(run: PlannedRun) -> list[str]:
 
 def _weights_of_block(run: PlannedRun) -> int:
     assert run.model is not None
-    return sum(name.startswith("layers.0.") for name in parameter_names(run.model))
+    return max(map(len, table(run.model).blocks))
 
 
 def _waiting(run: PlannedRun) -> list[str]:

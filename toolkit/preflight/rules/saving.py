@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from toolkit.config.precedence import is_set
 from toolkit.errors import Problem
-from toolkit.preflight.planned_run import PlannedRun, note, rule
-
-_HOW_TO_SAVE = (
-    *("interval", "last_save_model_only", "export_dtype", "async_mode", "enable_first_step_checkpoint"),
-    *("keep_latest_k", "keep_every_n", "keep_best"),
-)
+from toolkit.preflight.planned_run import PlannedRun, rule
 
 
 @rule()
@@ -34,21 +28,8 @@ def saves_are_made(run: PlannedRun) -> list[Problem]:
     if options.async_mode == "async_with_pinned_mem" and run.hardware.device == "cpu":
         rule = "pinned memory is for copies from a GPU, and this is a CPU"
         problems.append(run.problem("checkpoint.async_mode", rule, 'set it to "async"'))
-    if options.create_seed_checkpoint and options.load_only:
-        rule = "saves nothing beside checkpoint.create_seed_checkpoint, which does nothing but save"
-        problems.append(run.problem("checkpoint.load_only", rule, "leave one of them out"))
     if options.create_seed_checkpoint and run.start.steps:
         rule = f"is for a new run, and {run.checkpoints} has step {max(run.start.steps)} already"
         fix = "leave it out to go on from there, or name another job.dump_folder"
         problems.append(run.problem("checkpoint.create_seed_checkpoint", rule, fix))
     return problems
-
-
-@note
-def nothing_is_saved(run: PlannedRun) -> list[str]:
-    """Tell what says how to save where nothing is saved."""
-    options = run.config.checkpoint
-    keys = [key for name in _HOW_TO_SAVE if is_set(run.config, key := f"checkpoint.{name}")]
-    if not (options.enable and options.load_only and keys):
-        return []
-    return [f"{', '.join(keys)} {'do' if len(keys) > 1 else 'does'} nothing with checkpoint.load_only"]

@@ -6,7 +6,7 @@ import math
 
 from toolkit.config.precedence import PAIRS, is_set, replaced
 from toolkit.errors import Problem
-from toolkit.optim.lr_scheduler import cut_to_fit, is_users
+from toolkit.optim.lr_scheduler import cut_to_fit, is_users, wrong_rate
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _ENDLESS = ("constant", "step")
@@ -36,15 +36,11 @@ def one_warmup(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def schedule_has_values(run: PlannedRun) -> list[Problem]:
-    """The rate of every step is a number of at least 0, also where a user has written the schedule. Of epochs
-    that is looked at here for the first step alone: the run counts the others."""
+    """A registered schedule gives a rate of at least 0 at every step. Where the length is in epochs, only the
+    first step is checked here: the run counts the others."""
     options, training = run.config.lr_scheduler, run.config.training
     if not is_users(options):
         return []
-    from toolkit.optim.lr_expression import EXPRESSION, FIX, wrong_rate
-
-    if options.decay_type == EXPRESSION and options.expression is None:
-        return [run.problem("lr_scheduler.decay_type", "lr_scheduler.expression says nothing", FIX)]
     steps = range(1, 2 if training.epochs else training.steps + 1)
     problem = wrong_rate(run.config, steps, total_steps=training.steps)
     return [problem] if problem else []

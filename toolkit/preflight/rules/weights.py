@@ -13,10 +13,11 @@ from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import DataError, Problem, first_few, install
 from toolkit.io.json_fields import read_object
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameters import EMBEDDING, HEAD, parameter_shapes
 from toolkit.models.common.spec import CONFIG
+from toolkit.models.common.table import EMBEDDING, HEAD
 from toolkit.models.on_disk import read_hf_config
-from toolkit.models.registry import presets, spec
+from toolkit.models.parameters import table
+from toolkit.models.registry import presets
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 from toolkit.preflight.rules.model import CHANGEABLE, name_readable
 from toolkit.preflight.weight_folders import instead_of_hugging_face
@@ -38,10 +39,6 @@ def weights_options_act(run: PlannedRun) -> list[Problem]:
         rule = "a Hugging Face folder has nothing beside the model"
         fix = "leave model out of it, or set checkpoint.initial_load_in_hf = false"
         problems.append(run.problem("checkpoint.exclude_from_loading", rule, fix))
-    if options.initial_load_broadcast and not options.initial_load_in_hf:
-        rule = "is for a Hugging Face folder, and checkpoint.initial_load_in_hf is false"
-        fix = "leave it out: of a checkpoint of ours each rank reads its part"
-        problems.append(run.problem("checkpoint.initial_load_broadcast", rule, fix))
     every = options.hf_export_interval
     if every and every % options.interval:
         rule = f"must be a multiple of checkpoint.interval, which is {options.interval}: it comes from a save"
@@ -49,10 +46,6 @@ def weights_options_act(run: PlannedRun) -> list[Problem]:
         problems.append(run.problem("checkpoint.hf_export_interval", rule, f"the nearest is {near}"))
     if options.push_to_hub is not None:
         problems += _unpushed(run, options.push_to_hub)
-    for key in ("last_save_in_hf", "hf_export_interval"):
-        if options.load_only and getattr(options, key):
-            rule = "is written from a save, and checkpoint.load_only saves nothing"
-            problems.append(run.problem(f"checkpoint.{key}", rule, "leave one of them out"))
     return problems
 
 
@@ -64,15 +57,6 @@ def _unpushed(run: PlannedRun, repository: str) -> list[Problem]:
     if find_spec("huggingface_hub") is None:
         return [run.problem(key, "the package huggingface_hub is not installed", install("hf"))]
     return []
-
-
-@note
-def nothing_is_loaded(run: PlannedRun) -> list[str]:
-    """Tell that no other run is named of which more than the weights are to be taken."""
-    options, key = run.config.checkpoint, "checkpoint.initial_load_model_only"
-    if options.initial_load_model_only or options.initial_load_path is not None or not options.enable:
-        return []
-    return [f"{key} = false does nothing without checkpoint.initial_load_path"]
 
 
 @note
@@ -196,14 +180,11 @@ def weights_readable(run: PlannedRun) -> list[Problem]:
     except DataError as error:
         said, _, fix = str(error).partition("\n  fix:  ")
         return [run.problem(key, said, fix or otherwise)]
-    adapter = spec(theirs.family).adapter()
+    rows = table(theirs)
     found = {name: entry.shape for name, entry in entries.items()}
-    classifies = theirs.classifier is not None
-    meant = {
-        adapter.to_hf(name, classifier=classifies): shape for name, shape in parameter_shapes(theirs).items()
-    }
-    if theirs.tie_embeddings and (head := adapter.to_hf(HEAD)) in found:
-        meant[head] = meant[adapter.to_hf(EMBEDDING)]
+    meant = {row.hf: row.shape for row in rows.values()}
+    if theirs.tie_embeddings and (head := rows.to_hf(HEAD)) in found:
+        meant[head] = meant[rows.to_hf(EMBEDDING)]
     said = "; ".join(_differences(found, meant))
     rule = f"the files in {start.weights} are not of the model of its {CONFIG}: {said}"
     return [run.problem(key, rule, "take files and config.json of the same model")] if said else []

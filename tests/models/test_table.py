@@ -1,4 +1,4 @@
-"""Names and the order of rows against transformers: its modules, and its own rule for Meta's weights."""
+"""Rows against transformers: names, shapes, and the order of Meta's weights; FSDP units."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.parameters import parameter_names, parameter_shapes
-from toolkit.models.common.state_dict_adapter import hf_row_order
+from toolkit.models.common.table import hf_row_order
 from toolkit.models.llama.args import PRESETS
-from toolkit.models.llama.state_dict_adapter import ADAPTER
+from toolkit.models.parameters import parameter_shapes, table
 from toolkit.models.registry import resolve
+from toolkit.parallel.fsdp import fsdp_units
+
+LLAMA = table(PRESETS["llama2"]["debugmodel"])
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "llama3.2"])
@@ -32,13 +34,13 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
         ours = {name: tuple(parameter.shape) for name, parameter in Decoder(args).named_parameters()}
     assert parameter_shapes(args) == ours
     expected = {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
-    assert {ADAPTER.to_hf(name): shape for name, shape in ours.items()} == expected
-    assert [ADAPTER.from_hf(ADAPTER.to_hf(name)) for name in ours] == list(ours)
+    assert {table(args).to_hf(name): shape for name, shape in ours.items()} == expected
+    assert [table(args).from_hf(table(args).to_hf(name)) for name in ours] == list(ours)
 
 
 def test_rotary_frequencies_are_no_weights() -> None:
-    assert ADAPTER.from_hf("model.layers.3.self_attn.rotary_emb.inv_freq") is None
-    assert ADAPTER.from_hf("model.rotary_emb.inv_freq") is None
+    assert LLAMA.from_hf("model.layers.3.self_attn.rotary_emb.inv_freq") is None
+    assert LLAMA.from_hf("model.rotary_emb.inv_freq") is None
 
 
 @pytest.mark.parametrize(
@@ -56,14 +58,14 @@ def test_rotary_frequencies_are_no_weights() -> None:
     ],
 )
 def test_a_name_that_no_llama_has_there_is_none_of_ours(name: str) -> None:
-    found = ADAPTER.from_hf(name)
+    found = LLAMA.from_hf(name)
     assert found is not None and found.startswith(name)
-    assert found not in parameter_names(PRESETS["llama2"]["debugmodel"])
+    assert found not in LLAMA
 
 
 def test_no_parameter_of_a_llama_has_no_name_there() -> None:
     with pytest.raises(KeyError):
-        ADAPTER.to_hf("layers.0.attention.wx.weight")
+        LLAMA.to_hf("layers.0.attention.wx.weight")
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (3, 8), (4, 48), (2, 128)])
@@ -77,6 +79,35 @@ def test_rows_are_in_the_order_of_transformers_own_conversion(heads: int, head_d
 
 
 def test_only_queries_and_keys_are_reordered() -> None:
-    names = parameter_names(PRESETS["llama2"]["debugmodel"])
-    chosen = {name.split(".")[3] for name in names if ADAPTER.reorders_rows(name)}
+    chosen = {name.split(".")[3] for name, row in LLAMA.items() if row.rotary}
     assert chosen == {"wq", "wk"}
+
+
+def build(name: str) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(resolve(name, "debugmodel", n_layers=3))
+
+
+def owned(units) -> list[torch.nn.Parameter]:
+    return [p for unit in units for module in unit for p in module.parameters()]
+
+
+def test_units_hold_every_parameter_once_in_forward_order():
+    model = build("llama3.1")
+    units = fsdp_units(model)
+    blocks = list(model.layers.values())
+    assert units == [[model.tok_embeddings], *[[block] for block in blocks], [model.norm, model.output]]
+    assert [id(p) for p in owned(units)] == [id(p) for p in model.parameters()]
+
+
+def test_a_tied_embedding_and_the_last_norm_are_left_to_the_root():
+    model = build("llama3.2")
+    held = {id(p) for p in owned(fsdp_units(model))}
+    left = {name for name, p in model.named_parameters() if id(p) not in held}
+    assert left == {"tok_embeddings.weight", "norm.weight"}
+
+
+def test_a_stage_without_embedding_or_head_has_units_for_the_rest():
+    model = build("llama3.1")
+    model.tok_embeddings = model.norm = model.output = None
+    assert fsdp_units(model) == [[block] for block in model.layers.values()]
