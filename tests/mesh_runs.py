@@ -35,8 +35,7 @@ from toolkit.distributed.process_group import DTYPES
 from toolkit.hardware import detect
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.pipeline_schedules import pipeline_stages
-from toolkit.planner.communication import Exchange
-from toolkit.planner.memory import holding
+from toolkit.planner.traffic import Exchange, step_traffic
 from toolkit.preflight.planned_run import PlannedRun
 
 STEPS = 3
@@ -230,15 +229,15 @@ def _gathered(tensor: Tensor | None) -> Tensor:
 # What is sent
 
 
-def planned(folder: str | Path, layout: str) -> list[list[Exchange]]:
-    """Exchanges of each rank of a layout in a step, as the planner has them."""
+def planned(folder: str | Path, layout: str, ranks: Iterable[int] | None = None) -> list[list[Exchange]]:
+    """Exchanges in a step of each rank of a layout, or of some ``ranks``, as the planner counts them."""
     config = configure(folder, layout)
     run = PlannedRun(config, meshes.ranks(layout), detect())
     assert run.mesh and run.model
     dtype = DTYPES[config.training.mixed_precision_param]
     return [
-        holding(config, run.model, run.mesh, rank, param_dtype=dtype).exchanges
-        for rank in range(run.world_size)
+        step_traffic(config, run.model, run.mesh, rank, param_dtype=dtype)
+        for rank in (range(run.world_size) if ranks is None else ranks)
     ]
 
 

@@ -112,8 +112,7 @@ def test_private_attributes_exist() -> None:
 
 def test_functional_collectives_are_waited_for_in_one_file() -> None:
     users = {path for path, tree in TREES.items() if "functional_collectives" in ast.unparse(tree)}
-    # The planner times them on this machine.
-    assert users == {"compat.py", "distributed/collectives.py", "planner/this_machine.py"}
+    assert users == {"compat.py", "distributed/collectives.py"}
 
 
 def test_torch_is_patched_in_one_place() -> None:

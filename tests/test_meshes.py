@@ -92,7 +92,9 @@ def test_every_layout_does(more_results: dict[str, Result], layout: str) -> None
 
 @pytest.mark.parametrize("layout", FAST)
 def test_layout_sends_what_the_planner_says(folder: str, results: dict[str, Result], layout: str) -> None:
-    assert results[layout]["sent"] == [added_up(rank) for rank in planned(folder, layout)]
+    ends = sorted({0, meshes.ranks(layout) - 1 if "pp" in layout else 0})
+    sent = [results[layout]["sent"][rank] for rank in ends]
+    assert sent == [added_up(rank) for rank in planned(folder, layout, ends)]
 
 
 @pytest.mark.exhaustive

@@ -63,6 +63,8 @@ PRIVATE = {
     "TensorMeta": "torch.distributed.tensor._dtensor_spec:TensorMeta",
     "local_shape_and_offset": "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
     "shape_and_offset_at": "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset",
+    # DTensor keeps meshes of process groups that are destroyed, and has no way to forget them
+    "clear_sharding_cache": "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
     # DeviceMesh makes no mesh of fewer or more dimensions of the same ranks
     "flatten_mesh": "torch.distributed.device_mesh:DeviceMesh._flatten",
     "unflatten_mesh": "torch.distributed.device_mesh:DeviceMesh._unflatten",
@@ -83,7 +85,6 @@ PRIVATE = {
     "foreach_mul_": "torch:_foreach_mul_",
     "foreach_norm": "torch:_foreach_norm",
     "softmax_backward": "torch:_softmax_backward_data",
-    "chunk_cat": "torch:_chunk_cat",
     "unsafe_view": "torch:ops.aten._unsafe_view",  # a view that autograd does not know for one
     "weight_norm_backward": "torch:ops.aten._weight_norm_interface_backward",
     # scaled_dot_product_attention neither returns nor takes log-sum-exps

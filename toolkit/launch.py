@@ -153,11 +153,10 @@ def main(argv: Sequence[str]) -> int:
 
         reports = traces_prefix(config.job, config.comm)
     forecast = None
-    if tell:
-        from toolkit.launcher.forecast import CPU_DELAY, Forecast, measured
+    if tell and hardware.memory:
+        from toolkit.launcher.forecast import Forecast, measured
 
-        delay, earlier = 0.0 if hardware.memory else CPU_DELAY, measured(config)
-        forecast = Forecast(words, world_size, processes=launch.processes, delay=delay, earlier=earlier)
+        forecast = Forecast(words, world_size, earlier=measured(config))
     command = [sys.executable, "-u", "-m", "toolkit.train", *argv]
     try:
         code = (

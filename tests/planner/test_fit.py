@@ -6,13 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
 from toolkit.config import load_config
 from toolkit.hardware import Hardware
@@ -112,52 +110,15 @@ def test_frozen_blocks_have_memory_and_no_seconds(
     assert "of a GPU here, most in" in capsys.readouterr().err
 
 
-def test_on_cpus_it_says_what_tensors_take(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # of a rank, each with scores of attention at a time
-    flags = [*MODEL, "--training.device=cpu", f"--job.dump_folder={tmp_path}"]
-    flags += ["--training.mixed_precision_param=float32"]  # otherwise as this computer's processor likes
-    forecast = Forecast(flags, 2)
-    forecast.wait()
-    assert " GiB of tensors on a rank, most in backward of output" in capfd.readouterr().err
-    config = load_config(flags)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        peak = fit.forecast(PlannedRun(config, 2, Hardware("cpu", "CPU", 2, native_bf16=True))).peak
-    finally:
-        torch.set_num_threads(before)
-    found = json.loads(forecast_file(config).read_text())
-    assert found["peak_gib"] * GIB == pytest.approx(peak) and found["step_seconds"] is None
-    (tmp_path / "metrics.jsonl").write_text('{"memory_gib": 0.5, "memory_peak_gib": 0.75}')
-    forecast.end(config)
-    said = capfd.readouterr().err
-    assert f"at most 0.75 GiB resident on rank 0, forecast {peak / GIB:.2f} of tensors" in said
-
-
-def test_a_run_that_ends_before_its_delay_is_not_forecast(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    config = load_config([*MODEL, f"--job.dump_folder={tmp_path}"])
-    forecast = Forecast([*MODEL, f"--job.dump_folder={tmp_path}"], 2, delay=60.0)
-    forecast.end(config)
-    forecast.wait()
-    assert not forecast_file(config).exists() and capfd.readouterr().err == ""
-
-
 def test_a_launch_ends_where_no_process_can_be_started_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = mock.Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable"))
     monkeypatch.setattr(subprocess, "Popen", full)
     forecast = Forecast([], 2)
-    forecast.wait()
     config = load_config([*MODEL, f"--job.dump_folder={tmp_path}"])
-    ending = threading.Thread(target=forecast.end, args=(config,), daemon=True)
-    ending.start()
-    ending.join(5)
-    assert full.called and not ending.is_alive()
+    forecast.end(config)
+    assert full.called
 
 
 def test_it_ends_with_the_launch(tmp_path: Path) -> None:
@@ -176,7 +137,6 @@ def test_the_end_compares_it_with_what_was_measured(
     earlier = ['{"memory_gib": 70.0, "step_seconds": 8}'] * 4  # on fewer GPUs; the run goes on
     metrics_file(config).write_text("\n".join(earlier))
     forecast = Forecast(["--no-such-flag"], 2, earlier=measured(config))  # which the launch itself has told
-    forecast.wait()
     forecast_file(config).write_text('{"peak_gib": 61.25, "step_seconds": 1.5}')
     lines = ['{"memory_gib": 60.0, "step_seconds": 9}', '{"memory_gib": 60.5, "step_seconds": 1.25}']
     lines += ['{"event": "save"}', '{"memory_gib": 60.1, "step_seconds": 1.0}']
@@ -194,7 +154,6 @@ def test_a_file_of_an_earlier_run_is_not_compared(
     config = load_config([*MODEL, f"--job.dump_folder={tmp_path}"])
     monkeypatch.setattr(sys, "executable", "true")  # which writes nothing
     forecast = Forecast([], 2)
-    forecast.wait()
     (tmp_path / "forecast.json").write_text('{"peak_gib": 61.25, "step_seconds": 1.5}')
     (tmp_path / "metrics.jsonl").write_text('{"memory_gib": 60.0, "step_seconds": 9}')
     os.utime(tmp_path / name, (1, 1))

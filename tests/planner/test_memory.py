@@ -25,6 +25,7 @@ from toolkit.models.parameters import parameter_count
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel.dims import degrees
 from toolkit.planner.memory import holding
+from toolkit.planner.traffic import step_traffic
 from toolkit.preflight.planned_run import PlannedRun
 
 PIPELINE = {
@@ -171,8 +172,8 @@ def test_a_ring_within_documents_is_planned_as_its_device_runs_it(tmp_path: Path
     run = PlannedRun(config, 2, detect())
     assert run.mesh and run.model
     for target, operations in (("cpu", {"send"}), ("cuda", {"all_gather", "reduce_scatter"})):
-        found = holding(config, run.model, run.mesh, 0, param_dtype=torch.float64, target=target)
-        assert {each.operation for each in found.exchanges if each.dimension == "cp"} == operations
+        found = step_traffic(config, run.model, run.mesh, 0, param_dtype=torch.float64, target=target)
+        assert {each.operation for each in found if each.dimension == "cp"} == operations
 
 
 @pytest.mark.parametrize(

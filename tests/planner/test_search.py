@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from toolkit.config import Config, load_config
 from toolkit.errors import DataError
-from toolkit.metrics.flops import model_flops
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import model_args
 from toolkit.models.parameters import parameter_count
@@ -22,7 +21,7 @@ from toolkit.planner.fake_step import step_memory
 from toolkit.planner.layouts import with_settings
 from toolkit.planner.machines import machine_named
 from toolkit.planner.ranking_text import explained
-from toolkit.planner.search import Candidate, Found, _bound, room, search
+from toolkit.planner.search import Candidate, Found, _Queue, least_seconds, room, search
 from toolkit.planner.time import step_time
 from toolkit.preflight import raise_problems
 from tools import plan
@@ -169,6 +168,32 @@ def test_what_steps_in_backward_accumulates_in_no_layout(asked: Path) -> None:
     assert found.losers["training.global_batch_size"].count == 2
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--training.global_batch_size 4 --model.n_layers 8",
+        "--training.global_batch_size 2 --model.n_layers 16",  # fewer samples than ranks
+    ],
+)
+def test_a_search_finds_what_an_exhaustive_one_does(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, args = configured(f"{_ONE_B} --training.seq_len 16384 {flags}")
+    machine = replace(H100, node=2, memory=16 * 2**30)  # on which some layouts do not fit
+
+    def found() -> tuple[list[object], int]:
+        told = search(config, args, 4, machine, param_dtype=torch.bfloat16, top=6)
+        rows = [(it.settings, it.layout, it.time, it.memory, it.peak) for it in told.ranked]
+        return rows, told.timed
+
+    fast, timed = found()
+    wait = _Queue._wait
+    monkeypatch.setattr(
+        _Queue, "_wait", lambda self, time, look, it=None: wait(self, time if it else 0.0, look, it)
+    )
+    slow, all_timed = found()
+    assert len(fast) == 6 and fast == slow
+    assert timed < all_timed
+
+
 PRODUCTS = replace(H100, bandwidth=1e20, launch=0.0)
 """A GPU on which nothing but products takes time."""
 LORA = "--finetune.adapter lora --finetune.lora.target_modules all-linear"
@@ -188,8 +213,8 @@ def test_a_bound_is_one_and_mfu_counts_what_is_computed(trained: str) -> None:
     mesh, dtype = ParallelDims(1, 1, 1, 1, 1), torch.bfloat16
     took = step_time(config, args, mesh, PRODUCTS, param_dtype=dtype)
     candidate = Candidate(config, {}, mesh, Estimate(0, {}), took)
-    bound = _bound(candidate, args, PRODUCTS, dtype, model_flops(args, config.finetune, seq_len=0))
-    assert 0.6 * took.seconds < bound <= took.seconds
+    bound = least_seconds(config, args, mesh, PRODUCTS, dtype)
+    assert 0.5 * took.seconds < bound <= took.seconds
     assert 0.5 < took.mfu < 1
     flops = took.mfu * took.seconds * PRODUCTS.peak["bfloat16"] / (8 * 2048)
     assert f" × {flops / 1e9:,.1f} GFLOP" in "\n".join(explained(Found(0.0, ranked=[candidate]), args, H100))
@@ -259,9 +284,9 @@ def test_a_search_tells_what_it_does(asked: Path, monkeypatch: pytest.MonkeyPatc
     told: list[str] = []
     config, args = configured(f"--job.config_file {asked}")
     search(config, args, 2, H100, param_dtype=torch.bfloat16, progress=told.append)
-    assert told[0] == "memory estimated for 1 layouts, of which 1 fit"
-    assert any(it.startswith("step time estimated for 1 of") for it in told)
-    assert "fake step" in told[-1]
+    assert told[0].startswith("step time of ")
+    assert told[1] == "memory and step time estimated for 1 layouts that fit"
+    assert any("fake step" in it for it in told)
 
 
 def test_a_forecast_takes_no_norm_by_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,11 @@
-"""The forecast of a run's step, made beside its ranks, and compared with what they measured."""
+"""The forecast of a step on GPUs, made beside the ranks, and compared with what they measured."""
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,12 +13,9 @@ from pathlib import Path
 
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
-from toolkit.launcher.environment import with_threads
 from toolkit.launcher.supervisor import say
 
 GIB = 2**30
-CPU_DELAY = 20.0
-"""Seconds after which a run on CPUs is forecast, which takes some of a core; a short one is not."""
 
 
 def forecast_file(config: Config) -> Path:
@@ -41,48 +36,20 @@ def measured(config: Config) -> list[str]:
 
 
 class Forecast:
-    """A program that makes a forecast ``delay`` seconds from now, says what it finds, and takes only what the
-    ranks leave of the processor. It ends with this process. ``processes`` are the ranks started here, and
-    ``earlier`` what was :func:`measured` before they were."""
+    """A program that makes a forecast, reports it, and takes only what the ranks leave of the processor.
 
-    def __init__(
-        self,
-        argv: Sequence[str],
-        world_size: int,
-        *,
-        processes: int = 1,
-        delay: float = 0.0,
-        earlier: Sequence[str] = (),
-    ):
+    It ends with this process. ``earlier`` is what was :func:`measured` before the ranks started."""
+
+    def __init__(self, argv: Sequence[str], world_size: int, *, earlier: Sequence[str] = ()):
         self._earlier = frozenset(earlier)
-        self._command = [sys.executable, "-m", "toolkit.planner.fit", str(world_size), *argv]
-        self._processes = processes
         self._since = time.time()
         self._program: subprocess.Popen[bytes] | None = None
-        self._begun = threading.Lock()  # held while the program is started, and once it must not be
-        self._timer = threading.Timer(delay, self._begin)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _begin(self) -> None:
-        if self._begun.acquire(blocking=False):
-            environ = with_threads(os.environ, self._processes)  # attention on CPUs takes memory by thread
-            with suppress(OSError):  # no more processes, or no memory for one: a run needs no forecast
-                self._program = subprocess.Popen(
-                    self._command, env=environ, stdin=subprocess.PIPE, start_new_session=True
-                )
-            self._begun.release()
-
-    def wait(self) -> None:
-        """Wait until the forecast is made."""
-        self._timer.join()
-        if self._program:
-            self._program.wait()
+        command = [sys.executable, "-m", "toolkit.planner.fit", str(world_size), *argv]
+        with suppress(OSError):  # no more processes, or no memory for one: a run needs no forecast
+            self._program = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def end(self, config: Config) -> None:
         """Stop what still runs, and compare the forecast with what rank 0 measured, where both are known."""
-        self._timer.cancel()
-        self._begun.acquire()
         if self._program:
             self._program.kill()
             self._program.wait()
@@ -104,11 +71,8 @@ def _compare(config: Config, since: float, earlier: frozenset[str]) -> None:
     if not rows:
         return
     peak = forecast["peak_gib"]
-    if resident := rows[-1].get("memory_peak_gib"):
-        say(f"memory: at most {resident:.2f} GiB resident on rank 0, forecast {peak:.2f} of tensors")
-    else:
-        most = max(row["memory_gib"] for row in rows)
-        say(f"memory: at most {most:.1f} GiB of tensors on rank 0, forecast {peak:.1f}")
+    most = max(row["memory_gib"] for row in rows)
+    say(f"memory: at most {most:.1f} GiB of tensors on rank 0, forecast {peak:.1f}")
     steps = [row["step_seconds"] for row in rows if row.get("step_seconds")]
     if forecast["step_seconds"] and steps:
         say(f"step: {statistics.median(steps):.3g} s in the median, forecast {forecast['step_seconds']:.3g}")

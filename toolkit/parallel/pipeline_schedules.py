@@ -3,6 +3,7 @@ arithmetic, without torch."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -118,6 +119,12 @@ class Stages:
     of_ranks: list[list[int]]
 
 
+@functools.lru_cache(maxsize=256)
+def _even_stages(n_layers: int, stages: int, first_less: int, last_less: int) -> list[list[str]]:
+    # A search for a layout asks thousands of times for the same few.
+    return stage_modules(n_layers, stages, first_less=first_less, last_less=last_less)
+
+
 def pipeline_stages(parallelism: Parallelism, n_layers: int) -> Stages:
     """The stages that ``parallelism`` asks for, right or wrong: the preflight checks them."""
     pp, schedule = parallelism.pipeline_parallel_degree, schedule_of(parallelism)
@@ -129,7 +136,7 @@ def pipeline_stages(parallelism: Parallelism, n_layers: int) -> Stages:
     if modules is None:
         per_stage = parallelism.pipeline_parallel_layers_per_stage
         count = stage_count(n_layers, pp, schedule, layers_per_stage=per_stage, **ends)
-        modules = stage_modules(n_layers, count, **ends)
+        modules = _even_stages(n_layers, count, *ends.values())
     return Stages(modules, stages_of_ranks(len(modules), pp, schedule))
 
 

@@ -22,7 +22,7 @@ from toolkit.parallel.dims import ParallelDims, takes_ring
 if TYPE_CHECKING:
     import torch
 
-Kind = Literal["matmul", "attention", "norm", "loss", "other"]
+Kind = Literal["matmul", "attention", "other"]
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of a number."""
 
@@ -126,12 +126,12 @@ def costs(
     case = alike.model_dump_json(
         include={"model", "training", "parallelism", "activation_checkpoint", "finetune", "optimizer", "loss"}
     )
-    key = f"{param_dtype} {args} {case}"
+    two = replace(args, n_layers=2)
+    key = f"{param_dtype} {two} {case}"
     if key not in _KNOWN:
         from toolkit.planner.operations import found_costs
 
         refuse_unlike_blocks(args, config.finetune)
-        two = replace(args, n_layers=2)
         _KNOWN[key] = found_costs(alike, two, ParallelDims(1, 1, 1, cp, tp), param_dtype)
     return _KNOWN[key]
 
@@ -196,6 +196,7 @@ def _alike(config: Config, args: ModelArgs, *, tp: int, cp: int, rows: int, chec
                 context_parallel_rotate_method="alltoall" if ring else "allgather",
                 **kept,
             ),
+            "data": config.data.model_copy(update={"document_mask": False}),
             "activation_checkpoint": checkpointing.model_copy(
                 update={
                     "mode": mode,

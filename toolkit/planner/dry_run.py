@@ -32,6 +32,7 @@ from toolkit.preflight.planned_run import PlannedRun
 if TYPE_CHECKING:  # it imports torch, which a mistake shall not wait for
     from toolkit.planner.allocations import StepMemory
     from toolkit.planner.memory import Holding, Part
+    from toolkit.planner.traffic import Exchange
 
 _SHOWN = 3
 _OF_THIS_MACHINE = ("folders_writable", "wandb_ready", "triton_has_a_compiler")
@@ -63,14 +64,16 @@ def dry_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> 
     from toolkit.distributed.process_group import DTYPES
     from toolkit.planner.fake_step import step_memory
     from toolkit.planner.memory import holding
+    from toolkit.planner.traffic import step_traffic
 
     assert run.mesh and run.model, "the preflight found nothing wrong with the config"
     alike = distinct(run)
     for rank in shown_ranks(environ, run.world_size, ",".join(map(str, alike))):
         options: dict[str, Any] = {"param_dtype": DTYPES[run.precision], "target": run.hardware.device}
-        found = holding(config, run.model, run.mesh, rank, **options)
+        found = holding(config, run.model, run.mesh, rank, param_dtype=options["param_dtype"])
         step = step_memory(config, run.model, run.mesh, rank, **options)
-        print("\n".join(_describe_rank(run, found, step, alike.get(rank, []))), flush=True)
+        sent = step_traffic(config, run.model, run.mesh, rank, **options)
+        print("\n".join(_describe_rank(run, found, step, sent, alike.get(rank, []))), flush=True)
     return EXIT_FINISHED
 
 
@@ -211,7 +214,9 @@ def distinct(run: PlannedRun) -> dict[int, list[int]]:
 # A rank
 
 
-def _describe_rank(run: PlannedRun, found: Holding, step: StepMemory, alike: Sequence[int]) -> Iterator[str]:
+def _describe_rank(
+    run: PlannedRun, found: Holding, step: StepMemory, sent: Sequence[Exchange], alike: Sequence[int]
+) -> Iterator[str]:
     assert run.mesh
     place = coordinates(run.mesh, found.rank)
     where = ", ".join(f"{name} {place[name]}" for name in _used(run.mesh))
@@ -222,7 +227,7 @@ def _describe_rank(run: PlannedRun, found: Holding, step: StepMemory, alike: Seq
     yield f"\nrank {found.rank}{f' ({where})' if where else ''}{stages}"
     if alike:
         yield f"  alike: the ranks {_few([str(rank) for rank in alike])}"
-    for name, size, said in [*_memory(run, found), *_of_step(step), *_sent(found)]:
+    for name, size, said in [*_memory(run, found), *_of_step(step), *_sent(sent)]:
         yield f"  {name:<23} {_size(size):>11}  {said}".rstrip()
     rows = list(_rows(found.parts))
     width = max(len(name) for name, _, _ in rows)
@@ -265,12 +270,12 @@ def _of_step(step: StepMemory) -> Iterator[tuple[str, int, str]]:
         yield f"  {part}", size, ""
 
 
-def _sent(found: Holding) -> Iterator[tuple[str, int, str]]:
+def _sent(exchanges: Sequence[Exchange]) -> Iterator[tuple[str, int, str]]:
     """Bytes that go out over each dimension in a step, without the few of the whole world."""
-    from toolkit.planner.communication import WORLD
+    from toolkit.planner.traffic import WORLD
 
     sizes: dict[str, Counter[str]] = {}
-    for exchange in found.exchanges:
+    for exchange in exchanges:
         if exchange.dimension != WORLD:
             operation = exchange.operation.replace("_", "-")
             sizes.setdefault(exchange.dimension, Counter())[operation] += round(exchange.sent)

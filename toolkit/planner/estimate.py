@@ -74,17 +74,27 @@ def stored_bytes(config: Config, args: ModelArgs, param_dtype: torch.dtype) -> S
 
 
 def estimate(
-    config: Config, args: ModelArgs, layout: ParallelDims, stored: Stored, param_dtype: torch.dtype
+    config: Config,
+    args: ModelArgs,
+    layout: ParallelDims,
+    stored: Stored,
+    param_dtype: torch.dtype,
+    *,
+    whole: bool = False,
+    rank: int | None = None,
 ) -> Estimate:
-    """The memory of the fullest rank of a run that passed the preflight, to about a twentieth."""
+    """Estimate the memory of a ``rank`` of the pipeline, by default the fullest, to about a twentieth. The
+    run has passed the preflight. Pieces of ``whole`` sequences take no less than cp's shards of them."""
     rows, _ = samples(config, layout)
+    cp = 1 if whole else layout.cp
     plain, again = (
-        costs(config, args, tp=layout.tp, cp=layout.cp, rows=rows, checkpointed=mode, param_dtype=param_dtype)
+        costs(config, args, tp=layout.tp, cp=cp, rows=rows, checkpointed=mode, param_dtype=param_dtype)
         for mode in (False, config.activation_checkpoint.mode != "none")
     )
-    ranks = {0, min(1, layout.pp - 1), layout.pp - 1}  # most in flight, most blocks, the head
+    # Most in flight, most blocks, the head.
+    ranks = {0, min(1, layout.pp - 1), layout.pp - 1} if rank is None else {rank}
     return max(
-        (_of_rank(config, args, layout, stored, plain, again, rank, param_dtype.itemsize) for rank in ranks),
+        (_of_rank(config, args, layout, stored, plain, again, each, param_dtype.itemsize) for each in ranks),
         key=lambda found: found.bytes,
     )
 
@@ -201,54 +211,38 @@ def _of_rank(
 
 
 def fake_peak(
-    config: Config, args: ModelArgs, layout: ParallelDims, memory: Estimate, param_dtype: torch.dtype
+    config: Config,
+    args: ModelArgs,
+    layout: ParallelDims,
+    memory: Estimate,
+    stored: Stored,
+    param_dtype: torch.dtype,
 ) -> float:
     """The peak of the step of the rank that ``memory`` is of, run on tensors without storage. Of a deep model
-    two steps with few blocks are, from which it follows, for each block adds as much."""
+    it is run with few blocks, and the others add what the estimate gives them."""
     from toolkit.planner.fake_step import step_memory
 
+    few, layers = _shallow(config, args.n_layers)
+    less = replace(args, n_layers=layers)
     rank = memory.rank * (layout.world_size // layout.pp)
-
-    def run(changed: Config, layers: int) -> float:
-        less = replace(args, n_layers=layers)
-        found = step_memory(changed, less, layout, rank, param_dtype=param_dtype, target="cuda")
-        return float(found.peak)
-
-    micro_batches = samples(config, layout)[1]
-    depths = _depths(config, args.n_layers)
-    blocks = [_blocks(it, layers, memory.rank) for it, layers in [*depths, (config, args.n_layers)]]
-    if not blocks[0] < blocks[1] < blocks[2]:
-        return run(config, args.n_layers)
-    few, more = (run(*it) for it in depths)
-    peak = few + (more - few) * (blocks[2] - blocks[0]) / (blocks[1] - blocks[0])
+    found = step_memory(few, less, layout, rank, param_dtype=param_dtype, target="cuda")
+    rest = memory.bytes - estimate(few, less, layout, stored, param_dtype, rank=memory.rank).bytes
     # With one micro-batch gradients grow as activations go, and what is more at the end may be less here.
-    return max(peak, memory.bytes) if micro_batches == 1 else peak
+    return max(found.peak + rest, memory.bytes if samples(config, layout)[1] == 1 else 0.0)
 
 
-def _depths(config: Config, n_layers: int) -> list[tuple[Config, int]]:
-    """The config with few blocks on a rank and with some more, and the layers of the model for it."""
+def _shallow(config: Config, n_layers: int) -> tuple[Config, int]:
+    """The config with few blocks on a rank, and the layers of the model for it."""
     options, checkpointing = config.parallelism, config.activation_checkpoint
     if options.pipeline_parallel_degree == 1:
         by_stride = checkpointing.mode == "selective" and not checkpointing.by_operator
-        stride = int(checkpointing.selective_ac_option) if by_stride else 1
-        return [(config, 3 * stride), (config, 4 * stride)]
+        layers = 3 * (int(checkpointing.selective_ac_option) if by_stride else 1)
+        return config, min(layers, n_layers)
     stages = len(pipeline_stages(options, n_layers).modules)
     ends = options.pipeline_parallel_first_stage_less_layers
     ends += options.pipeline_parallel_last_stage_less_layers
-    return [(_deep(config, each), each * stages - ends) for each in (2, 3)]
-
-
-def _deep(config: Config, layers: int) -> Config:
-    """With so many layers a stage, where the config says how many."""
-    if config.parallelism.pipeline_parallel_layers_per_stage is None:
-        return config
-    changed = config.parallelism.model_copy(update={"pipeline_parallel_layers_per_stage": layers})
-    return config.model_copy(update={"parallelism": changed})
-
-
-def _blocks(config: Config, n_layers: int, rank: int) -> int:
-    """Blocks of a rank of the pipeline."""
-    if config.parallelism.pipeline_parallel_degree == 1:
-        return n_layers
-    stages = pipeline_stages(config.parallelism, n_layers)
-    return sum(it.startswith("layers.") for part in stages.of_ranks[rank] for it in stages.modules[part])
+    if (layers := 2 * stages - ends) >= n_layers:
+        return config, n_layers
+    if options.pipeline_parallel_layers_per_stage is not None:
+        options = options.model_copy(update={"pipeline_parallel_layers_per_stage": 2})
+    return config.model_copy(update={"parallelism": options}), layers

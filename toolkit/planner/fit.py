@@ -103,7 +103,6 @@ def main(argv: Sequence[str]) -> int:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"peak_gib": found.peak / GIB, "step_seconds": took, **asdict(found)}))
     if not hardware.memory:
-        say(f"forecast: a step takes {found.peak / GIB:.2f} GiB of tensors on a rank, most in {found.moment}")
         return 0
     here = f"{found.peak / GIB:.1f} GiB of {hardware.memory / GIB:.1f} of a GPU here, most in {found.moment}"
     and_seconds = f", and {took:.3g} s" if took else ""

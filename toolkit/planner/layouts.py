@@ -100,7 +100,13 @@ def _schedules(
     layers = args.n_layers + ends
     key = f"{_P}pipeline_parallel_layers_per_stage"
     few = micro_batches < pp
+    if pp > layers:
+        lose("stages", 1)
+        return
     yield {_SCHEDULE: "GPipe" if few else "1F1B", key: None}
+    if 2 * pp > layers:
+        lose("stages", 1)
+        return
     for each in (2, 4, 8):
         if layers % (pp * each) == 0 or each == 2:
             per_stage = None if each == 2 else layers // (pp * each)

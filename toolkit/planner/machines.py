@@ -23,18 +23,10 @@ class Machine:
         peak: FLOP/s by dtype, such as "bfloat16"; one that is not there it does not multiply.
         matmul, matmul_float8, attention: parts of the peak that are reached.
         bandwidth: bytes a second that simple operations read and write.
-        norm_bandwidth, loss_bandwidth: those of RMSNorm where it is one operation, and of the head's loss.
         node: ranks that ``link`` joins; ``network`` joins the others.
         link, network: bytes a second that one rank sends.
         link_latency, network_latency: seconds of a hop.
-        launch: seconds of the host for one operation. They pass beside the device's where this one is
-            ``asynchronous``, else before them.
-        unit_launch: those of FSDP for a unit's forward and backward.
-        overlaps: communication goes on beside computation.
-        copy_bandwidth, update_bandwidth: those of copies of parameters and gradients, and of the optimizer. 0
-            is ``bandwidth``, here too.
-        sharing: ranks to a core. Rates are those of all at once; while others wait, one has the core alone.
-        gloo: its collectives are gloo's, whose reduce-scatter is an all-reduce, and FSDP's copies in memory.
+        launch: seconds of the host for one operation, which pass beside the device's.
     """
 
     name: str
@@ -49,16 +41,7 @@ class Machine:
     link_latency: float
     network_latency: float
     launch: float
-    asynchronous: bool = True
-    overlaps: bool = True
     matmul_float8: float = 0.0
-    update_bandwidth: float = 0.0
-    unit_launch: float = 0.0
-    copy_bandwidth: float = 0.0
-    norm_bandwidth: float = 0.0
-    loss_bandwidth: float = 0.0
-    sharing: float = 1.0
-    gloo: bool = False
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Compute what single ranks of a run hold and send, by building their part of the model without its numbers.
+"""Compute what single ranks of a run store, by building their part of the model without its numbers.
 
 A process group that sends nothing stands in for the world, so that one process takes the place of any rank
 of any number. The model is built as for training, on the meta device, where a tensor has a shape and no
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -23,15 +23,13 @@ from toolkit import compat
 from toolkit.build import build_model
 from toolkit.compat import fsdp_state
 from toolkit.config import Config
-from toolkit.data.batch_size import batch_shape
 from toolkit.distributed.dtensor import clean_name, local
 from toolkit.models.common.args import ModelArgs
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
-from toolkit.parallel.dims import ParallelDims, takes_ring
+from toolkit.parallel.dims import ParallelDims
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import ModelParts
-from toolkit.planner.communication import Exchange, exchanges, gathered_dtype
 
 
 @dataclass(frozen=True)
@@ -58,13 +56,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class Holding:
-    """Parts of model and optimizer that ``rank`` holds, and its part in the exchanges of a step."""
+    """Shards of model and optimizer that ``rank`` stores."""
 
     rank: int
     parts: list[Part]
     units: list[Unit]
     optimizer_bytes: int
-    exchanges: list[Exchange]
 
     @property
     def parameter_bytes(self) -> int:
@@ -82,37 +79,22 @@ def holding(
     rank: int,
     *,
     param_dtype: torch.dtype,
-    target: str = "cpu",
 ) -> Holding:
-    """Count what ``rank`` of a run that passed the preflight holds after its first step, and sends in each.
+    """Count what ``rank`` of a run that passed the preflight stores after its first step.
 
-    It computes in ``param_dtype`` on the device ``target``. Needs no process group, and must not be called
-    where there is one.
+    It computes in ``param_dtype``. Needs no process group, and must not be called where there is one.
     """
-    options = config.parallelism
-    if not takes_ring(options, device=target, documents=config.data.document_mask):
-        gathers = options.model_copy(update={"context_parallel_rotate_method": "allgather"})
-        config = config.model_copy(update={"parallelism": gathers})
     with pretended(rank, layout.world_size):
         device = torch.device("cpu")
         mesh = build_mesh(device, **asdict(layout))
         model_parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
         named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
-        training = config.training
-        batch = batch_shape(
-            global_batch_size=training.global_batch_size,
-            local_batch_size=training.local_batch_size,
-            dp=layout.dp,
-        )
-        assert batch, "the preflight found that the batch divides"
         optimizer = _optimizer(config, named)
-        sent = exchanges(model_parts, config, mesh, batch, param_dtype)
         return Holding(
             rank=rank,
             parts=[_part(name, parameter) for name, parameter in named],
             units=list(_units(model_parts, param_dtype)),
             optimizer_bytes=sum(local(it).nbytes for it in optimizer_tensors(named, optimizer).values()),
-            exchanges=[*sent, *_between_owners(optimizer)],
         )
 
 
@@ -140,15 +122,6 @@ def _optimizer(config: Config, named: Sequence[tuple[str, nn.Parameter]]) -> Opt
     return build_optimizer(named, config.model_copy(update={"optimizer": options}))
 
 
-def _between_owners(optimizer: Optimizer) -> list[Exchange]:
-    """The parts of matrices and of updates that Muon's owners and the other ranks exchange."""
-    mesh, size = getattr(optimizer, "mesh", None), getattr(optimizer, "sent_bytes", 0)
-    if mesh is None or mesh.size() == 1 or not size:
-        return []
-    dimension = " × ".join(mesh.mesh_dim_names).replace("_cp", " × cp")
-    return [Exchange(dimension, "all_to_all", tuple(sorted(mesh.mesh.flatten().tolist())), size)]
-
-
 def _units(model_parts: ModelParts, dtype: torch.dtype) -> Iterator[Unit]:
     """The FSDP units of the stages here, in order. Modules that are gathered together share a state."""
     for model in model_parts.models:
@@ -170,6 +143,13 @@ def _units(model_parts: ModelParts, dtype: torch.dtype) -> Iterator[Unit]:
                 gradients=sum(gathered_numbers(it) for it in parameters if it.requires_grad),
                 stored_gradients=sum(local(it).numel() for it in parameters if it.requires_grad),
             )
+
+
+def gathered_dtype(parameter: Tensor, param_dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a parameter is gathered in: bytes where they stand for other numbers."""
+    if hasattr(local(parameter), "fsdp_pre_all_gather"):  # makes float8 of it
+        return torch.uint8
+    return param_dtype if parameter.is_floating_point() else parameter.dtype
 
 
 def gathered_numbers(parameter: nn.Parameter) -> int:

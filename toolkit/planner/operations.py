@@ -18,10 +18,10 @@ from toolkit.distributed.dtensor import clean_name
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims
 from toolkit.planner.allocations import Allocations, fsdp_functions, storing, watched
-from toolkit.planner.communication import gathered_dtype
 from toolkit.planner.costs import Collective, Costs, Kind, Operation, Piece, Work
 from toolkit.planner.fake_step import fake_run
-from toolkit.planner.memory import gathered_numbers
+from toolkit.planner.memory import gathered_dtype, gathered_numbers
+from toolkit.planner.traffic import FUNCTIONAL
 
 _MODULES = {  # of each piece, and the moment after its forward
     "embedding": (("tok_embeddings",), "forward of layers.0"),
@@ -30,12 +30,6 @@ _MODULES = {  # of each piece, and the moment after its forward
     "head": (("norm", "output"), "backward of output"),
 }
 _PIECES = {module: piece for piece, (modules, _) in _MODULES.items() for module in modules}
-_SENDS = {  # operation, and the place of the whole tensor among the arguments, or None: it is the result
-    "all_gather_into_tensor": ("all_gather", None),
-    "reduce_scatter_tensor": ("reduce_scatter", 0),
-    "all_reduce": ("all_reduce", 0),
-    "all_to_all_single": ("send", 0),
-}
 _ACTIVATIONS = ("activations", "work of backward")
 
 
@@ -111,8 +105,6 @@ class Operations(Allocations):
             return result
         self._end_collective(waits=False)
         kind, flops = _flops(function, name, args, kwargs or {}, result)
-        if kind == "other" and where[0] == "head":
-            kind = "loss"
         size = 2.0 * sum(map(_bytes, outputs)) if name == "embedding" else sum(map(_bytes, inputs + outputs))
         self._at(where).operations[kind, flops, float(size)] += 1
         if kind in ("matmul", "attention"):
@@ -147,11 +139,11 @@ class Operations(Allocations):
     def _send(self, name: str, args: Any, result: Any, where: tuple[str, str]) -> None:
         if name == "wait_tensor":
             return self._end_collective(waits=True)
-        if name not in _SENDS:
+        if name not in FUNCTIONAL:
             return
         self._end_chain()
         self._end_collective(waits=False)
-        operation, place = _SENDS[name]
+        operation, place = FUNCTIONAL[name]
         ranks = dist.get_process_group_ranks(resolve_process_group(args[-1]))
         if len(ranks) > 1:
             dimension = self._dims.get((len(ranks), ranks[1] - ranks[0]), "world")
@@ -261,5 +253,5 @@ def _flops(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> tup
         return "matmul", 2.0 * args[0].numel() * result.shape[-1]
     count = flop_registry.get(function.overloadpacket)
     if count is None:
-        return "norm" if name.startswith("rms_norm") else "other", 0.0
+        return "other", 0.0
     return "matmul", float(count(*args, **kwargs, out_val=result))

@@ -20,7 +20,8 @@ _LOSES = {
     "dp_replicate": "wait longer for the replicas",
 }
 _NOT_TRIED = {
-    "bound": "cannot be faster than the last one shown: their products alone take longer",
+    "bound": "cannot be faster than the last one shown: GEMMs or all but recomputation take longer",
+    "stages": "more stages than the model has layers",
     "node": "tp across nodes: it sends four times a block, and is waited for",
     "batch": "dp does not divide the global batch",
     "needless cp": "cp larger than is needed: ranks of dp do the same and send less",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from toolkit.config import Config
 from toolkit.parallel.dims import ParallelDims
-from toolkit.planner.costs import Kind, Work
+from toolkit.planner.costs import Work
 from toolkit.planner.machines import Machine
 
 
@@ -32,7 +32,6 @@ class Rates:
     def __init__(self, config: Config, layout: ParallelDims, machine: Machine, dtype: str):
         self.machine, self.dtype = machine, dtype
         self._async_tp = config.parallelism.enable_async_tensor_parallel
-        self._ahead = config.parallelism.fsdp_forward_prefetch > 0
         tp, cp, apart = layout.tp, layout.cp, layout.tp * layout.cp
         self.groups = {  # ranks, and how far apart in rank they are
             "tp": (tp, 1),
@@ -55,7 +54,6 @@ class Rates:
             "matmul": self.peak_float8 if float8 else machine.matmul * self.peak,
             "attention": machine.attention * self.peak,
         }
-        own: dict[Kind, float] = {"norm": machine.norm_bandwidth, "loss": machine.loss_bandwidth}
         products = simple = 0.0
         launches = 0
         for it in work.operations:
@@ -66,7 +64,7 @@ class Rates:
             elif fused:
                 continue
             else:
-                simple += it.count * it.bytes / (own.get(it.kind) or machine.bandwidth)
+                simple += it.count * it.bytes / machine.bandwidth
             launches += it.count
         if fused:
             simple += sum(work.fused) / machine.bandwidth
@@ -76,12 +74,12 @@ class Rates:
         beside: dict[str, float] = {}
         for each in work.collectives:
             overlaps = not each.waits or (each.dimension == "tp" and self._async_tp)
-            into = beside if overlaps and machine.overlaps else waited
+            into = beside if overlaps else waited
             seconds = each.count * self.send(each.dimension, each.operation, each.bytes)
             into[each.dimension] = into.get(each.dimension, 0.0) + seconds
         for dimension, seconds in beside.items():
             waited[dimension] = waited.get(dimension, 0.0) + max(0.0, seconds - products)
-        return Pass(max(host, device) if machine.asynchronous else host + device, waited)
+        return Pass(max(host, device), waited)
 
     def send(self, dimension: str, operation: str, size: float) -> float:
         """The time of a collective of a whole tensor of ``size`` bytes in a ring, or of a transfer."""
@@ -89,9 +87,6 @@ class Rates:
         if ranks == 1:
             return 0.0
         machine = self.machine
-        if machine.gloo and dimension == "dp_shard":  # copies that are counted apart, and a meeting
-            meets = operation != "all_gather" or not self._ahead
-            return self.meeting(ranks) * meets
         here = min(ranks, max(1, machine.node // apart))  # ranks of the group on one machine
         if here == ranks:
             bandwidth, latency = machine.link, machine.link_latency
@@ -100,18 +95,9 @@ class Rates:
             latency = (machine.network_latency + (here - 1) * machine.link_latency) / here
         if operation == "send":
             return size / (machine.link if here == ranks else machine.network) + latency
-        whole = operation == "all_reduce" or (machine.gloo and operation == "reduce_scatter")
-        turns = 2 if whole else 1
+        turns = 2 if operation == "all_reduce" else 1
         return turns * (size * (ranks - 1) / ranks / bandwidth + (ranks - 1) * latency)
 
-    def meeting(self, ranks: int) -> float:
-        """The time of a sum of a few numbers by gloo; others' is nothing beside a step."""
-        return 2 * (ranks - 1) * self.machine.link_latency if self.machine.gloo else 0.0
-
     def copy(self, size: float) -> float:
-        """The time to read or write so many bytes of parameters or of gradients."""
-        return size / (self.machine.copy_bandwidth or self.machine.bandwidth)
-
-    def update(self, size: float) -> float:
-        """The time to read or write so many bytes of what the optimizer has."""
-        return size / (self.machine.update_bandwidth or self.machine.bandwidth)
+        """The time to read or write so many bytes of parameters, gradients or optimizer state."""
+        return size / self.machine.bandwidth

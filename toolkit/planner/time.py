@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 _OF_FILES = {"PipelineScheduleSingle": "1F1B", "PipelineScheduleMulti": "LoopedBFS"}
 """The schedules that stand in for those of files."""
 
-_SUMS = 3
-"""Sums over all ranks in a step: of its tokens, of the loss and of the gradients' norm."""
-
 
 @dataclass(frozen=True)
 class StepTime:
@@ -46,7 +43,7 @@ class StepTime:
         exposed: communication that nothing runs beside, by dimension: "tp", "cp", "dp_shard" (FSDP's, over
             cp's ranks too), "dp_replicate".
         bubble: waiting for other ranks of the pipeline, transfers included.
-        optimizer: clipping and update, and the sums over all ranks that a step waits for.
+        optimizer: clipping and update.
         tokens_per_second: of all ranks.
         mfu: model FLOPs by the peak, in the convention of the run's metrics: attention over the full square.
         mfu_causal: with the half of the square that is seen.
@@ -101,9 +98,7 @@ def step_time(
     held = [[unit for stage in each for unit in stages[stage]] for each in cut.of_ranks]
     optimizer = max(_update(units, found(True), config, rates) for units in held)
     busy = passes.seconds
-    # Other ranks fill a bubble where they share cores.
-    passed = max(busy, timeline.seconds / machine.sharing) if timeline else busy
-    optimizer += _SUMS * rates.meeting(layout.world_size)
+    passed = timeline.seconds if timeline else busy
     seconds = passed + optimizer
     tokens = batch.total * training.seq_len
     at_peak = layout.world_size * rates.peak * seconds
@@ -160,11 +155,8 @@ def _accumulated(units: Sequence[Unit], config: Config, rates: Rates, count: int
     """The micro-batches of a step without a pipeline."""
     options = config.parallelism
     keeps, each = reshard_after_forward(options) == "never", options.fsdp_sync_each_batch
-    gathers = Pass(0.0, {"dp_shard": gathering(units, rates)})
-    ends = [
-        Pass(0.0, around_backward(units, rates, gathers=not keeps, last=it, each=each))
-        for it in (False, True)
-    ]
+    gathers = Pass(0.0, {"dp_shard": gathering(units)})
+    ends = [Pass(0.0, around_backward(units, gathers=not keeps, last=it, each=each)) for it in (False, True)]
     return added(
         [
             added([pass_ for unit in units for pass_ in (unit.forward, unit.backward)], count),
@@ -194,7 +186,7 @@ def _pipeline(
     gathers = [sum(it.gather for it in units) for units in stages]
     more = [0.0] * len(stages)
     if reshard_after_forward(options) != "never":  # gathered in each pass
-        more, gathers = [gathering(units, rates) for units in stages], more
+        more, gathers = [gathering(units) for units in stages], more
     timeline = simulate(
         _OF_FILES.get(options.pipeline_parallel_schedule, options.pipeline_parallel_schedule),
         options.pipeline_parallel_degree,
@@ -217,8 +209,7 @@ def _update(units: Sequence[Unit], found: Costs, config: Config, rates: Rates) -
     """The optimizer on what this rank stores of ``units``: the norm reads gradients, clipping scales them,
     where the update does not."""
     numbers = sum(unit.trained for unit in units) / rates.groups["dp_shard"][0]
-    simple = sum(it.bytes * it.count for it in found.update.operations if it.kind == "other")
-    step = rates.run(found.update).compute + rates.update(simple) - simple / rates.machine.bandwidth
+    step = rates.run(found.update).compute
     options = config.optimizer
     clips = not (options.name in OPTIMIZERS and options.implementation == "fused")
-    return step * numbers / max(1, found.updated) + rates.update((3 if clips else 1) * 4.0 * numbers)
+    return step * numbers / max(1, found.updated) + rates.copy((3 if clips else 1) * 4.0 * numbers)

@@ -38,8 +38,8 @@ def unit_of(
     return Unit(
         forward=run(piece.forward),
         backward=added([run(piece.again), run(piece.backward)]),
-        gather=gather + rates.machine.unit_launch / 3 + rates.send("dp_shard", "all_gather", gathered),
-        reduce=reduce + rates.machine.unit_launch / 3 + rates.send("dp_shard", "reduce_scatter", gradients),
+        gather=gather + rates.send("dp_shard", "all_gather", gathered),
+        reduce=reduce + rates.send("dp_shard", "reduce_scatter", gradients),
         all_reduce=rates.send("dp_replicate", "all_reduce", gradients / ranks),
         in_backward=in_backward,
         trained=piece.trained,
@@ -71,16 +71,14 @@ def added(passes: Iterable[Pass], times: float = 1.0) -> Pass:
     return Pass(compute, exposed)
 
 
-def gathering(units: Sequence[Unit], rates: Rates) -> float:
+def gathering(units: Sequence[Unit]) -> float:
     """Seconds of gathers that a forward waits for: the first unit's, and of the others what is longer than
     the unit before takes."""
-    if not rates.machine.overlaps:
-        return sum(unit.gather for unit in units)
     later = zip(units, units[1:], strict=False)
     return units[0].gather + sum(max(0.0, it.gather - before.forward.seconds) for before, it in later)
 
 
-def reducing(units: Sequence[Unit], rates: Rates, *, gathers: bool, reduces: bool, replicas: bool) -> float:
+def reducing(units: Sequence[Unit], *, gathers: bool, reduces: bool, replicas: bool) -> float:
     """Seconds of communication that a backward waits for: beside a unit the one before it is gathered and the
     one after it reduced; the first unit's reduction is beside nothing."""
     exposed = owed = 0.0
@@ -88,15 +86,13 @@ def reducing(units: Sequence[Unit], rates: Rates, *, gathers: bool, reduces: boo
         unit = units[place]
         before = units[place - 1] if place else None
         beside = owed + (before.gather if gathers and before and before.in_backward else 0.0)
-        exposed += max(0.0, beside - (unit.backward.seconds if rates.machine.overlaps else 0.0))
+        exposed += max(0.0, beside - unit.backward.seconds)
         owed = (unit.reduce if reduces else 0.0) + (unit.all_reduce if replicas else 0.0)
     return exposed + owed
 
 
-def around_backward(
-    units: Sequence[Unit], rates: Rates, *, gathers: bool, last: bool, each: bool
-) -> dict[str, float]:
+def around_backward(units: Sequence[Unit], *, gathers: bool, last: bool, each: bool) -> dict[str, float]:
     """Seconds that a backward waits for FSDP, by dimension, in the ``last`` one of a step or another."""
-    without = reducing(units, rates, gathers=gathers, reduces=last or each, replicas=False)
-    with_replicas = reducing(units, rates, gathers=gathers, reduces=last or each, replicas=last)
+    without = reducing(units, gathers=gathers, reduces=last or each, replicas=False)
+    with_replicas = reducing(units, gathers=gathers, reduces=last or each, replicas=last)
     return {"dp_shard": without, "dp_replicate": with_replicas - without}

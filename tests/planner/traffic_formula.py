@@ -1,4 +1,6 @@
-"""Bytes that a rank sends in one step, by formula; docs/parallelism.md has the formulas in words.
+"""Bytes that a rank sends in one step, by formula, which what a fake step counts is compared with.
+
+docs/parallelism.md has the formulas in words.
 
 An exchange is a collective, or a transfer, of one kind in one group: the bytes of the whole tensor, added up
 over a step. A whole tensor is what all ranks have together after an all-gather and before a reduce-scatter;
@@ -13,47 +15,33 @@ halves for inputs "I" and for weights "W"; a schedule may gather and free a stag
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from toolkit.build import build_model
 from toolkit.compat import CheckpointWrapper, fsdp_param_group
 from toolkit.config import Config
-from toolkit.data.batch_size import BatchShape
-from toolkit.distributed.dtensor import clean_name, local
+from toolkit.data.batch_size import BatchShape, batch_shape
+from toolkit.distributed.dtensor import clean_name
 from toolkit.distributed.process_group import DTYPES
+from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.gradient_flow import ATTENDED, READS, Flow, given, gradient_flow
-from toolkit.parallel.dims import reshard_after_forward
+from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.parallel.fsdp import by_end
-from toolkit.parallel.mesh import Mesh
+from toolkit.parallel.mesh import Mesh, build_mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.pipeline_parallel import TIED, Pipeline
+from toolkit.planner.memory import gathered_dtype, pretended
+from toolkit.planner.traffic import WORLD, Exchange
 
-WORLD = "world"
 _SCALARS = 3 * 8 + 8 + 8  # tokens, what the mean is over and who wants to stop; the loss; the norm
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """``bytes`` of whole tensors in ``operation`` ("all_gather", "reduce_scatter", "all_reduce",
-    "all_to_all", "send") over the ``ranks`` of ``dimension``."""
-
-    dimension: str
-    operation: str
-    ranks: tuple[int, ...]
-    bytes: int
-
-    @property
-    def sent(self) -> float:
-        """Bytes that each rank sends, if collectives go around a ring."""
-        turn = (len(self.ranks) - 1) / len(self.ranks)
-        return self.bytes * {"send": 1.0, "all_reduce": 2 * turn}.get(self.operation, turn)
 
 
 @dataclass(frozen=True)
@@ -81,6 +69,24 @@ class StepWork:
     def reductions(self, passes: Sequence[str]) -> int:
         """How often gradients are reduced in these passes."""
         return passes.count("F") if self.config.parallelism.fsdp_sync_each_batch and not self.pipeline else 1
+
+
+def by_formula(
+    config: Config, args: ModelArgs, layout: ParallelDims, rank: int, *, param_dtype: torch.dtype
+) -> list[Exchange]:
+    """The exchanges of ``rank`` in a step on CPUs."""
+    with pretended(rank, layout.world_size):
+        device = torch.device("cpu")
+        mesh = build_mesh(device, **asdict(layout))
+        parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
+        training = config.training
+        batch = batch_shape(
+            global_batch_size=training.global_batch_size,
+            local_batch_size=training.local_batch_size,
+            dp=layout.dp,
+        )
+        assert batch
+        return list(exchanges(parts, config, mesh, batch, param_dtype))
 
 
 def exchanges(
@@ -192,13 +198,6 @@ def _units(model: Decoder, prefetch: int) -> dict[Any, bool]:
         record: record.unshard_in_backward and any(asked[place : place + 1 + prefetch])
         for place, record in enumerate(units)
     }
-
-
-def gathered_dtype(parameter: Tensor, param_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a parameter is gathered in: bytes where they stand for other numbers."""
-    if hasattr(local(parameter), "fsdp_pre_all_gather"):  # makes float8 of it
-        return torch.uint8
-    return param_dtype if parameter.is_floating_point() else parameter.dtype
 
 
 def _of_unit(record: Any, passes: Sequence[str], work: StepWork, *, backward: bool) -> Iterator[Exchange]:

@@ -1,0 +1,56 @@
+"""What a fake step counts as sent, beside the formulas of docs/parallelism.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import mesh_runs, meshes
+from tests.planner.traffic_formula import by_formula
+from toolkit.hardware import detect
+from toolkit.planner.traffic import WORLD, Exchange, step_traffic
+from toolkit.preflight.planned_run import PlannedRun
+
+LAYOUTS = [it for it in meshes.LAYOUTS if not {"compiled", "muon"} & set(it.split())]
+FEW = [
+    *("shard2 by-class AC-2", "replicate2 shard2 HYBRID_SHARD_ZERO2 float32", "tp2 AC-full"),
+    *("cp2 ring tied AC-2", "pp2 1F1B always by-class AC-op", "pp2 shard2 ZBVZeroBubble SHARD_GRAD_OP"),
+    "shard2 cp2 tp2 tied accumulate3 AC-full",
+]
+
+
+def by_dimension(exchanges: Iterable[Exchange]) -> Counter[tuple[str, str, tuple[int, ...]]]:
+    """Bytes that are sent, without the few of the world."""
+    found: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
+    for each in exchanges:
+        if each.dimension != WORLD:
+            found[each.dimension, each.operation, each.ranks] += each.bytes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "times"),
+    [
+        pytest.param(it, times, marks=[] if it in FEW and times > 1 else pytest.mark.exhaustive)
+        for it in LAYOUTS
+        for times in (1, 4)
+    ],
+)
+def test_a_step_sends_what_the_formulas_say(layout: str, times: int, tmp_path: Path) -> None:
+    """With four times the micro-batches too, of which some are run."""
+    config = mesh_runs.configure(tmp_path, layout)
+    rows = config.training.local_batch_size * (times if "pp" in layout else 1)
+    sizes = {"global_batch_size": times * config.training.global_batch_size, "local_batch_size": rows}
+    config = config.model_copy(update={"training": config.training.model_copy(update=sizes)})
+    run = PlannedRun(config, meshes.ranks(layout), detect())
+    assert run.mesh and run.model
+    for rank in {0, run.world_size - 1 if run.mesh.pp > 1 else 0}:
+        found, expected = (
+            by_dimension(how(config, run.model, run.mesh, rank, param_dtype=torch.float64))
+            for how in (step_traffic, by_formula)
+        )
+        assert found == expected

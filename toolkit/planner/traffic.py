@@ -1,0 +1,137 @@
+"""Count what a rank sends in a step: the collectives and transfers that a fake step asks for.
+
+Bytes are those of whole tensors, added up over a step without validation: what all ranks have together after
+an all-gather and before a reduce-scatter, what each has in an all-reduce, and what one sends in a transfer or
+gives to an all-to-all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from toolkit.compat import TorchDispatchMode, clear_sharding_cache, operator_schema, resolve_process_group
+from toolkit.config import Config
+from toolkit.models.common.args import ModelArgs
+from toolkit.parallel.dims import ParallelDims
+from toolkit.planner.allocations import fsdp_functions
+from toolkit.planner.fake_step import fake_run, micro_batches
+
+WORLD = "world"
+
+# Operation, and the place of the whole tensor among the arguments, or None: it is the result.
+_C10D: dict[str, tuple[str, int]] = {
+    "_allgather_base_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "allreduce_": ("all_reduce", 0),
+    "alltoall_base_": ("all_to_all", 1),
+    "send": ("send", 0),
+}
+FUNCTIONAL: dict[str, tuple[str, int | None]] = {
+    "all_gather_into_tensor": ("all_gather", None),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "all_reduce": ("all_reduce", 0),
+    "all_to_all_single": ("send", 0),
+}
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """``bytes`` of whole tensors in ``operation`` ("all_gather", "reduce_scatter", "all_reduce",
+    "all_to_all", "send") over the ``ranks`` of ``dimension``."""
+
+    dimension: str
+    operation: str
+    ranks: tuple[int, ...]
+    bytes: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each rank sends, if collectives go around a ring."""
+        turn = (len(self.ranks) - 1) / len(self.ranks)
+        return self.bytes * {"send": 1.0, "all_reduce": 2 * turn}.get(self.operation, turn)
+
+
+class _Traffic(TorchDispatchMode):
+    """Add up what is sent while it is entered, by dimension, operation and ranks."""
+
+    def __init__(self, layout: ParallelDims):
+        super().__init__()
+        self.bytes: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
+        self._shards = "dp_shard × cp" if layout.cp > 1 else "dp_shard"
+        stride, self._dims = 1, dict[tuple[int, int], str]()
+        for name in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
+            self._dims.setdefault((getattr(layout, name), stride), name)
+            stride *= getattr(layout, name)
+        self._dims.setdefault((layout.dp_shard * layout.cp, layout.tp), self._shards)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = operator_schema(func).name.partition("::")[2]
+        if func.namespace == "c10d" and name in _C10D:
+            operation, place = _C10D[name]
+            whole = args[place] if isinstance(args[place], Tensor) else args[place][0]
+            [boxed, *_] = [each for each in args if isinstance(each, torch.ScriptObject)]
+            self._add(operation, dist.ProcessGroup.unbox(boxed), whole, functional=False)
+        elif func.namespace == "_c10d_functional" and name in FUNCTIONAL:
+            operation, where = FUNCTIONAL[name]
+            group = resolve_process_group(args[-1])
+            self._add(operation, group, result if where is None else args[where], functional=True)
+        return result
+
+    def _add(self, operation: str, group: dist.ProcessGroup, whole: Tensor, *, functional: bool) -> None:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        # A schedule's first transfers connect neighbors with a single element.
+        if len(ranks) == 1 or (operation == "send" and whole.numel() == 1):
+            return
+        if functional:
+            dimension = self._dims.get((len(ranks), ranks[1] - ranks[0]), WORLD)
+        elif operation == "send":
+            dimension = "pp"
+        elif operation == "all_to_all":  # between Muon's owners
+            dimension = self._shards
+        elif any(fsdp_functions()):
+            dimension = "dp_replicate" if operation == "all_reduce" else self._shards
+        else:
+            dimension = WORLD
+        self.bytes[dimension, operation, ranks] += whole.nbytes
+
+
+def step_traffic(
+    config: Config,
+    args: ModelArgs,
+    layout: ParallelDims,
+    rank: int,
+    *,
+    param_dtype: torch.dtype,
+    target: str = "cpu",
+) -> list[Exchange]:
+    """Count what ``rank`` sends in a step of a run that passed the preflight.
+
+    Of many micro-batches few are run, twice, and each further one adds the difference. Needs no process
+    group, and must not be called where there is one.
+    """
+
+    def counted(count: int) -> Counter[tuple[str, str, tuple[int, ...]]]:
+        clear_sharding_cache()  # which has groups of an equal mesh of an earlier world
+        with (
+            fake_run(config, args, layout, rank, param_dtype=param_dtype, target=target, count=count) as run,
+            _Traffic(layout) as traffic,
+        ):
+            run.step()
+        return traffic.bytes
+
+    count = micro_batches(config, layout)
+    fewest = max(1, layout.pp)
+    if count <= 3 * fewest or config.parallelism.pipeline_parallel_schedule_csv:
+        found = counted(count)
+    else:
+        few, found = counted(2 * fewest), counted(3 * fewest)
+        for key in found:
+            found[key] += (found[key] - few[key]) // fewest * (count - 3 * fewest)
+    return [Exchange(*key, size) for key, size in found.items() if size]
