@@ -42,8 +42,8 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
 
 
 def _flow(block: list[Row], here: str, trained: set[str], *, before: bool) -> dict[str, bool]:
-    """Tell of each module of a block if what it reads has a gradient: ``before`` of the block's input, else where
-    a module of ``trained`` stands on the way."""
+    """Tell of each module of a block if what it reads has a gradient: ``before`` of the block's input, else
+    where a module of ``trained`` stands on the way."""
     reads = {row.module: row.reads for row in block}
 
     def given(module: str) -> bool:
