@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tests.planner.gradient_flow import ATTENDED, READS, Flow, given, gradient_flow
 from toolkit.build import build_model
 from toolkit.compat import CheckpointWrapper, fsdp_param_group
 from toolkit.config import Config
@@ -32,7 +33,6 @@ from toolkit.distributed.dtensor import clean_name
 from toolkit.distributed.process_group import DTYPES
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.gradient_flow import ATTENDED, READS, Flow, given, gradient_flow
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.parallel.fsdp import by_end
 from toolkit.parallel.mesh import Mesh, build_mesh
