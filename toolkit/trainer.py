@@ -86,8 +86,8 @@ class Trainer:
         self.total_steps = self.count_steps()
         if config.training.epochs and is_users(config.lr_scheduler):
             self._check_rates()
-        self.speed = self._speed_meter()
         self.hooks: list[StepHook] = []
+        self.speed = self._speed_meter(self.hooks)
         if config.health != Health():
             from toolkit.health.watch import health_hooks
 
@@ -274,11 +274,11 @@ class Trainer:
                 Profiling(options, self.folder, say=self.log.say, apart=self.speed.apart, **about)
             )
 
-    def _speed_meter(self) -> SpeedMeter:
+    def _speed_meter(self, hooks: list[StepHook]) -> SpeedMeter:
         @contextmanager
-        def mark(name: str) -> Iterator[None]:
+        def mark(name: str) -> Iterator[None]:  # without self, which would outlive its last user in a cycle
             with ExitStack() as stack:
-                for hook in self.hooks:
+                for hook in hooks:
                     stack.enter_context(hook.during(name))
                 stack.enter_context(torch.profiler.record_function(f"toolkit::{name}"))
                 yield

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from toolkit.config.job import Profiling
+from toolkit.metrics import memory_snapshot
 from toolkit.metrics.memory_snapshot import MemorySnapshots
 from toolkit.metrics.out_of_memory import out_of_memory_advice
 from toolkit.metrics.profiling import snapshot_folder
@@ -23,8 +24,8 @@ ERROR = torch.OutOfMemoryError(
 def allocator(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls that switch the recording."""
     calls: list[Any] = []
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": []})
+    monkeypatch.setattr(memory_snapshot, "record_memory_history", lambda **options: calls.append(options))
+    monkeypatch.setattr(memory_snapshot, "memory_snapshot", lambda: {"segments": []})
     return calls
 
 
