@@ -45,7 +45,7 @@ _VERIFIED = 3
 _CLOSE = 1.1
 """By so much the estimate may be too large: up to there a layout is looked at."""
 _LAYOUT_RULES = (
-    *("mesh", "batch", "tensor_context_parallel", "pipeline", "fsdp"),
+    *("mesh", "tensor_context_parallel", "pipeline", "fsdp"),
     *("optim", "adamw_8bit", "nf4", "float8"),
 )
 
