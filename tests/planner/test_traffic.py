@@ -1,4 +1,4 @@
-"""What a fake step counts as sent, beside the formulas of docs/parallelism.md."""
+"""Traffic that a fake step counts, beside the formulas of docs/parallelism.md."""
 
 from __future__ import annotations
 
