@@ -29,7 +29,8 @@ from benchmarks.peer_models import Case
 from toolkit.config.load import load_config
 from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.data.build import open_data
-from toolkit.data.dataloader import Batch, Loader, training_loader
+from toolkit.data.build_loader import training_loader
+from toolkit.data.dataloader import Batch, Loader
 from toolkit.data.packing import PADDING
 
 MODELS = Path(__file__).parent / "results" / "peers_pretrain.json"

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from benchmarks.peer_models import LEARNING_RATE, SHAPES
 from toolkit.config import Config
 from toolkit.data.build import open_data
+from toolkit.data.build_loader import validation_loader
 from toolkit.data.conversation_rows import ConversationRows, statistics
-from toolkit.data.dataloader import validation_loader
 from toolkit.metrics.startup_timer import Phases
 from toolkit.trainer import Trainer
 from toolkit.validate import validate

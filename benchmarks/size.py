@@ -1,128 +1,161 @@
-"""How much code a reader and an interpreter meet: lines by program, by room, and the largest functions.
+"""The shape of toolkit/: lines by room, circles and climbs among files, imports inside functions.
 
     python -m benchmarks.size [--output benchmarks/results/size.md]
 
-Lines are those of files, with their comments and docstrings. A program's are those of the modules of
-toolkit/ that it has imported when it ends; each trains one step of train_configs/debug_model.toml on one
-process, without checkpoints and validation unless it says so. "first run" is `python -m toolkit.train`
-without a token cache, the others are what run_train.sh starts after it.
+Lines are those of files, with comments and docstrings. A circle is a set of files each of which imports all
+others, directly or not; a climb is an import from a higher floor of pyproject.toml. Imports inside functions
+and for type checkers count as others do.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from toolkit.compat import PRIVATE, tomllib
+
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS = {"first run": 9500, "rank": 8000, "launcher": 6500, "toolkit/": 17000}
-"""Lines at most; toolkit/ is all of it."""
-SAVING = "rank that validates and saves"
+SMALL = 30
 LARGEST = 10
-NOTE_MODULES = """
-import atexit, json, os, pathlib, sys
 
-def note():
-    main = getattr(sys.modules["__main__"], "__spec__", None)
-    names = [name for name in sys.modules if name.partition(".")[0] == "toolkit"]
-    if main and main.name.startswith("toolkit."):
-        folder = pathlib.Path(os.environ["MODULES_FOLDER"])
-        (folder / f"{main.name}-{os.getpid()}.json").write_text(json.dumps([main.name, *names]))
 
-atexit.register(note)
-"""
+def modules() -> dict[str, Path]:
+    """Files of toolkit/ by the names that imports have for them."""
+    found = sorted((ROOT / "toolkit").rglob("*.py"))
+    return {
+        ".".join(it.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): it for it in found
+    }
 
 
 def lines(path: Path) -> int:
     return len(path.read_text("utf-8").splitlines())
 
 
-def path_of(module: str) -> Path:
-    stem = ROOT / module.replace(".", "/")
-    return stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
-
-
-def imported(folder: Path, name: str, module: str) -> set[Path]:
-    """The files of toolkit/ that a step of ``python -m module`` imports, helpers that tokenise left out."""
-    site, notes = folder / "site", folder / name
-    site.mkdir(exist_ok=True)
-    notes.mkdir(exist_ok=True)
-    (site / "sitecustomize.py").write_text(NOTE_MODULES)
-    environ = os.environ | {
-        "PYTHONPATH": f"{site}:{ROOT}", "MODULES_FOLDER": str(notes), "NGPU": "1", "OMP_NUM_THREADS": "1"
-    }  # fmt: skip
-    command = [sys.executable, "-m", module, "--job.config_file", "train_configs/debug_model.toml"]
-    options = [f"--job.dump_folder={folder / 'run'}", f"--data.cache_folder={folder / 'cache'}"]
-    options += ["--training.steps=1"]
-    if name != SAVING:
-        options += ["--checkpoint.enable=false", "--validation.enable=false"]
-    subprocess.run([*command, *options], check=True, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL)
-    wanted = "toolkit.train" if name in ("rank", SAVING) else module
-    [note] = notes.glob(f"{wanted}-*.json")
-    return {path_of(module) for module in json.loads(note.read_text())}
-
-
-def programs() -> dict[str, int]:
-    """Lines that each program imports."""
-    with tempfile.TemporaryDirectory() as folder:
-        modules = {
-            "first run": "toolkit.train",
-            "launcher": "toolkit.launch",
-            "rank": "toolkit.launch",
-            SAVING: "toolkit.launch",
-        }
-        return {
-            name: sum(map(lines, imported(Path(folder), name, module))) for name, module in modules.items()
-        }
-
-
 def rooms() -> Counter[str]:
     """Lines of each folder of toolkit/, and of the files beside them."""
     found: Counter[str] = Counter()
-    for path in (ROOT / "toolkit").rglob("*.py"):
+    for path in modules().values():
         parts = path.relative_to(ROOT / "toolkit").parts
         found[f"{parts[0]}/" if len(parts) > 1 else "(files)"] += lines(path)
     return found
 
 
-def functions() -> Iterator[tuple[int, str]]:
-    """Each function of toolkit/ with its lines."""
-    for path in (ROOT / "toolkit").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+def imported(tree: ast.AST, known: Mapping[str, Path]) -> Iterator[str]:
+    """Modules that the nodes of ``tree`` import; of ``known`` ones, such as toolkit.data.corpus, in full."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (it.name for it in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for it in node.names:
+                whole = f"{node.module}.{it.name}"
+                yield whole if whole in known else node.module
+
+
+def graph() -> dict[str, set[str]]:
+    """Modules of toolkit/ that each of them imports."""
+    known = modules()
+    trees = {name: ast.parse(path.read_text("utf-8")) for name, path in known.items()}
+    return {
+        name: {it for it in imported(tree, known) if it in known} - {name} for name, tree in trees.items()
+    }
+
+
+def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
+    """Sets of modules that import one another, by name."""
+    reached = {name: _reached(name, edges) for name in edges}
+    found = {
+        tuple(sorted(other for other in reached[name] if name in reached[other]))
+        for name in edges
+        if name in reached[name]
+    }
+    return sorted(map(list, found))
+
+
+def _reached(start: str, edges: Mapping[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for name in edges.get(waiting.pop(), ()):
+            if name not in found:
+                found.add(name)
+                waiting.append(name)
+    return found
+
+
+def climbs(edges: Mapping[str, set[str]]) -> list[str]:
+    """Imports from a floor above one's own."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]
+    [layers] = [it["layers"] for it in options["contracts"] if it["type"] == "layers"]
+    floors = {room.strip(): height for height, layer in enumerate(layers[::-1]) for room in layer.split(":")}
+    found = []
+    for name, others in edges.items():
+        for other in others:
+            here, there = (floors.get((it.split(".") + [""])[1], 0) for it in (name, other))
+            if there > here and name != "toolkit":
+                found.append(f"{name} imports {other}")
+    return sorted(found)
+
+
+def inner_imports() -> Counter[str]:
+    """Imports inside functions, by what they import."""
+    found: Counter[str] = Counter()
+    known = modules()
+    for path in known.values():
+        for function in _functions(path):
+            for name in imported(function, known):
+                first = name.partition(".")[0]
+                found[first if first in ("toolkit", "torch") else "other packages"] += 1
+    return found
+
+
+def _functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The outermost functions and methods of a file."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
+    while waiting:
+        for node in ast.iter_child_nodes(waiting.pop()):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno
-                yield node.end_lineno - node.lineno + 1, f"{path.relative_to(ROOT)}: {node.name}"
+                yield node
+            else:
+                waiting.append(node)
+
+
+def functions() -> Iterator[tuple[int, str]]:
+    """Each outermost function of toolkit/ with its lines."""
+    for path in modules().values():
+        for node in _functions(path):
+            assert node.end_lineno
+            yield node.end_lineno - node.lineno + 1, f"{path.relative_to(ROOT)}: {node.name}"
 
 
 def report() -> str:
     """The tables in Markdown."""
-    by_room = rooms()
-    sizes = programs() | {"toolkit/": by_room.total()}
-    rows = [f"| {name} | {size:,} | {_kept(name, size)} |" for name, size in sizes.items()]
+    by_room, edges = rooms(), graph()
+    small = [path for path in modules().values() if path.name != "__init__.py" and lines(path) < SMALL]
+    inside = ", ".join(f"{count} of {name}" for name, count in inner_imports().most_common())
+    rings = [f"- {', '.join(it.removeprefix('toolkit.') for it in ring)}" for ring in circles(edges)]
+    facts = {
+        "lines": f"{by_room.total():,}",
+        "files": f"{len(edges)}",
+        f"files under {SMALL} lines": f"{len(small)}",
+        "circles": f"{len(rings)}",
+        "climbs": f"{len(climbs(edges))}",
+        "imports inside functions": inside,
+        "private names of torch, all in compat.py": f"{len(PRIVATE)}",
+    }
     return "\n".join(
         [
-            "# Size", "", "`python -m benchmarks.size`: lines with comments and docstrings.", "",
-            "| what is imported, or there | lines | limit | |", "|---|---|---|---|", *rows, "",
-            "| room | lines |", "|---|---|",
+            "# Size", "", "`python -m benchmarks.size`: toolkit/, lines with comments and docstrings.", "",
+            "| what | how many |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()),
+            "", "| room | lines |", "|---|---|",
             *(f"| {room} | {size:,} |" for room, size in by_room.most_common()),
+            "", "Circles:", "", *(rings or ["none"]),
             "", "| largest functions | lines |", "|---|---|",
             *(f"| {name} | {size} |" for size, name in sorted(functions(), reverse=True)[:LARGEST]),
         ]
     )  # fmt: skip
-
-
-def _kept(name: str, size: int) -> str:
-    if name not in LIMITS:
-        return "|"
-    over = size - LIMITS[name]
-    return f"{LIMITS[name]:,} | {'kept' if over <= 0 else f'{over:,} over'}"
 
 
 if __name__ == "__main__":

@@ -55,7 +55,8 @@ def time_torchrun(ranks: int, *program: str) -> float:
 def time_supervisor(ranks: int, *program: str) -> float:
     """The same for the toolkit's own launcher, without the check of a configuration."""
     code = (
-        "import sys; from toolkit.launcher.supervisor import Launch, supervise; "
+        "import sys; from toolkit.launcher.supervise import supervise; "
+        "from toolkit.launcher.supervisor import Launch; "
         f"sys.exit(supervise({program!r}, Launch(processes={ranks})))"
     )
     return time_command(sys.executable, "-c", code)

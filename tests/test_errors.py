@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.data.corpus import SourceError
+from toolkit.data.file_kinds import SourceError
 from toolkit.errors import ConfigError, DataError, Problem, ToolkitError, report
 from tools.arguments import flags_named
 

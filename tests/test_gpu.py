@@ -28,7 +28,8 @@ from toolkit.metrics.startup_timer import Phases
 from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
 from toolkit.parallel.activation_offload import apply_activation_offload
 from toolkit.parallel.compile import apply_compile
-from toolkit.parallel.context_parallel import SequenceShards, apply_context_parallel
+from toolkit.parallel.context_parallel import apply_context_parallel
+from toolkit.parallel.sequence_shards import SequenceShards
 from toolkit.trainer import Trainer
 
 pytestmark = [

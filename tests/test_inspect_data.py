@@ -13,7 +13,7 @@ from tests.data.chat_data import ASSETS, conversation, write_rows
 from toolkit.config import load_config
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import open_data, run_tokenizer
-from toolkit.data.dataloader import training_loader
+from toolkit.data.build_loader import training_loader
 from toolkit.errors import EXIT_CONFIG, EXIT_FINISHED
 from toolkit.loss import IGNORED_LABEL
 from tools import inspect_data

@@ -34,11 +34,11 @@ from tests.mesh_runs import (
 from toolkit import build
 from toolkit.hardware import Hardware
 from toolkit.parallel import fsdp, tensor_parallel
-from toolkit.parallel.context_parallel import SequenceShards
 from toolkit.parallel.dims import STRATEGIES
 from toolkit.parallel.model_parts import ModelParts, SingleModel
 from toolkit.parallel.pipeline_parallel import Pipeline
 from toolkit.parallel.pipeline_schedules import SCHEDULES
+from toolkit.parallel.sequence_shards import SequenceShards
 from toolkit.preflight import check
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all runs

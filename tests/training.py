@@ -10,8 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from toolkit.config import Config
+from toolkit.config.job import Health
 from toolkit.config.schema import root
 from toolkit.data.build import open_data
+from toolkit.health.watch import health_hooks
 from toolkit.metrics.startup_timer import Phases
 from toolkit.trainer import Trainer
 
@@ -54,7 +56,10 @@ def small_config(folder: str | Path, **tables: dict[str, Any]) -> Config:
 def small_trainer(config: Config) -> Trainer:
     """A trainer on the CPU of this rank, in the group that is there."""
     phases = Phases(enabled=False)
-    return Trainer(config, open_data(config, progress=False), torch.device("cpu"), phases)
+    trainer = Trainer(config, open_data(config, progress=False), torch.device("cpu"), phases)
+    if config.health != Health():
+        trainer.hooks += health_hooks(trainer)
+    return trainer
 
 
 def weights_digest(model: torch.nn.Module) -> str:

@@ -32,8 +32,8 @@ from toolkit.parallel.objective import Objective, WeightedObjective
 from toolkit.parallel.parallelize import parallelize
 
 if TYPE_CHECKING:
-    from toolkit.parallel.context_parallel import SequenceShards
     from toolkit.parallel.pipeline_schedules import Stages
+    from toolkit.parallel.sequence_shards import SequenceShards
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -52,7 +52,7 @@ def compiles(config: Config, device: torch.device) -> bool:
 def _shards(config: Config, mesh: Mesh) -> SequenceShards | None:
     if mesh.cp is None:
         return None
-    from toolkit.parallel.context_parallel import SequenceShards
+    from toolkit.parallel.sequence_shards import SequenceShards
 
     balanced = config.parallelism.context_parallel_load_balancer is not None
     return SequenceShards(mesh.cp.get_local_rank(), mesh.cp.size(), balanced=balanced)

@@ -170,8 +170,8 @@ class Checkpointer:
 
     def _load_adapter(self, path: str) -> None:
         """Start from an adapter on the same base, which trained no more of the model than this run does."""
-        from toolkit.finetune.adapter import open_adapter
         from toolkit.finetune.base import refuse_another_base
+        from toolkit.finetune.open_adapter import open_adapter
         from toolkit.finetune.parameters import is_added
         from toolkit.weights.load import load_weights, open_alike
 

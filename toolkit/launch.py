@@ -46,7 +46,8 @@ from toolkit.launcher.environment import (
     whole_number,
 )
 from toolkit.launcher.signals import Stopped, stop_at_once
-from toolkit.launcher.supervisor import Launch, say, supervise
+from toolkit.launcher.supervise import supervise
+from toolkit.launcher.supervisor import Launch, say
 
 
 def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:

@@ -14,11 +14,10 @@ import torch.distributed as dist
 
 from toolkit.build import build_model, compiles, compute_dtype
 from toolkit.config import Config
-from toolkit.config.job import Health
 from toolkit.config.local_paths import expand_user
 from toolkit.cpu import keep_freed_memory
 from toolkit.data.batch_size import batch_shape
-from toolkit.data.dataloader import training_loader
+from toolkit.data.build_loader import training_loader
 from toolkit.data.run_data import RunData
 from toolkit.distributed import process_group
 from toolkit.distributed.garbage_collection import GarbageCollection
@@ -88,10 +87,6 @@ class Trainer:
             self._check_rates()
         self.hooks: list[StepHook] = []
         self.speed = self._speed_meter(self.hooks)
-        if config.health != Health():
-            from toolkit.health.watch import health_hooks
-
-            self.hooks += health_hooks(self)
 
     # Building
 

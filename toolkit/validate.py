@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.config import Config
-from toolkit.data.dataloader import validation_loader
+from toolkit.data.build_loader import validation_loader
 from toolkit.data.run_data import BASE_CORPUS, RunData
 from toolkit.metrics.summary import perplexity
 from toolkit.models.from_config import pretrained_folder

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from toolkit.config.custom_import import import_module
 from toolkit.config.local_paths import expand_user, path_problem
-from toolkit.config.toml import Setting
 from toolkit.config.types import MAX_RANKS
+from toolkit.config.values import Setting
 from toolkit.errors import ConfigError, Problem, ToolkitError, redacted
 
 

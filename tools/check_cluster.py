@@ -268,7 +268,7 @@ def launch(config: Config, command: Sequence[str], keys: Sequence[str]) -> int:
     from toolkit.launch import launch_from
     from toolkit.launcher.node_terms import terms_from
     from toolkit.launcher.nodes import supervise_nodes
-    from toolkit.launcher.supervisor import supervise
+    from toolkit.launcher.supervise import supervise
 
     hardware = detect(config.training.device)
     asked = launch_from(os.environ, hardware)

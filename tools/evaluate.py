@@ -30,7 +30,7 @@ from typing import Any
 from toolkit import preflight
 from toolkit.config import Config, load_config
 from toolkit.data.build import corpora, open_tokens, run_tokenizer
-from toolkit.data.dataloader import validation_loader
+from toolkit.data.build_loader import validation_loader
 from toolkit.data.find_files import open_text
 from toolkit.data.run_data import RunData
 from toolkit.distributed import process_group

@@ -34,7 +34,8 @@ import torch
 from toolkit.config import Config, asks_for_tracebacks, load_config
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import open_data, run_tokenizer
-from toolkit.data.dataloader import Loader, training_loader, validation_loader
+from toolkit.data.build_loader import training_loader, validation_loader
+from toolkit.data.dataloader import Loader
 from toolkit.data.packing import PADDING
 from toolkit.data.run_data import RunData
 from toolkit.data.tokenizers.tokenizer import Tokenizer

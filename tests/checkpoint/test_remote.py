@@ -27,7 +27,7 @@ from toolkit.config.local_paths import expand_user
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, ConfigError
 from toolkit.exporter import Exporter
 from toolkit.preflight import check
-from toolkit.storage import remote_calls, remote_upload
+from toolkit.storage import remote_calls, remote_path
 from toolkit.storage.remote_calls import StorageError
 from toolkit.storage.remote_path import RemotePath
 from toolkit.weights.open import find_checkpoint, open_weights
@@ -126,7 +126,7 @@ def test_what_a_killed_save_leaves_counts_for_nothing_and_goes(
         for name in ("discard", "commit"):  # of a process that is gone there is neither
             patch.setattr(f"toolkit.checkpoint.remote_steps.{name}", lambda *_: None)
         if large:  # an upload that has not ended
-            patch.setattr(remote_upload, "PART", 5 << 20)
+            patch.setattr(remote_path, "PART", 5 << 20)
             _begin_upload(manager.folder / large)
         else:
             manager.save(2, _tensors(2), {})
@@ -153,10 +153,10 @@ def test_uploads_that_a_killed_save_left_in_a_bucket_without_a_folder_are_ended(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = RemotePath("s3://bucket")
-    monkeypatch.setattr(remote_upload, "PART", 5 << 20)
+    monkeypatch.setattr(remote_path, "PART", 5 << 20)
     _begin_upload(bucket / "step-2" / "__0_0.distcp")
-    assert remote_upload.end_uploads(bucket) == 1
-    assert remote_upload.end_uploads(bucket) == 0
+    assert remote_path.end_uploads(bucket) == 1
+    assert remote_path.end_uploads(bucket) == 0
 
 
 def test_a_store_that_stumbles_is_asked_again(server: Server, url: str) -> None:
@@ -173,7 +173,7 @@ def test_a_store_that_stumbles_is_asked_again(server: Server, url: str) -> None:
 def test_an_upload_goes_on_at_the_part_that_failed(
     server: Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_upload, "PART", 5 << 20)
+    monkeypatch.setattr(remote_path, "PART", 5 << 20)
     content = bytes(range(256)) * (68 << 10)  # 17 MiB: four parts
     path = RemotePath(f"{url}/file")
     server.fail("PUT", "partNumber=2", status=500, code="InternalError", times=2)

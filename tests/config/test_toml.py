@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.compat import tomllib
-from toolkit.config.toml import key_lines
+from toolkit.config.key_lines import key_lines
 
 TRICKY = '''\
 # [comment] = "x"

@@ -25,11 +25,11 @@ from toolkit.config.training import Data, Training
 from toolkit.data import build_cache, text_files
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import open_data
+from toolkit.data.build_loader import build_loader
 from toolkit.data.chat.sft import ChatOptions
 from toolkit.data.chat.shapes import FORMATS, Shape
 from toolkit.data.conversation_rows import ConversationRows, best_fit, statistics
 from toolkit.data.corpus import Corpus
-from toolkit.data.dataloader import build_loader
 from toolkit.data.packing import PADDING
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import MixturePart, TokenCache, open_cache

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from tests.data.byte_tokenizer import ByteTokenizer
 from toolkit.config.training import Data, DataLoader, Training, Validation
 from toolkit.data.batch_size import BatchShape
+from toolkit.data.build_loader import build_loader
 from toolkit.data.corpus import Corpus
-from toolkit.data.dataloader import FIELDS, Loader, build_loader, lost_worker
+from toolkit.data.dataloader import FIELDS, Loader, lost_worker
 from toolkit.data.mixture import BLOCK, MixtureOrder
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import MixturePart, TokenCache

@@ -10,7 +10,7 @@ from tests.data.corpus_problem import check_source
 from tests.data.test_parquet import ROWS, write
 from tests.preflight.bad_runs import CPU
 from toolkit.config import load_config
-from toolkit.data.corpus import SourceError
+from toolkit.data.file_kinds import SourceError
 from toolkit.data.find_files import open_text
 from toolkit.data.folder_files import splits_by_name
 from toolkit.data.sources import open_corpus

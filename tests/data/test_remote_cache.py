@@ -22,17 +22,18 @@ from toolkit.config.local_paths import expand_user
 from toolkit.config.training import Data, DataLoader, Training
 from toolkit.data import build_cache
 from toolkit.data.batch_size import BatchShape
+from toolkit.data.build_loader import build_loader
 from toolkit.data.chat.sft import ChatOptions
 from toolkit.data.chat.shapes import Shape
 from toolkit.data.corpus import Corpus
-from toolkit.data.dataloader import Loader, build_loader
+from toolkit.data.dataloader import Loader
 from toolkit.data.labelled_texts import LabelledTexts
 from toolkit.data.run_data import RunData, from_text
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import TokenCache, open_cache
 from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import DataError
-from toolkit.storage import remote_upload
+from toolkit.storage import remote_path
 from toolkit.storage.remote_calls import StorageError
 from toolkit.storage.remote_path import RemotePath
 
@@ -137,7 +138,7 @@ def test_a_build_that_fails_leaves_no_cache(
 ) -> None:
     source = _corpus(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(remote_upload, "TRIES", 1)
+        patch.setattr(remote_path, "TRIES", 1)
         server.fail("PUT", "meta.json", status=503)
         with pytest.raises(StorageError, match=r"meta.json cannot be used: it did not answer"):
             _tokenized(source, url)

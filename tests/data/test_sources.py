@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from tests.data.corpus_problem import check_source
 from toolkit.data import text_files
-from toolkit.data.corpus import Corpus, SourceError
+from toolkit.data.corpus import Corpus
+from toolkit.data.file_kinds import SourceError
 from toolkit.data.sources import EMBEDDED, open_corpus
 from toolkit.errors import DataError
 

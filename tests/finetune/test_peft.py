@@ -19,8 +19,8 @@ from tests.models.test_transformers import theirs
 from toolkit.config.finetune import Finetune
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
-from toolkit.finetune.adapter import open_adapter, open_adapter_on
 from toolkit.finetune.merge import Merged
+from toolkit.finetune.open_adapter import open_adapter, open_adapter_on
 from toolkit.finetune.peft_folder import write_peft
 from toolkit.models.common.args import Classifier
 from toolkit.models.common.decoder import Decoder

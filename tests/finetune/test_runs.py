@@ -28,7 +28,7 @@ from toolkit.config import Config
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.finetune import export
-from toolkit.finetune.adapter import open_adapter_on
+from toolkit.finetune.open_adapter import open_adapter_on
 from toolkit.generation.load import load_model
 from toolkit.models.registry import resolve
 from toolkit.preflight import check, notes

@@ -20,7 +20,7 @@ from toolkit.health.heartbeat import Heartbeat
 from toolkit.health.stragglers import DeviceWaits, Stragglers
 from toolkit.metrics.jsonl import rank_files
 from toolkit.parallel import autograd_collectives, ring_attention
-from toolkit.parallel.context_parallel import SequenceShards
+from toolkit.parallel.sequence_shards import SequenceShards
 from toolkit.parallel.vocabulary_parallel import vocabulary_parallel_losses
 from toolkit.step_hooks import StepResult
 

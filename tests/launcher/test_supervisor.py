@@ -15,14 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.launcher.supervisor import Launch, exit_code, supervise
+from toolkit.launcher.supervise import supervise
+from toolkit.launcher.supervisor import Launch, exit_code
 
 ROOT = Path(__file__).parents[2]
 PREAMBLE = "import os, signal, sys, time; rank = int(os.environ['RANK']); "
 LAUNCHER = """
 import sys
 from toolkit.io import standard_streams
-from toolkit.launcher.supervisor import Launch, supervise
+from toolkit.launcher.supervise import supervise
+from toolkit.launcher.supervisor import Launch
 standard_streams.protect()
 sys.exit(supervise([sys.executable, "-S", "-c", sys.argv[2]], Launch(**eval(sys.argv[1]))))
 """

@@ -20,9 +20,10 @@ from tests.models.varlen_on_cpu import give_varlen_a_cpu_kernel
 from tests.parallel.sharded import Collectives
 from tests.training import small_config, small_trainer
 from toolkit.models.common.attention import AttentionBackend, attention_backend
-from toolkit.parallel.context_parallel import ContextParallelAttention, SequenceShards
+from toolkit.parallel.context_parallel import ContextParallelAttention
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.ring_attention import RingAttention
+from toolkit.parallel.sequence_shards import SequenceShards
 
 shards_of_all = st.builds(
     lambda size, balanced: [SequenceShards(rank, size, balanced) for rank in range(size)],

@@ -21,13 +21,14 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import model_args
 from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import SCHEDULES, bubble
-from toolkit.planner.costs import Costs, Operation, Piece, Work, costs
+from toolkit.planner.costs import costs
 from toolkit.planner.fake_step import fake_run
 from toolkit.planner.machines import Machine, machine_named, machine_of, machines
 from toolkit.planner.pipeline import simulate
 from toolkit.planner.rates import Pass, Rates
 from toolkit.planner.time import step_time
 from toolkit.planner.units import Unit, accumulating, gathering, reducing
+from toolkit.planner.work import Costs, Operation, Piece, Work
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = Machine(

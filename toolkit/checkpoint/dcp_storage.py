@@ -109,10 +109,27 @@ class HashingFileSystem(FileSystem):
         self.written[path.name] = stream.entry()
 
 
-def _remote_file_system() -> HashingFileSystem:
-    from toolkit.checkpoint.remote_storage import RemoteFileSystem
+class RemoteFileSystem(HashingFileSystem):
+    """Files that DCP would write under a temporary name and rename have their last name at once."""
 
-    return RemoteFileSystem()
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
+        final = path.with_name(path.name.removesuffix(".tmp"))
+        with super().create_stream(final, mode) as stream:
+            yield stream
+        self.written[path.name] = self.written[final.name]
+
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        return path / suffix
+
+    def mkdir(self, path: Any) -> None:
+        pass
+
+    def exists(self, path: Any) -> bool:
+        return False
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        pass
 
 
 class RowByRow(DefaultSavePlanner):
@@ -142,7 +159,7 @@ class CommittingWriter(FileSystemWriter):
         local = isinstance(folder, Path)
         super().__init__("", sync_files=local)
         self.path = folder
-        self._hashing = HashingFileSystem() if local else _remote_file_system()
+        self._hashing = HashingFileSystem() if local else RemoteFileSystem()
         self.fs = self._hashing
         self._commit = commit
 

@@ -15,8 +15,7 @@ from typing import Any
 from toolkit.checkpoint.manifest import MANIFEST, step_folder
 from toolkit.models.on_disk import EXPORTS
 from toolkit.storage.remote_calls import StorageError
-from toolkit.storage.remote_path import RemotePath
-from toolkit.storage.remote_upload import check_size, end_uploads
+from toolkit.storage.remote_path import RemotePath, check_size, end_uploads
 
 _STEP = re.compile(r"step-\d+")
 _AT_ONCE = 16

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from toolkit.checkpoint.dcp_storage import HashingFileSystem, VerifiedReader, tensor_place
+from toolkit.checkpoint.dcp_storage import VerifiedReader, tensor_place
 from toolkit.io.tensor_file import TensorPlace
 from toolkit.storage.remote_path import RemotePath
 
 _READS_AT_ONCE = 8
 _HELD_BYTES = 32 << 20
 """Size up to which a chunk is fetched whole, by a request or two, to be cut and placed in memory."""
-
-
-class RemoteFileSystem(HashingFileSystem):
-    """Files that DCP would write under a temporary name and rename have their last name at once."""
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
-        final = path.with_name(path.name.removesuffix(".tmp"))
-        with super().create_stream(final, mode) as stream:
-            yield stream
-        self.written[path.name] = self.written[final.name]
-
-    def concat_path(self, path: Any, suffix: str) -> Any:
-        return path / suffix
-
-    def mkdir(self, path: Any) -> None:
-        pass
-
-    def exists(self, path: Any) -> bool:
-        return False
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        pass
 
 
 class RemoteReader(VerifiedReader):

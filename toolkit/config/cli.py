@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from toolkit.config.schema import Field, find_field, is_group
-from toolkit.config.toml import Setting
-from toolkit.config.values import parse
+from toolkit.config.values import Setting, parse
 from toolkit.errors import Problem
 
 _SHORTHANDS = {"--debug": "--job.debug"}

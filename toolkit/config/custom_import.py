@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import Config
-from toolkit.config.toml import Setting
+from toolkit.config.values import Setting
 from toolkit.errors import ConfigError, Problem
 
 KEY = "job.custom_import"

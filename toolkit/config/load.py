@@ -15,12 +15,11 @@ from pydantic import ValidationError
 
 from toolkit.config.cli import Arguments, read_arguments
 from toolkit.config.local_paths import path_problem
-from toolkit.config.precedence import without_replaced
 from toolkit.config.refused import REFUSED
-from toolkit.config.schema import Config, find_field, root
-from toolkit.config.toml import Setting, read_files
+from toolkit.config.schema import Config, find_field, root, without_replaced
+from toolkit.config.toml import read_files
 from toolkit.config.types import NONE, LocalPath
-from toolkit.config.values import format_toml
+from toolkit.config.values import Setting, format_toml
 from toolkit.errors import ConfigError, Problem
 
 _CONFIG_FILE = "job.config_file"

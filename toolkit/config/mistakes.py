@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval, Le, Len, Lt, MaxLen
 
+from toolkit.config.key_lines import Path, key_lines
 from toolkit.config.schema import Field, find_field
-from toolkit.config.toml import Path, Setting, key_lines
 from toolkit.config.types import MAX_INT, NONE, allows_none
-from toolkit.config.values import format_toml, parse
+from toolkit.config.values import Setting, format_toml, parse
 from toolkit.errors import Problem, closest, did_you_mean
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}

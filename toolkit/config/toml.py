@@ -8,28 +8,21 @@ before the fault, which is enough to name a key given twice.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolkit.config.did_you_mean import unknown_key
+from toolkit.config.key_lines import Path, key_lines
 from toolkit.config.local_paths import path_problem, read_text
+from toolkit.config.mistakes import similar_file, syntax_problem
 from toolkit.config.schema import find_field, find_table, is_group
-from toolkit.config.toml_text import LEXEMES, MAX_DEPTH, MAX_LENGTH, parse_toml
+from toolkit.config.toml_text import MAX_LENGTH, parse_toml
+from toolkit.config.values import Setting
 from toolkit.errors import Problem
 
 _EXTENDS = "extends"
-Path = tuple[str, ...]
 Origin = Callable[[Path], str]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A value and where it comes from: "file.toml:12" or "--table.key". ``depth`` is 0 for a flag, 1 for the
-    config file and one more for each file that it extends."""
-
-    value: object
-    origin: str
-    depth: int = 0
 
 
 @dataclass
@@ -61,16 +54,12 @@ def _read(path: str, named_by: Problem, children: tuple[str, ...]) -> Layer:
     try:
         text = read_text(path, at_most=MAX_LENGTH)
     except FileNotFoundError:
-        from toolkit.config.mistakes import similar_file
-
         return misnamed(f"there is no file {path}", similar_file(path))
     except OSError as error:
         return misnamed(f"{path} cannot be read: {error.strerror}", "give the name of a readable TOML file")
     try:
         document = parse_toml(text)
     except ValueError as error:
-        from toolkit.config.mistakes import syntax_problem
-
         return Layer(problems=[syntax_problem(path, text, error)])
     lines: dict[Path, int] = {}
     for key, line in key_lines(text):
@@ -104,8 +93,6 @@ def _flatten(document: dict[str, Any], prefix: Path, origin: Origin, depth: int,
         if find_field(key):
             layer.settings[key] = Setting(value, where, depth)
         elif not find_table(key) and not is_group(key):
-            from toolkit.config.did_you_mean import unknown_key
-
             layer.problems.append(unknown_key(key, value, where))
         elif value == {} and is_group(".".join(prefix)):
             rule, fix = f"[{key}] is empty", "write at least one key below it, or remove it"
@@ -115,46 +102,3 @@ def _flatten(document: dict[str, Any], prefix: Path, origin: Origin, depth: int,
         else:
             rule, fix = f"{key} is a table", f"write [{key}] and its keys below it"
             layer.problems.append(Problem(rule, fix, key, value, where))
-
-
-def key_lines(text: str) -> list[tuple[Path, int]]:
-    """Return (key path, 1-based line) of each table header and each value, in order of appearance.
-
-    A value in an inline table has the line at which the whole statement begins.
-    """
-    found: list[tuple[Path, int]] = []
-    prefix: Path = ()
-    for line, statement, content in _statements(text):
-        if statement.lstrip().startswith("["):
-            (prefix,) = _leaves(content, ())
-            found.append((prefix, line))
-        else:
-            found += [(path, line) for path in _leaves(content, prefix)]
-    return found
-
-
-def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """(first line, text, content) of each statement up to the first fault; comments and blanks are none."""
-    text = text.replace("\r\n", "\n") + "\n"  # TOML knows no other ends of a line
-    start = line = depth = 0
-    for found in LEXEMES.finditer(text):
-        depth += (found[0] in "[{") - (found[0] in "]}")
-        if found[0] != "\n" or depth > 0:
-            continue
-        statement = text[start : found.start()]
-        try:
-            content = parse_toml(statement)
-        except ValueError:
-            return
-        if content:
-            yield line + 1, statement, content
-        start, line, depth = found.end(), line + statement.count("\n") + 1, 0
-
-
-def _leaves(content: dict[str, Any], prefix: Path) -> Iterator[Path]:
-    for name, value in content.items():
-        path = (*prefix, name)
-        if isinstance(value, dict) and value and len(path) < MAX_DEPTH:
-            yield from _leaves(value, path)
-        else:
-            yield path

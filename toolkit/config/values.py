@@ -7,10 +7,21 @@ import math
 import types
 import typing
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from toolkit.config.toml_text import parse_toml
 from toolkit.config.types import NONE
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value and where it comes from: "file.toml:12" or "--table.key". ``depth`` is 0 for a flag, 1 for the
+    config file and one more for each file that it extends."""
+
+    value: object
+    origin: str
+    depth: int = 0
 
 
 def parse(text: str, annotation: Any) -> object:

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
 from toolkit.cpu import cores
 from toolkit.data import text_files
 from toolkit.data.corpus import CLASSIFICATION, PREFERENCE, Corpus
-from toolkit.data.token_cache import FORMAT, ids_dtype
 from toolkit.data.token_files import WEIGHTS
 from toolkit.data.tokenize import Encoded, Encoder, TextEncoder, TokenizeBar
 from toolkit.data.tokenize_helpers import encode_all
@@ -32,11 +31,20 @@ from toolkit.io.atomic import sync_file, sync_folder
 from toolkit.io.block_hashes import HashedFile
 
 if TYPE_CHECKING:
-    from toolkit.data.token_cache import RowEncoder
+    from toolkit.data.chat.sft import ConversationEncoder
+    from toolkit.data.labelled_texts import LabelledTextEncoder
 
+RowEncoder: TypeAlias = "ConversationEncoder | LabelledTextEncoder"
+
+FORMAT = 1  # raise it when pieces are cut, or documents are framed, in another way
 _MAX_REMARKS = 20
 ALONE_BYTES = 16 << 20  # of text: up to here helpers would hardly be under way before one process is done
 ONES = 1 << 20  # weights that are written at once
+
+
+def ids_dtype(tokenizer: Tokenizer) -> str:
+    """The type that holds every id."""
+    return "uint16" if tokenizer.n_words <= 1 << 16 else "uint32"
 
 
 def build_cache(

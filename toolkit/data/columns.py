@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from toolkit.data.corpus import SourceError
+from toolkit.data.file_kinds import SourceError
 from toolkit.errors import Problem, first_few
 
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|[{}]")

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
-import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -23,14 +21,9 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from toolkit.config import Config
-from toolkit.config.training import Data, DataLoader, Training, Validation
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.packing import PADDING, Rows, Sample, corpus_rows
-from toolkit.data.run_data import RunData
-from toolkit.data.sampler import corpus_indices
-from toolkit.data.token_files import MixturePart, TokenCache
-from toolkit.data.worker_signals import outlive_the_scheduler
+from toolkit.data.token_files import TokenCache
 from toolkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -230,112 +223,6 @@ class _Counted:
         self._loader.refuse_unknown_ids(batch)
         self._loader._taken += 1
         return batch
-
-
-def build_loader(
-    corpus: TokenCache | Sequence[MixturePart],
-    table: Training | Validation,
-    data: Data,
-    batch: BatchShape,
-    *,
-    pad_id: int | None,
-    dp_rank: int,
-    dp_size: int,
-    seed: int = 0,
-) -> Loader:
-    """A loader of rank ``dp_rank`` of ``dp_size`` over one corpus or the parts of a mixture.
-
-    With the table of the training it is endless, each epoch in an order of its own; with that of the
-    validation it gives the corpus, or its first ``samples``, once and in its own order. ``pad_id`` None pads
-    with 0 (a padding token is neither attended to nor predicted). ``persistent_workers`` and
-    ``prefetch_factor`` mean nothing without workers, as in torchtitan's files.
-
-    Raises:
-        DataError: a corpus is shorter than one sample.
-        ValueError: the global batch is not a multiple of the micro-batches of all ranks; the validation of a
-            mixture, which would end with parts of it drawn more than once and others not.
-    """
-    if batch.total % (batch.local * dp_size):
-        raise ValueError(f"a global batch of {batch.total} is not a multiple of {batch.local} x {dp_size}")
-    parts = [MixturePart("", 1.0, corpus)] if isinstance(corpus, TokenCache) else list(corpus)
-    parts.sort(key=lambda part: part.name)
-    dataset = _MicroBatchDataset(
-        {part.name: part.corpus for part in parts},
-        seq_len=table.seq_len, packing=data.packing, document_mask=data.document_mask, pad_id=pad_id or 0,
-    )  # fmt: skip
-    once, samples = False, len(dataset)
-    if isinstance(table, Validation):
-        once, samples = True, samples if table.samples == -1 else min(table.samples, samples)
-    lengths, shuffle = [len(rows) for rows in dataset.rows], data.shuffle and not once
-    order: Order = functools.partial(corpus_indices, n=lengths[0], seed=seed, shuffle=shuffle)
-    mixture = None
-    counted: dict[str, Any] = {"corpus": parts[0].corpus.fingerprint}
-    if parts[0].name:
-        order = mixture = _mixture(parts, lengths, seed=seed, shuffle=shuffle)
-        counted = _text(parts, mixture)
-        if once:
-            raise ValueError("a mixture has no end")
-    sampler = _MicroBatches(samples, order, batch, dp_rank=dp_rank, dp_size=dp_size, infinite=not once)
-    counted |= {"seq_len": table.seq_len, "packing": data.packing, "shuffle": shuffle, "seed": seed}
-    corpora = [part.corpus for part in parts]
-    return Loader(_torch_loader(dataset, sampler, table.dataloader), sampler, counted, corpora, mixture)
-
-
-def _torch_loader(
-    dataset: _MicroBatchDataset, sampler: _MicroBatches, options: DataLoader
-) -> StatefulDataLoader:
-    workers = options.num_workers
-    with warnings.catch_warnings():
-        # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates.
-        warnings.filterwarnings("ignore", message=".*set_vital", category=UserWarning)
-        return StatefulDataLoader(
-            dataset, batch_size=None, sampler=sampler, num_workers=workers, pin_memory=options.pin_memory,
-            collate_fn=_as_it_is, persistent_workers=options.persistent_workers and workers > 0,
-            prefetch_factor=options.prefetch_factor if workers > 0 else None,
-            worker_init_fn=functools.partial(outlive_the_scheduler, os.getpid()),
-        )  # fmt: skip
-
-
-def _mixture(
-    parts: Sequence[MixturePart], lengths: Sequence[int], *, seed: int, shuffle: bool
-) -> MixtureOrder:
-    from toolkit.data.mixture import MixtureOrder
-
-    return MixtureOrder({part.name: part.weight for part in parts}, lengths, seed=seed, shuffle=shuffle)
-
-
-def _text(parts: Sequence[MixturePart], mixture: MixtureOrder) -> dict[str, Any]:
-    """Identify the text of a mixture."""
-    from toolkit.data.mixture import identity
-
-    return identity(mixture.quotas) | {f"{part.name}.corpus": part.corpus.fingerprint for part in parts}
-
-
-def training_loader(
-    config: Config, data: RunData, batch: BatchShape, *, dp_rank: int, dp_size: int, seed: int
-) -> Loader:
-    """The micro-batches of this rank that the model is trained on."""
-    if config.data.streaming:
-        from toolkit.data.streaming import streamed_loader
-
-        return streamed_loader(config, batch, dp_rank=dp_rank, dp_size=dp_size, seed=seed)
-    return build_loader(
-        data.train(config), config.training, config.data, batch,
-        pad_id=data.pad_id, dp_rank=dp_rank, dp_size=dp_size, seed=seed,
-    )  # fmt: skip
-
-
-def validation_loader(
-    config: Config, data: RunData, *, dp_rank: int, dp_size: int, table: str = "validation"
-) -> Loader | None:
-    """The micro-batches of this rank of the held-out corpus of ``table``; None where there is none."""
-    if table not in data.caches:
-        return None
-    size = config.validation.local_batch_size
-    return build_loader(
-        data.caches[table], config.validation, config.data, BatchShape(size * dp_size, size, 1),
-        pad_id=data.pad_id, dp_rank=dp_rank, dp_size=dp_size,
-    )  # fmt: skip
 
 
 def refuse_another(counted: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from toolkit.config.local_paths import expand_user
 from toolkit.data import text_files
-from toolkit.data.corpus import READ, SUFFIXES, Corpus, SourceError, kind, require
+from toolkit.data.corpus import Corpus
+from toolkit.data.file_kinds import READ, SUFFIXES, SourceError, kind, require
 from toolkit.data.folder_files import take
 from toolkit.errors import ConfigError, Problem, closest
 

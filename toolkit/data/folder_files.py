@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from toolkit.data.corpus import READ, SUFFIXES, SourceError
+from toolkit.data.file_kinds import READ, SUFFIXES, SourceError
 from toolkit.errors import Problem, first_few
 
 _WORDS = {

@@ -23,7 +23,8 @@ from typing import Any, cast
 
 from toolkit.config.local_paths import expand_user
 from toolkit.data.content_hash import remember, say, too_large
-from toolkit.data.corpus import SUFFIXES, Corpus, RowShape, SourceError, kind, require
+from toolkit.data.corpus import Corpus
+from toolkit.data.file_kinds import SUFFIXES, RowShape, SourceError, kind, require
 from toolkit.data.folder_files import no_split
 from toolkit.errors import DataError, Problem, install, shown
 from toolkit.io.json_fields import read_object

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toolkit.data.columns import template_for
-from toolkit.data.corpus import CLASSIFICATION, SourceError
+from toolkit.data.corpus import CLASSIFICATION
+from toolkit.data.file_kinds import SourceError
 from toolkit.data.text_files import Piece, check_text
 from toolkit.data.token_files import LABELS
 from toolkit.data.tokenize import Encoded

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from toolkit.config.local_paths import open_regular
 from toolkit.data import text_files
 from toolkit.data.columns import Template, template_for
-from toolkit.data.corpus import RowShape
+from toolkit.data.file_kinds import RowShape
 from toolkit.data.text_files import REPLACE
 from toolkit.errors import DataError, shown
 from toolkit.io.json_fields import parse_json

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from toolkit.config.custom_import import place_of
 from toolkit.config.schema import added
 from toolkit.data.columns import template_for
-from toolkit.data.corpus import Corpus, RowShape
+from toolkit.data.corpus import Corpus
+from toolkit.data.file_kinds import RowShape
 from toolkit.data.text_files import PIECE_BYTES, check_text
 from toolkit.errors import DataError
 

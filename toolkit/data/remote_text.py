@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from toolkit.data.corpus import READ, SUFFIXES, SourceError
+from toolkit.data.file_kinds import READ, SUFFIXES, SourceError
 from toolkit.data.folder_files import take
 from toolkit.errors import Problem
 from toolkit.storage.remote_path import RemotePath

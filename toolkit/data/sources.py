@@ -11,7 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from toolkit.config.schema import added
-from toolkit.data.corpus import Corpus, RowShape, SourceError
+from toolkit.data.corpus import Corpus
+from toolkit.data.file_kinds import RowShape, SourceError
 from toolkit.errors import DataError, Problem, did_you_mean
 
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, n_shards
 from toolkit.data.build import corpora, run_tokenizer
+from toolkit.data.build_cache import ids_dtype
 from toolkit.data.corpus import Corpus
 from toolkit.data.dataloader import FIELDS, Batch, Loader, refuse_another
 from toolkit.data.hub import HubSource
@@ -33,7 +34,6 @@ from toolkit.data.packing import PackedRows, Sample
 from toolkit.data.sampler import epoch_key, permute
 from toolkit.data.sources import open_corpus
 from toolkit.data.text_files import Piece
-from toolkit.data.token_cache import ids_dtype
 from toolkit.data.tokenize import Encoded, Encoder, TextEncoder
 from toolkit.data.tokenize_helpers import Helper
 from toolkit.errors import DataError

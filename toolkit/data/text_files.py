@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Protocol, cast
 
 from toolkit.config.local_paths import open_regular
 from toolkit.data.columns import template_for
-from toolkit.data.corpus import is_json, kind
+from toolkit.data.file_kinds import is_json, kind
 from toolkit.data.json_arrays import BETWEEN, array_blocks, begins_array
 from toolkit.errors import DataError
 from toolkit.io.json_fields import parse_json

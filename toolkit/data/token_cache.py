@@ -34,23 +34,20 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config.local_paths import expand_user
+from toolkit.data.build_cache import FORMAT, RowEncoder, build_cache, ids_dtype
 from toolkit.data.cache_folder import local_cache
 from toolkit.data.content_hash import content_hashes, say, stamps, too_large, unread
-from toolkit.data.corpus import Corpus, kind
+from toolkit.data.corpus import Corpus
+from toolkit.data.file_kinds import kind
 from toolkit.data.token_files import TokenCache, open_cache
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
 if TYPE_CHECKING:
-    from toolkit.data.chat.sft import ChatOptions, ConversationEncoder
-    from toolkit.data.labelled_texts import LabelledTextEncoder
-
-RowEncoder: TypeAlias = "ConversationEncoder | LabelledTextEncoder"
-
-FORMAT = 1  # raise it when pieces are cut, or documents are framed, in another way
+    from toolkit.data.chat.sft import ChatOptions
 
 
 def tokenized(
@@ -95,7 +92,6 @@ def tokenized(
         if here:
             break
     _refuse_large(found, max_bytes)
-    from toolkit.data.build_cache import build_cache
     from toolkit.io.locks import locked
 
     with _cache_errors(root):
@@ -161,11 +157,6 @@ def _encoder(source: Corpus, tokenizer: Tokenizer, chat: ChatOptions | None) -> 
 
     assert chat is not None and isinstance(source.shape, Shape)
     return ConversationEncoder(tokenizer, source.shape, chat, ids_dtype(tokenizer))
-
-
-def ids_dtype(tokenizer: Tokenizer) -> str:
-    """The type that holds every id."""
-    return "uint16" if tokenizer.n_words <= 1 << 16 else "uint32"
 
 
 def _key(

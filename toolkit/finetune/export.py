@@ -8,8 +8,8 @@ import torch
 
 from toolkit.checkpoint.manifest import read_manifest
 from toolkit.distributed.agreement import Ranks
-from toolkit.finetune.adapter import open_adapter_of
 from toolkit.finetune.merge import Merged
+from toolkit.finetune.open_adapter import open_adapter_of
 from toolkit.finetune.peft_folder import write_peft
 from toolkit.weights.hf_assets import asked_bos, tokenizer_companions
 from toolkit.weights.hf_write import write_hf

@@ -22,7 +22,8 @@ from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import ConfigError, DataError, Problem
-from toolkit.finetune.adapter import Adapter, open_adapted, open_adapter_on
+from toolkit.finetune.adapter import Adapter
+from toolkit.finetune.open_adapter import open_adapted, open_adapter_on
 from toolkit.generation.adapters import Adapters
 from toolkit.generation.compiled import compiler_for
 from toolkit.generation.cpu_prepack import can_pack, pack

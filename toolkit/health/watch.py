@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -11,9 +11,7 @@ from toolkit.health.heartbeat import Heartbeat
 from toolkit.health.stragglers import Stragglers
 from toolkit.parallel.guard import Guard
 from toolkit.step_hooks import StepHook, StepResult
-
-if TYPE_CHECKING:
-    from toolkit.trainer import Trainer
+from toolkit.trainer import Trainer
 
 
 def health_hooks(trainer: Trainer) -> list[StepHook]:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -352,27 +350,3 @@ def run_ranks(
             worker.pump.join(timeout=5)
     if watch.stopped_early:
         say("stopped outside training, with nothing to save; the same command goes on")
-
-
-def supervise(command: Sequence[str], launch: Launch, reports: Path | None = None) -> int:
-    """Run ``command`` once a rank of this node and return the code that describes how they ended.
-
-    Ranks that lose their peers leave reports whose names begin with ``reports``.
-
-    SIGTERM, SIGINT, SIGUSR1 or SIGHUP is passed on once, and the ranks get ``launch.shutdown_timeout``
-    seconds; a SIGINT that comes ``launch.insist_after`` seconds later ends them at once. Ranks that end of
-    the signal, as they do while they start up, have lost nothing: that too is 75. No rank outlives this call
-    or, on Linux, this process.
-    """
-    logs = Path(tempfile.mkdtemp(prefix="toolkit-logs-"))
-    watch = Watch(launch, [])
-    with signals() as arrived:
-        run_ranks(watch, command, reports, logs, arrived)
-    code = code_of(watch)
-    if watch.failed and code != EXIT_REQUEUE:
-        from toolkit.launcher.failure import explain
-
-        explain(watch, code, reports)
-        return code
-    shutil.rmtree(logs, ignore_errors=True)
-    return code

@@ -13,7 +13,6 @@ gathers them again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,37 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from toolkit.models.common.attention import AttentionBackend, AttentionMask, Prefix
 from toolkit.models.common.decoder import Attention, Decoder
 from toolkit.parallel.autograd_collectives import gather
-
-
-@dataclass(frozen=True)
-class SequenceShards:
-    """Which tokens of a sequence the ``rank``-th of ``size`` ranks has."""
-
-    rank: int
-    size: int
-    balanced: bool = True
-
-    @property
-    def pieces(self) -> int:
-        """Pieces of a sequence; its length must divide by it."""
-        return self.size * 2 if self.balanced else self.size
-
-    def of(self, rank: int) -> list[int]:
-        """The pieces of ``rank``, in ascending order."""
-        return [rank, 2 * self.size - 1 - rank] if self.balanced else [rank]
-
-    def cut(self, x_BS: Tensor) -> Tensor:
-        """This rank's columns of ``x_BS``, in ascending order."""
-        parts = x_BS.chunk(self.pieces, dim=1)
-        return torch.cat([parts[piece] for piece in self.of(self.rank)], dim=1)
-
-    def whole(self, gathered: Tensor) -> Tensor:
-        """Sequences (B, S, …) from what :meth:`cut` gives each rank, stacked as (size·B, S/size, …)."""
-        held = [piece for rank in range(self.size) for piece in self.of(rank)]
-        parts = [
-            part for cut in gathered.chunk(self.size) for part in cut.chunk(len(held) // self.size, dim=1)
-        ]
-        return torch.cat([parts[held.index(piece)] for piece in range(self.pieces)], dim=1)
+from toolkit.parallel.ring_attention import RingAttention
+from toolkit.parallel.sequence_shards import SequenceShards
 
 
 class ContextParallelAttention(AttentionBackend):
@@ -109,8 +79,6 @@ def apply_context_parallel(
     """Give every block of ``model`` the attention of split sequences, in place; with ``ring`` keys and values
     travel, in place of being gathered."""
     if ring:
-        from toolkit.parallel.ring_attention import RingAttention
-
         model.attention = RingAttention(shards, mesh, model.attention.window)
     else:
         model.attention = ContextParallelAttention(model.attention, shards, mesh)

@@ -23,7 +23,7 @@ from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.objective import MicroBatch, Objective
 
 if TYPE_CHECKING:  # read only by runs that split sequences
-    from toolkit.parallel.context_parallel import SequenceShards
+    from toolkit.parallel.sequence_shards import SequenceShards
 
 
 class ModelParts(ABC):

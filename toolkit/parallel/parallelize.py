@@ -14,7 +14,7 @@ from toolkit.parallel.fsdp import apply_fsdp, fsdp_units
 from toolkit.parallel.mesh import Mesh
 
 if TYPE_CHECKING:  # read only by runs that use it
-    from toolkit.parallel.context_parallel import SequenceShards
+    from toolkit.parallel.sequence_shards import SequenceShards
 
 
 def parallelize(

@@ -28,10 +28,10 @@ from toolkit.distributed.collectives import wait_for_work
 from toolkit.distributed.dtensor import local
 from toolkit.errors import ConfigError, Problem
 from toolkit.models.common.decoder import Decoder
-from toolkit.parallel.context_parallel import SequenceShards
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch, Objective
+from toolkit.parallel.sequence_shards import SequenceShards
 
 TIED = "tok_embeddings.weight"
 

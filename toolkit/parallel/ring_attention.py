@@ -30,7 +30,7 @@ from toolkit.compat import (
 )
 from toolkit.distributed.collectives import start_all_to_all, wait
 from toolkit.models.common.attention import AttentionBackend
-from toolkit.parallel.context_parallel import SequenceShards
+from toolkit.parallel.sequence_shards import SequenceShards
 
 _UNSEEN = -1e30
 """Added to the score of a key that a query may not see. Finite, for queries that see none of a piece: their

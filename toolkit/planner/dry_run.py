@@ -26,7 +26,7 @@ from toolkit.launcher.environment import node_range, shown_ranks, whole_number
 from toolkit.models.from_config import needs_tokenizer
 from toolkit.models.parameters import head_parameters, table
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
-from toolkit.planner.costs import BYTES
+from toolkit.planner.work import BYTES
 from toolkit.preflight.planned_run import PlannedRun
 
 if TYPE_CHECKING:  # it imports torch, which a mistake shall not wait for

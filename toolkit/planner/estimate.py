@@ -18,8 +18,9 @@ from toolkit.config.parallelism import Parallelism
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.parallel.pipeline_schedules import pipeline_stages
-from toolkit.planner.costs import BYTES, Costs, Piece, checkpointed_blocks, costs
+from toolkit.planner.costs import checkpointed_blocks, costs
 from toolkit.planner.pipeline import orders
+from toolkit.planner.work import BYTES, Costs, Piece
 
 if TYPE_CHECKING:
     import torch

@@ -18,10 +18,10 @@ from toolkit.distributed.dtensor import clean_name
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims
 from toolkit.planner.allocations import Allocations, fsdp_functions, storing, watched
-from toolkit.planner.costs import Collective, Costs, Kind, Operation, Piece, Work
 from toolkit.planner.fake_step import fake_run
 from toolkit.planner.memory import gathered_dtype, gathered_numbers
 from toolkit.planner.traffic import FUNCTIONAL
+from toolkit.planner.work import Collective, Costs, Kind, Operation, Piece, Work
 
 _MODULES = {  # of each piece, and the moment after its forward
     "embedding": (("tok_embeddings",), "forward of layers.0"),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from toolkit.config import Config
 from toolkit.parallel.dims import ParallelDims
-from toolkit.planner.costs import Work
 from toolkit.planner.machines import Machine
+from toolkit.planner.work import Work
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from toolkit.metrics.flops import model_flops
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import bubble, pipeline_stages
-from toolkit.planner.costs import BYTES
 from toolkit.planner.estimate import Estimate, estimate, fake_peak, samples, stored_bytes
 from toolkit.planner.layouts import SIZES, checkpointing_of, fixed_batch, settings_of, with_settings
 from toolkit.planner.machines import Machine
 from toolkit.planner.rates import Rates
+from toolkit.planner.work import BYTES
 from toolkit.preflight.planned_run import RULES, PlannedRun, Rule
 
 if TYPE_CHECKING:

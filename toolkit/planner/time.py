@@ -21,11 +21,12 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.optim.optimizer import OPTIMIZERS
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.parallel.pipeline_schedules import Stages, module_names, pipeline_stages
-from toolkit.planner.costs import BYTES, Costs, Piece, checkpointed_blocks, costs
+from toolkit.planner.costs import checkpointed_blocks, costs
 from toolkit.planner.machines import Machine
 from toolkit.planner.pipeline import Timeline, simulate
 from toolkit.planner.rates import Pass, Rates
 from toolkit.planner.units import Unit, accumulating, added, around_backward, gathering, unit_of
+from toolkit.planner.work import BYTES, Costs, Piece
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from toolkit.planner.costs import Piece
 from toolkit.planner.rates import Pass, Rates
+from toolkit.planner.work import Piece
 
 
 @dataclass(frozen=True)

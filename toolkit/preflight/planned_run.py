@@ -13,7 +13,8 @@ from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
 from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.data.build import CorpusOptions, corpora
-from toolkit.data.corpus import Corpus, SourceError
+from toolkit.data.corpus import Corpus
+from toolkit.data.file_kinds import SourceError
 from toolkit.data.sources import open_corpus
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem

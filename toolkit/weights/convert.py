@@ -19,8 +19,9 @@ from toolkit import __version__
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError, either, first_few
-from toolkit.finetune.adapter import Adapter, open_adapted, with_adapter
+from toolkit.finetune.adapter import Adapter
 from toolkit.finetune.merge import Merged
+from toolkit.finetune.open_adapter import open_adapted, with_adapter
 from toolkit.io.work_folder import refuse_existing
 from toolkit.launcher.environment import threads
 from toolkit.models.parameters import table

@@ -21,7 +21,8 @@ from decimal import Decimal
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from toolkit.data.corpus import PREFERENCE, SourceError
+from toolkit.data.corpus import PREFERENCE
+from toolkit.data.file_kinds import SourceError
 from toolkit.data.text_files import check_text
 from toolkit.errors import DataError, Problem, did_you_mean, first_few, shown
 from toolkit.io.json_fields import parse_json

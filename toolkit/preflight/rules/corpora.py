@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from toolkit.config.schema import find_field
 from toolkit.data.build import CorpusOptions, corpora
-from toolkit.data.corpus import kind
+from toolkit.data.file_kinds import kind
 from toolkit.data.sources import EMBEDDED
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.planned_run import PlannedRun, rule

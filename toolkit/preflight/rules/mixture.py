@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from toolkit.config.precedence import ONE_CORPUS, is_set, mixture_depth, replaced
-from toolkit.config.schema import Field, fields_by_key
+from toolkit.config.schema import ONE_CORPUS, Field, fields_by_key, is_set, mixture_depth, replaced
 from toolkit.config.values import format_toml
 from toolkit.data.build import corpora
 from toolkit.data.sources import EMBEDDED

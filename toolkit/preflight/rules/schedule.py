@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from toolkit.config.precedence import PAIRS, is_set, replaced
+from toolkit.config.schema import PAIRS, is_set, replaced
 from toolkit.errors import Problem
 from toolkit.optim.lr_scheduler import cut_to_fit, is_users, wrong_rate
 from toolkit.preflight.planned_run import PlannedRun, note, rule

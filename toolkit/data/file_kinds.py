@@ -1,0 +1,58 @@
+"""Kinds of files that text is read from, by their names, and the error of a corpus that cannot be used."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from toolkit.errors import DataError, Problem, install
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+"""Suffixes of compressed text and JSON."""
+COMPRESSION = 3  # compressed text is about three times as long as its file
+READ = ".txt, .jsonl or .json (plain, .gz, .bz2, .xz or .zst) or .parquet"
+SUFFIXES = (".parquet", *(kind + how for kind in (".txt", ".jsonl", ".json") for how in ("", *COMPRESSED)))
+"""Those of every file that is read, which :data:`READ` tells."""
+
+
+class SourceError(DataError):
+    """A corpus cannot be used; its problem names one of its keys in the config, such as dataset_path."""
+
+    def __init__(self, problem: Problem):
+        self.problems = [problem]
+        super().__init__(str(problem))
+
+
+class RowShape(Protocol):
+    """Contents of a row, where that is more than one text."""
+
+    @property
+    def format(self) -> str: ...
+
+    def columns(self, there: Collection[str], where: str) -> list[str]:
+        """The columns to read, of those that are ``there``. Raises SourceError; it says ``where``."""
+
+    def check(self, row: Mapping[str, Any], where: str) -> None:
+        """Raise DataError where a row is none of these."""
+
+
+def kind(path: Path) -> str:
+    """Tell a file's kind by its name: "text", "json", or "rows" of columns."""
+    if path.suffix in (".parquet", ".arrow"):
+        return "rows"
+    return "json" if is_json(path) else "text"
+
+
+def is_json(path: Path) -> bool:
+    """Say if the file has rows of JSON (else it is plain text), by its name."""
+    name = path.name.removesuffix(path.suffix) if path.suffix in COMPRESSED else path.name
+    return name.endswith((".jsonl", ".json"))
+
+
+def require(package: str, what: str, key: str, value: str | None) -> None:
+    """Raise SourceError where ``package``, which ``what`` needs, is not installed."""
+    if importlib.util.find_spec(package) is None:
+        rule = f"{what} needs the package {package}, which is not installed"
+        raise SourceError(Problem(rule, install("hf"), key, value))

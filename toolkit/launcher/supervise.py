@@ -1,0 +1,34 @@
+"""The supervision of the ranks of a launch on one machine, from their start to an exit code."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.errors import EXIT_REQUEUE
+from toolkit.launcher.failure import explain
+from toolkit.launcher.supervisor import Launch, Watch, code_of, run_ranks, signals
+
+
+def supervise(command: Sequence[str], launch: Launch, reports: Path | None = None) -> int:
+    """Run ``command`` once a rank of this node and return the code that describes how they ended.
+
+    Ranks that lose their peers leave reports whose names begin with ``reports``.
+
+    SIGTERM, SIGINT, SIGUSR1 or SIGHUP is passed on once, and the ranks get ``launch.shutdown_timeout``
+    seconds; a SIGINT that comes ``launch.insist_after`` seconds later ends them at once. Ranks that end of
+    the signal, as they do while they start up, have lost nothing: that too is 75. No rank outlives this call
+    or, on Linux, this process.
+    """
+    logs = Path(tempfile.mkdtemp(prefix="toolkit-logs-"))
+    watch = Watch(launch, [])
+    with signals() as arrived:
+        run_ranks(watch, command, reports, logs, arrived)
+    code = code_of(watch)
+    if watch.failed and code != EXIT_REQUEUE:
+        explain(watch, code, reports)
+        return code
+    shutil.rmtree(logs, ignore_errors=True)
+    return code
