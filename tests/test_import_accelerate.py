@@ -418,5 +418,9 @@ def test_the_line_for_a_machine_without_gpus_passes_the_checks_and_the_other_say
     if torch.cuda.is_available():
         pytest.skip("there is a GPU to offload from")
     refused, tried = check(written[0]), check(written[-1])
-    assert refused.returncode == 2 and "parameters are in CPU memory already" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and "enable_cpu_offload" in refused.stderr
+        and "does nothing without a GPU" in refused.stderr
+    )
     assert tried.returncode == 0 and "FULL_SHARD" in tried.stdout

@@ -7,6 +7,7 @@ ever holds more than its shards.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -139,6 +140,7 @@ def build_model(
     objective = _objective(config, mesh, weighted=weighted)
     model_parts = _model_parts(config, models, stages, mesh, shards, objective, param_dtype, device)
     model_parts.after_update = after_update
+    model_parts.connect = partial(converters.connect, models, mesh) if converters else None
     if storage:
         _initialize(config, args, model_parts, seed, pretrained)
     return model_parts

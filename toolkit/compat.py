@@ -48,10 +48,10 @@ PRIVATE = {
     "CachedDispatchMode": "torch.utils.checkpoint:_CachedTorchDispatchMode",
     "operator_is_compiled": "torch.utils.checkpoint:_is_compiling",
     # torch.compile has no such options, nor callbacks, nor its cache's place
-    "dynamo_config": "torch._dynamo:config",
-    "functorch_config": "torch._functorch:config",
-    "inductor_config": "torch._inductor:config",
-    "compile_callbacks": "torch._dynamo:callback",
+    "dynamo_config": "torch._dynamo.config:",
+    "functorch_config": "torch._functorch.config:",
+    "inductor_config": "torch._inductor.config:",
+    "compile_callbacks": "torch._dynamo.callback:",
     "default_cache_dir": "torch._inductor.runtime.cache_dir_utils:default_cache_dir",
     "enable_symm_mem_for_group": "torch.distributed._symmetric_memory:enable_symm_mem_for_group",
     "higher_order_wrap": "torch._higher_order_ops:wrap",
@@ -118,7 +118,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, path = PRIVATE[name].partition(":")
     found: Any = import_module(module)
-    for part in path.split("."):
+    for part in filter(None, path.split(".")):
         found = getattr(found, part)
     return globals().setdefault(name, found)
 

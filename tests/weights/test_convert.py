@@ -384,7 +384,7 @@ def test_what_does_not_fit_the_config_is_listed_by_name(tmp_path: Path) -> None:
     _changed(tmp_path / "hf", change)
     said = _refused("hf-to-dcp", tmp_path / "hf", tmp_path)
     assert "missing: layers.1.feed_forward.w3.weight" in said
-    assert "of no such model: layers.9.feed_forward.w3.weight" in said
+    assert "of no such model: model.layers.9.mlp.up_proj.weight (not of this model)" in said
     assert "of another shape: norm.weight (31,) in place of (32,)" in said
 
 

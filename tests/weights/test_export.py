@@ -209,7 +209,9 @@ def test_a_step_that_could_not_be_saved_is_not_exported(
     config = small_config(tmp_path, checkpoint={"enable": True, "interval": 1, "hf_export_interval": 1})
 
     def save() -> None:
-        parts: Any = SimpleNamespace(named_parameters=lambda: [("weight", parameter)])
+        parts: Any = SimpleNamespace(
+            named_parameters=lambda: [("weight", parameter)], named_buffers=lambda: []
+        )
         position: Any = SimpleNamespace(state_dict=dict)
         optimizer, state = torch.optim.AdamW([parameter]), TrainState(step=1)
         Checkpointer(

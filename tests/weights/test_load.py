@@ -206,7 +206,7 @@ def test_broadcast_cast_and_what_does_not_fit(tmp_path: Path) -> None:
         messages = {name: first[f"{name} {broadcast}"] for name in names}
         assert messages == {name: second[f"{name} {broadcast}"] for name in names}  # alike on every rank
         assert "not there: layers.4.feed_forward.w3.weight" in messages["names"]
-        assert "there, but not in this model: layers.9.feed_forward.w3.weight" in messages["names"]
+        assert "there, but not in this model: model.layers.9.mlp.up_proj.weight" in messages["names"]
         assert "tok_embeddings.weight (520, 64) there, (512, 64) here" in messages["vocabulary"]
         assert "--vocab-size" in messages["vocabulary"]
         assert "config.json" in messages["absent"]

@@ -31,10 +31,8 @@ PATIENCE_SECONDS = 10.0
 _LOST = re.compile("gloo/transport|Connection (closed|reset) by peer|[Tt]imed out waiting")
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting (\d+)ms")
 _SAID_BY = re.compile(r"^\[[^]]*\] |[.] This is typically.*")  # gloo's file and line, and its advice
-_WAITS = {
-    (str(PACKAGE / "distributed" / "process_group.py"), "wait"),
-    (str(PACKAGE / "health" / "stragglers.py"), "timed"),
-}
+_WAITS = str(PACKAGE / "distributed" / "collectives.py")
+"""Every collective waits there: what called it says where."""
 _TRANSFERS = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 _Frames = list[traceback.FrameSummary]  # outermost first
 
@@ -148,7 +146,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 def _frames(walk: Iterator[tuple[FrameType, int]]) -> _Frames:
     """Those of the walk, in its order, without those of our own waits."""
     frames = traceback.StackSummary.extract(walk, lookup_lines=False)
-    return [frame for frame in frames if (frame.filename, frame.name) not in _WAITS]
+    return [frame for frame in frames if frame.filename != _WAITS]
 
 
 def _transfers(frames: _Frames) -> bool:

@@ -35,6 +35,7 @@ class ModelParts(ABC):
         names: what is reported beside the loss, by the objective and by blocks.
         is_loss_rank: this rank's labels count, and not the same ones of another rank of its pp and tp groups.
         after_update: to be called after each update of the parameters.
+        connect: to be called when the parameters have got storage later, for what converters keep of them.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ModelParts(ABC):
             if model.output is not None:
                 model.output.reduction = objective.reduction
         self.after_update: list[Callable[[], None]] = []
+        self.connect: Callable[[], object] | None = None
         args = models[0].args
         self._of_blocks = tuple(spec(args.family).reported(args))
         self.names = (*objective.names, *self._of_blocks)

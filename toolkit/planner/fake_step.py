@@ -213,6 +213,8 @@ def fake_run(
         stack.enter_context(_Shapes())
         for model in model_parts.models:
             model.to_empty(device=device)
+        if model_parts.connect:
+            model_parts.connect()
         named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
         with unset_fake_temporarily():  # which reckons with real numbers, such as offsets
             optimizer = build_optimizer(named, config)
