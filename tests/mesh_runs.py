@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import tests.gated_family  # noqa: F401  registers the family
+import tests.models.gated_family  # noqa: F401  registers the family
 from tests import meshes
 from tests.curves import differences, write_tokenizer
 from tests.helpers import in_layout

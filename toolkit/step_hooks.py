@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepResult:
-    """Results of a global batch: ``loss`` is the mean a token (nats), or the objective's, ``tokens`` how many
-    labels counted, ``stop`` whether any rank asked to stop after this step, ``reported`` what the objective
-    has beside the loss."""
+    """Results of a global batch: ``loss`` is the mean per token in nats, or the objective's, ``tokens`` how
+    many labels counted, ``stop`` whether any rank asked to stop after this step, ``reported`` what objective
+    and blocks report beside the loss."""
 
     loss: float
     grad_norm: float

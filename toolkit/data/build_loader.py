@@ -13,16 +13,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from toolkit.config import Config
 from toolkit.config.training import Data, DataLoader, Training, Validation
 from toolkit.data.batch_size import BatchShape
+from toolkit.data.dataloader import Loader, MicroBatchDataset, MicroBatches, Order, as_it_is
 from toolkit.data.run_data import RunData
 from toolkit.data.sampler import corpus_indices
+from toolkit.data.streaming import streamed_loader
 from toolkit.data.token_files import MixturePart, TokenCache
 from toolkit.data.worker_signals import outlive_the_scheduler
 
 if TYPE_CHECKING:
     from toolkit.data.mixture import MixtureOrder
-
-from toolkit.data.dataloader import Loader, Order, _as_it_is, _MicroBatchDataset, _MicroBatches
-from toolkit.data.streaming import streamed_loader
 
 
 def build_loader(
@@ -52,7 +51,7 @@ def build_loader(
         raise ValueError(f"a global batch of {batch.total} is not a multiple of {batch.local} x {dp_size}")
     parts = [MixturePart("", 1.0, corpus)] if isinstance(corpus, TokenCache) else list(corpus)
     parts.sort(key=lambda part: part.name)
-    dataset = _MicroBatchDataset(
+    dataset = MicroBatchDataset(
         {part.name: part.corpus for part in parts},
         seq_len=table.seq_len, packing=data.packing, document_mask=data.document_mask, pad_id=pad_id or 0,
     )  # fmt: skip
@@ -68,14 +67,14 @@ def build_loader(
         counted = _text(parts, mixture)
         if once:
             raise ValueError("a mixture has no end")
-    sampler = _MicroBatches(samples, order, batch, dp_rank=dp_rank, dp_size=dp_size, infinite=not once)
+    sampler = MicroBatches(samples, order, batch, dp_rank=dp_rank, dp_size=dp_size, infinite=not once)
     counted |= {"seq_len": table.seq_len, "packing": data.packing, "shuffle": shuffle, "seed": seed}
     corpora = [part.corpus for part in parts]
     return Loader(_torch_loader(dataset, sampler, table.dataloader), sampler, counted, corpora, mixture)
 
 
 def _torch_loader(
-    dataset: _MicroBatchDataset, sampler: _MicroBatches, options: DataLoader
+    dataset: MicroBatchDataset, sampler: MicroBatches, options: DataLoader
 ) -> StatefulDataLoader:
     workers = options.num_workers
     with warnings.catch_warnings():
@@ -83,7 +82,7 @@ def _torch_loader(
         warnings.filterwarnings("ignore", message=".*set_vital", category=UserWarning)
         return StatefulDataLoader(
             dataset, batch_size=None, sampler=sampler, num_workers=workers, pin_memory=options.pin_memory,
-            collate_fn=_as_it_is, persistent_workers=options.persistent_workers and workers > 0,
+            collate_fn=as_it_is, persistent_workers=options.persistent_workers and workers > 0,
             prefetch_factor=options.prefetch_factor if workers > 0 else None,
             worker_init_fn=functools.partial(outlive_the_scheduler, os.getpid()),
         )  # fmt: skip

@@ -38,7 +38,7 @@ Order = Callable[[np.ndarray], np.ndarray]
 """From the numbers of samples in the run to their indices in the corpora, both int64."""
 
 
-class _MicroBatches(Sampler[list[int]]):
+class MicroBatches(Sampler[list[int]]):
     """Indices of this rank's micro-batches from ``start`` on; PADDING for rows past a finite end."""
 
     def __init__(
@@ -65,7 +65,7 @@ class _MicroBatches(Sampler[list[int]]):
             start += at_once * self.global_batch_size
 
 
-class _MicroBatchDataset(Dataset[Batch]):
+class MicroBatchDataset(Dataset[Batch]):
     """Rows, put together a micro-batch at a time (torch's own collation would copy each row once more).
 
     The rows of several corpora lie end to end, in the order of ``corpora``, which are by their names. Where
@@ -85,7 +85,7 @@ class _MicroBatchDataset(Dataset[Batch]):
 
     def __reduce__(self) -> tuple:
         # To a worker that is not forked go the names of the cache folders, never the tokens.
-        return functools.partial(_MicroBatchDataset, **self.options), (self.corpora,)
+        return functools.partial(MicroBatchDataset, **self.options), (self.corpora,)
 
     def __getitem__(self, indices: list[int]) -> Batch:
         samples = list(self._map(self._sample, indices))
@@ -118,7 +118,7 @@ def _rows(name: str, corpus: TokenCache, **options: Any) -> Rows:
         raise DataError(f"data.mixture.{name}: {error}" if name else str(error)) from None
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def as_it_is(batch: Batch) -> Batch:
     return batch
 
 
@@ -138,7 +138,7 @@ class Loader:
     def __init__(
         self,
         data: StatefulDataLoader,
-        sampler: _MicroBatches,
+        sampler: MicroBatches,
         counted: dict[str, Any],
         corpora: Sequence[TokenCache],
         mixture: MixtureOrder | None = None,

@@ -14,7 +14,7 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 COMPRESSION = 3  # compressed text is about three times as long as its file
 READ = ".txt, .jsonl or .json (plain, .gz, .bz2, .xz or .zst) or .parquet"
 SUFFIXES = (".parquet", *(kind + how for kind in (".txt", ".jsonl", ".json") for how in ("", *COMPRESSED)))
-"""Those of every file that is read, which :data:`READ` tells."""
+"""Suffixes of all files that are read, as :data:`READ` lists them."""
 
 
 class SourceError(DataError):

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from toolkit.checkpoint.read_tensor import open_checkpoint
 from toolkit.config.finetune import Finetune
-from toolkit.errors import DataError
-from toolkit.finetune.peft_config import is_peft_folder, peft_base
+from toolkit.finetune.peft_config import is_peft_folder
 from toolkit.io.tensor_file import new_output, whole
 from toolkit.models.common.args import ModelArgs
 from toolkit.weights.open import find_checkpoint
@@ -59,27 +58,3 @@ def find_adapter(path: Path) -> Path | None:
         return path
     step = find_checkpoint(path)
     return step if step is not None and "base" in open_checkpoint(step, verify=False)[0]["run"] else None
-
-
-def base_place(adapter: Path) -> str:
-    """Where the base of the adapter in a folder that :func:`find_adapter` gives is.
-
-    Raises:
-        DataError: it does not say, or the base was never on disk.
-    """
-    if is_peft_folder(adapter):
-        place = peft_base(adapter)
-    else:
-        place = open_checkpoint(adapter, verify=False)[0]["run"]["base"]["place"]
-    if not place or place.startswith("seed "):
-        was = f"was drawn by {place}" if place else "is not named"
-        raise DataError(
-            f"{adapter} is an adapter, and the model that it belongs to {was}\n"
-            f"  fix:  name that model, {_beside(adapter)}"
-        )
-    return place
-
-
-def _beside(adapter: Path) -> str:
-    """How a program is told of an adapter beside its base."""
-    return f"and the adapter with --adapter {adapter} (of tools.convert_weights: merge BASE {adapter} OUT)"

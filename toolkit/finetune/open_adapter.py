@@ -9,10 +9,10 @@ from toolkit.checkpoint.read_tensor import open_checkpoint
 from toolkit.config.local_paths import expand_user
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError, first_few
-from toolkit.finetune.adapter import Adapter, _beside, base_place, find_adapter
+from toolkit.finetune.adapter import Adapter, find_adapter
 from toolkit.finetune.base import refuse_another_base
 from toolkit.finetune.parameters import added_shapes
-from toolkit.finetune.peft_config import is_peft_folder
+from toolkit.finetune.peft_config import is_peft_folder, peft_base
 from toolkit.finetune.peft_folder import open_peft
 from toolkit.finetune.saved_options import finetune_of
 from toolkit.models.common.args import ModelArgs
@@ -120,7 +120,7 @@ def open_adapted(
     adapter = find_adapter(expand_user(path))
     if adapter is None:
         return open_weights(path, verify=verify, ranks=ranks), None
-    place = base_place(adapter)
+    place = _base_place(adapter)
     try:
         base = open_weights(place, verify=verify, ranks=ranks)
     except (DataError, CheckpointError) as error:
@@ -130,3 +130,27 @@ def open_adapted(
             f"  fix:  name the base where it is now, {_beside(adapter)}"
         ) from None
     return with_adapter(base, adapter, verify=verify, ranks=ranks)
+
+
+def _base_place(adapter: Path) -> str:
+    """Where the base of the adapter in a folder that :func:`find_adapter` gives is.
+
+    Raises:
+        DataError: it does not say, or the base was never on disk.
+    """
+    if is_peft_folder(adapter):
+        place = peft_base(adapter)
+    else:
+        place = open_checkpoint(adapter, verify=False)[0]["run"]["base"]["place"]
+    if not place or place.startswith("seed "):
+        was = f"was drawn by {place}" if place else "is not named"
+        raise DataError(
+            f"{adapter} is an adapter, and the model that it belongs to {was}\n"
+            f"  fix:  name that model, {_beside(adapter)}"
+        )
+    return place
+
+
+def _beside(adapter: Path) -> str:
+    """How a program is told of an adapter beside its base."""
+    return f"and the adapter with --adapter {adapter} (of tools.convert_weights: merge BASE {adapter} OUT)"

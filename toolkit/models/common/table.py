@@ -223,7 +223,7 @@ class Table(Mapping[str, Row]):
         return list(dict.fromkeys(row.unit for row in self.values() if row.unit))
 
     def tensor_plan(self) -> dict[str, str]:
-        """Styles of tensor parallelism by module. What holds column-wise layers gathers their input."""
+        """Styles of tensor parallelism by module. A module of column-wise layers gathers their input."""
         plan = {row.module: row.tensor_parallel for row in self._all if row.tensor_parallel}
         above = (module.rpartition(".")[0] for module, style in plan.items() if style == "column")
         return plan | dict.fromkeys(above, "gather")
@@ -248,7 +248,7 @@ class Table(Mapping[str, Row]):
 
 
 def hf_row_order(rows: Sequence[int], head_dim: int) -> list[int]:
-    """For each of Hugging Face's ``rows`` of q_proj or k_proj, the row of ours that holds it.
+    """For each of Hugging Face's ``rows`` of q_proj or k_proj, our row with the same values.
 
     RoPE turns pairs of rows of a head. Meta's (and our) pairs are neighbors, 2p and 2p + 1; Hugging Face's
     are half a head apart, p and p + E/2, E being the head dim. So the rows of each head are in another order

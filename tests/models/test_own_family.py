@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests import gated_family
-from tests.test_extensions import ROOT
+from tests.models import gated_family
+from tests.test_extensions import ROOT, python
 from toolkit.errors import ConfigError
 from toolkit.models.common.block_output import BlockSums
 from toolkit.models.common.table import Row, dense_block
@@ -130,15 +127,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "gated_family.py").write_text(Path(gated_family.__file__).read_text())
     (folder / "run.toml").write_text(CONFIG)
     return folder
-
-
-def python(folder: Path, *words: str, **environ: str) -> str:
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"} | environ
-    command = [sys.executable, "-m", *words]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    return said
 
 
 def train(folder: Path, name: str, ranks: int, *flags: str) -> list[list[float]]:
