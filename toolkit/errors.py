@@ -43,7 +43,7 @@ class Problem:
     origin: str = ""
 
     def __str__(self) -> str:
-        what = f"{self.key} = {shown(self.value)}" if self.key else ""
+        what = f"{self.key} = {quote(self.value)}" if self.key else ""
         where = f"{self.origin}: " if self.origin and what else ""
         head = f"{where}{what}\n  rule: " if what else ""
         return f"{head}{self.rule}\n  fix:  {self.fix}"
@@ -124,16 +124,16 @@ def _leave_for_torchrun(error: BaseException) -> None:
         json.dump({"message": told}, reply)
 
 
-def shown(value: object, write: Callable[[object], str] = repr) -> str:
+def quote(value: object, write: Callable[[object], str] = repr) -> str:
     """``value`` as ``write`` has it, cut where that is long; it may be what cannot be written at all."""
     try:
-        text = redacted(write(value))
+        text = redact(write(value))
     except (ValueError, RecursionError):  # an integer of too many digits; nested too deep
         return f"a value of {type(value).__name__} that is too large to be shown"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text):,} characters)"
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """``text`` with stars for what its URLs hold of credentials: user and password, and a query."""
     return re.sub(r"(://)[^/@\s'\"]*@|(://[^\s'\"?]*\?)[^\s'\"]+", r"\1\2***", text)
 
@@ -161,13 +161,13 @@ def divisors(value: int) -> list[int]:
     return sorted({*small, *(value // divisor for divisor in small)})
 
 
-def either(items: Iterable[object]) -> str:
+def join_or(items: Iterable[object]) -> str:
     """``items`` as a choice: "1, 2 or 3"."""
     *rest, last = map(str, items)
     return f"{', '.join(rest)} or {last}" if rest else last
 
 
-def install(extra: str) -> str:
+def install_command(extra: str) -> str:
     """The command for the packages of an extra of pyproject.toml."""
     return f".venv/bin/python -m pip install -c constraints.txt -e '.[{extra}]', in the toolkit's folder"
 

@@ -14,14 +14,14 @@ from toolkit.config.custom_import import import_module
 from toolkit.config.local_paths import expand_user, path_problem
 from toolkit.config.types import MAX_RANKS
 from toolkit.config.values import Setting
-from toolkit.errors import ConfigError, Problem, ToolkitError, redacted
+from toolkit.errors import ConfigError, Problem, ToolkitError, redact
 
 
 def local_path_text(text: str, *, storage: bool = False) -> str:
     """The type of an argument that is a path, or several; with ``storage`` a URL of object storage, too."""
     if found := path_problem(text, storage=storage):
         rule, fix = found
-        raise argparse.ArgumentTypeError(f"{redacted(text)!r}: {rule}\n  fix:  {fix}")
+        raise argparse.ArgumentTypeError(f"{redact(text)!r}: {rule}\n  fix:  {fix}")
     return text
 
 

@@ -40,7 +40,7 @@ from toolkit.errors import (
     DataError,
     Problem,
     ToolkitError,
-    install,
+    install_command,
     one_line,
     report,
 )
@@ -217,7 +217,7 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
         parser.error(f"argument --few-shot: must be a whole number of at least 0, not {asked.few_shot}")
     if asked.tasks and importlib.util.find_spec("lm_eval") is None:
         rule = "tasks need the package lm-eval, which is not installed"
-        raise ConfigError(Problem(rule, install("eval"), "--tasks", asked.tasks))
+        raise ConfigError(Problem(rule, install_command("eval"), "--tasks", asked.tasks))
     if asked.task_folder and not asked.task_folder.is_dir():
         fix = "name the folder of the YAML files"
         raise ConfigError(Problem("there is no such folder", fix, "--task-folder", str(asked.task_folder)))

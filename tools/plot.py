@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ConfigError, DataError, Problem, ToolkitError, install, printable
+from toolkit.errors import ConfigError, DataError, Problem, ToolkitError, install_command, printable
 from toolkit.io import standard_streams
 from tools.arguments import local_path, output_file
 
@@ -208,7 +208,7 @@ def pyplot() -> Any:
         import matplotlib
     except ImportError:
         rule = "drawing needs matplotlib, which is not installed"
-        raise ConfigError(Problem(rule, install("plot"))) from None
+        raise ConfigError(Problem(rule, install_command("plot"))) from None
     matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot as plt
 

@@ -24,7 +24,7 @@ from blake3 import blake3
 from toolkit.compat import file_digest
 from toolkit.config.local_paths import open_regular, read_bytes
 from toolkit.config.toml_text import parse_toml
-from toolkit.errors import CheckpointError, DataError, shown
+from toolkit.errors import CheckpointError, DataError, quote
 from toolkit.io.json_fields import MAX_BYTES, is_size, parse_json
 
 MANIFEST = "manifest.json"
@@ -233,7 +233,7 @@ def _problem(folder: Path, manifest: Any) -> str | None:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         return f"is not a manifest of this toolkit (its format is not {FORMAT!r})"
     if manifest.get("version") not in _READ:
-        return f"has version {shown(manifest.get('version'))}; this toolkit reads versions up to {VERSION}"
+        return f"has version {quote(manifest.get('version'))}; this toolkit reads versions up to {VERSION}"
     for field, kind in _FIELDS.items():
         if not isinstance(manifest.get(field), kind):
             return f"is damaged: {field} is missing or not a {kind.__name__}; {ADVICE}"
@@ -249,12 +249,12 @@ def _problem(folder: Path, manifest: Any) -> str | None:
     run = manifest["run"]
     for field, expected in _RUN_FIELDS.items():
         if field in run and not _is_a(run[field], expected):
-            return f"is damaged: {field} of its run is {shown(run[field])}; {ADVICE}"
+            return f"is damaged: {field} of its run is {quote(run[field])}; {ADVICE}"
     start = run.get("schedule_start", 0)  # below 0 where the step was left out and the schedule was not
     if type(start) is not int or not is_size(abs(start)):
-        return f"is damaged: schedule_start of its run is {shown(start)}; {ADVICE}"
+        return f"is damaged: schedule_start of its run is {quote(start)}; {ADVICE}"
     if "base" in run and not _names_base(run["base"]):
-        return f"is damaged: base of its run is {shown(run['base'])}; {ADVICE}"
+        return f"is damaged: base of its run is {quote(run['base'])}; {ADVICE}"
     try:
         saved_settings(run)
     except (ValueError, RecursionError) as error:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from toolkit.errors import DataError, Problem, install
+from toolkit.errors import DataError, Problem, install_command
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed text and JSON."""
@@ -55,4 +55,4 @@ def require(package: str, what: str, key: str, value: str | None) -> None:
     """Raise SourceError where ``package``, which ``what`` needs, is not installed."""
     if importlib.util.find_spec(package) is None:
         rule = f"{what} needs the package {package}, which is not installed"
-        raise SourceError(Problem(rule, install("hf"), key, value))
+        raise SourceError(Problem(rule, install_command("hf"), key, value))

@@ -26,7 +26,7 @@ from toolkit.data.content_hash import remember, say, too_large
 from toolkit.data.corpus import Corpus
 from toolkit.data.file_kinds import SUFFIXES, RowShape, SourceError, kind, require
 from toolkit.data.folder_files import no_split
-from toolkit.errors import DataError, Problem, install, shown
+from toolkit.errors import DataError, Problem, install_command, quote
 from toolkit.io.json_fields import read_object
 from toolkit.io.locks import locked
 
@@ -49,7 +49,7 @@ def saved_files(folder: Path, split: str | None) -> tuple[tuple[Path, ...], tupl
         state = read_object(folder / "state.json")
         names = [entry["filename"] for entry in state["_data_files"]]
         if strange := [name for name in names if name != Path(name).name or not name.endswith(".arrow")]:
-            raise ValueError(f"{shown(strange[0])} is no Arrow file beside its state.json")
+            raise ValueError(f"{quote(strange[0])} is no Arrow file beside its state.json")
         files = [folder / name for name in names]
     except SourceError:
         raise
@@ -58,7 +58,7 @@ def saved_files(folder: Path, split: str | None) -> tuple[tuple[Path, ...], tupl
         raise SourceError(Problem(rule, "save it again", "dataset_path", str(folder))) from error
     for file in files:
         if not os.path.isfile(file):
-            rule = f"{shown(str(file), str)} is missing, which save_to_disk wrote"
+            rule = f"{quote(str(file), str)} is missing, which save_to_disk wrote"
             raise SourceError(Problem(rule, "copy the folder again", "dataset_path", str(folder)))
     return tuple(files), tuple(splits)
 
@@ -157,7 +157,7 @@ def _download(source: HubSource, folder: Path, progress: bool, max_bytes: float)
         import datasets
     except ImportError as error:
         rule = f"fetching {_title(source)} needs the package datasets, which is not installed"
-        raise DataError(f"{rule}\n  fix:  {install('hf')}") from error
+        raise DataError(f"{rule}\n  fix:  {install_command('hf')}") from error
 
     # Versions before 4 would run a script that a dataset brings along, if the environment allowed it.
     datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False

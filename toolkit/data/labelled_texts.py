@@ -20,7 +20,7 @@ from toolkit.data.text_files import Piece, check_text
 from toolkit.data.token_files import LABELS
 from toolkit.data.tokenize import Encoded
 from toolkit.data.tokenizers.tokenizer import Tokenizer
-from toolkit.errors import DataError, Problem, did_you_mean, first_few, shown
+from toolkit.errors import DataError, Problem, did_you_mean, first_few, quote
 
 VERSION = 1  # raise it when texts become other ids
 
@@ -77,7 +77,7 @@ class LabelledTexts:
         else:
             fix = f"a class is a number from 0 to {len(self.names) - 1} (as 1, not 1.0), or its name"
         raise DataError(
-            f"{where} holds {shown(label)}, which is none of the {len(self.names)} classes\n  fix:  {fix} "
+            f"{where} holds {quote(label)}, which is none of the {len(self.names)} classes\n  fix:  {fix} "
             "(finetune.classification.num_labels, label_names)"
         )
 

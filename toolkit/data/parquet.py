@@ -24,7 +24,7 @@ from toolkit.data import text_files
 from toolkit.data.columns import Template, template_for
 from toolkit.data.file_kinds import RowShape
 from toolkit.data.text_files import REPLACE
-from toolkit.errors import DataError, shown
+from toolkit.errors import DataError, quote
 from toolkit.io.json_fields import parse_json
 
 BATCH_ROWS = 4096  # at most, where statistics make documents look shorter than they are
@@ -242,7 +242,7 @@ def _plain(value: Any, kind: pa.DataType) -> Any:
         found: dict[str, Any] = {}
         for key, held in value:
             if str(key) in found:
-                raise ValueError(f"a map has the key {shown(str(key))} twice")
+                raise ValueError(f"a map has the key {quote(str(key))} twice")
             found[str(key)] = _plain(held, kind.item_type)
         return found
     if isinstance(value, list):

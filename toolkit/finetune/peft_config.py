@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.finetune import Finetune, LlamaAdapter, LoRA, PrefixTuning
-from toolkit.errors import DataError, either, first_few, shown
+from toolkit.errors import DataError, first_few, join_or, quote
 from toolkit.finetune.parameters import (
     ALL_LINEAR,
     IN_ATTENTION,
@@ -97,9 +97,9 @@ def read_peft(folder: Path, args: ModelArgs) -> PeftAdapter:
     values = read_object(path)
     kind = next((ours for ours, theirs in _OURS.items() if theirs == values.get("peft_type")), None)
     if kind is None:
-        known = either(_OURS.values())
+        known = join_or(_OURS.values())
         raise DataError(
-            f"{path}: peft_type = {shown(values.get('peft_type'), json.dumps)}: it must be {known}"
+            f"{path}: peft_type = {quote(values.get('peft_type'), json.dumps)}: it must be {known}"
         )
     if not (folder / PEFT_TENSORS).is_file():
         instead = " (it has a pickle, which could run code: save the adapter again with PEFT)"

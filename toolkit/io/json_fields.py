@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.config.local_paths import read_bytes
 from toolkit.config.types import MAX_SIZE
-from toolkit.errors import DataError, shown
+from toolkit.errors import DataError, quote
 
 MAX_BYTES = 200_000_000
 """Limit of a JSON file: some ten times those of the largest tokenizers and indexes there are."""
@@ -107,7 +107,7 @@ class Fields:
 
     def refuse(self, key: str, rule: str) -> None:
         """Remember that the value of a field breaks a rule."""
-        said = f" = {shown(self.values[key], json.dumps)}" if key in self.values else ""
+        said = f" = {quote(self.values[key], json.dumps)}" if key in self.values else ""
         self.wrong.append(f"{self.where}{key}{said}: {rule}")
 
     def finish(self, what: str) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, first_few, shown
+from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, first_few, quote
 from toolkit.launcher.node_link import Link, Message
 from toolkit.launcher.node_terms import Terms
 from toolkit.launcher.supervisor import bound, exit_code, say
@@ -435,6 +435,6 @@ class RollCall:
 def _apart(theirs: Mapping[str, Any], ours: Mapping[str, object]) -> list[str]:
     """Lines about what differs, with both values."""
     names = [name for name in [*ours, *(theirs.keys() - ours.keys())] if theirs.get(name) != ours.get(name)]
-    lines = [f"{name}: {shown(theirs.get(name))} there, {shown(ours.get(name))} here" for name in names]
+    lines = [f"{name}: {quote(theirs.get(name))} there, {quote(ours.get(name))} here" for name in names]
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return lines[:SHOWN] + more

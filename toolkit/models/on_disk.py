@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.checkpoint.manifest import read_manifest, saved_settings
 from toolkit.config.local_paths import expand_user
-from toolkit.errors import CheckpointError, DataError, either, shown
+from toolkit.errors import CheckpointError, DataError, join_or, quote
 from toolkit.io.json_fields import read_object
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.spec import CONFIG
@@ -34,9 +34,9 @@ def read_hf_config(folder: Path) -> ModelArgs:
     for family, form in forms.items():
         if kind == form.model_type:
             return replace(form.read(values, path), family=family)
-    known = either(repr(form.model_type) for form in forms.values())
+    known = join_or(repr(form.model_type) for form in forms.values())
     raise DataError(
-        f"{path} is of no model that can be read: model_type = {shown(kind)} (it must be {known}, or what "
+        f"{path} is of no model that can be read: model_type = {quote(kind)} (it must be {known}, or what "
         "custom_import registers)"
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.compat import tomllib
-from toolkit.errors import ConfigError, Problem, closest, either
+from toolkit.errors import ConfigError, Problem, closest, join_or
 from toolkit.metrics.flops import OTHERS
 
 FILE = Path(__file__).with_name("machines.toml")
@@ -65,7 +65,7 @@ def machine_named(name: str) -> Machine:
             return machine
     near = [kind for kind in known if plain and kind.replace("-", "").startswith(plain)]
     near = near or [kind for kind in (closest(name.lower(), known),) if kind]
-    fix = f"{f'did you mean {either(near)}? ' if near else ''}the kinds are {', '.join(known)}"
+    fix = f"{f'did you mean {join_or(near)}? ' if near else ''}the kinds are {', '.join(known)}"
     raise ConfigError(Problem(f"there is no kind of GPU {name!r} in {FILE.name}", fix, "--gpu", name))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from toolkit.errors import DataError, install, redacted
+from toolkit.errors import DataError, install_command, redact
 
 PATIENCE, FIRST_PATIENCE = 300.0, 30.0
 """Seconds for which a call is tried again."""
@@ -99,7 +99,7 @@ def file_system(scheme: str, process: int, tries: int = 1) -> Any:
         kind = fsspec.get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
         raise StorageError(
-            f"{scheme}:// needs a file system that is not here ({error})\n  fix:  {install('remote')}"
+            f"{scheme}:// needs a file system that is not here ({error})\n  fix:  {install_command('remote')}"
         ) from None
     options: dict[str, Any] = {}
     if hasattr(kind, "call_s3"):  # which by default tries again after some errors only
@@ -169,7 +169,7 @@ def _error(error: BaseException, code: str, place: str, seconds: float | None = 
 
 def _plain(error: BaseException) -> str:
     """The text of an error in one line, without credentials."""
-    text = redacted(" ".join(str(error).split()))[:300]
+    text = redact(" ".join(str(error).split()))[:300]
     for key, value in os.environ.items():
         if value and len(value) > 3 and re.search("KEY|TOKEN|SECRET|PASSWORD|CONNECTION_STRING", key):
             text = text.replace(value, "***")

@@ -19,7 +19,7 @@ from pathlib import PurePosixPath
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import redacted
+from toolkit.errors import redact
 from toolkit.storage.remote_calls import StorageError, again, file_system, run_call
 from toolkit.storage.urls import url_problem
 
@@ -48,7 +48,7 @@ class RemotePath:
 
     def __init__(self, url: str):
         if problem := url_problem(url, storage="read" if self.reads else True):
-            raise StorageError(f"{redacted(url)}: {problem[0]}\n  fix:  {problem[1]}")
+            raise StorageError(f"{redact(url)}: {problem[0]}\n  fix:  {problem[1]}")
         self.scheme, _, rest = url.partition("://")
         self._names = tuple(name for name in rest.split("/") if name)
 

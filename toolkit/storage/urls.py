@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Literal, TypeAlias
 
-from toolkit.errors import redacted
+from toolkit.errors import redact
 
 Storage: TypeAlias = bool | Literal["read"]
 """True where object storage is read and written, "read" where anything that has a URL is read."""
@@ -30,7 +30,7 @@ def url_problem(text: str, *, storage: Storage = False) -> tuple[str, str] | Non
     if found is None:
         return _NO_SCHEME if "://" in text else None
     scheme, place = found.groups()
-    if redacted(text) != text:
+    if redact(text) != text:
         return "a URL with credentials would be told in logs and checkpoints", _CREDENTIALS
     if storage == "read" and scheme not in ("file", "local"):
         return None if place else (f"{scheme}:// takes a path", f"write {scheme}://bucket/folder")

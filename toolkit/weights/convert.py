@@ -18,7 +18,7 @@ import torch
 from toolkit import __version__
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.distributed.agreement import Ranks
-from toolkit.errors import DataError, either, first_few
+from toolkit.errors import DataError, first_few, join_or
 from toolkit.finetune.adapter import Adapter
 from toolkit.finetune.merge import Merged
 from toolkit.finetune.open_adapter import open_adapted, with_adapter
@@ -177,7 +177,7 @@ def _opened(what: str, path: Path, adapter: Path | None, hashes: bool) -> tuple[
     else:
         really = "dcp" if found.run else "PEFT"
     if really != given:
-        ways = either(f"{really}-to-{other}" for other in FORMATS if other != really)
+        ways = join_or(f"{really}-to-{other}" for other in FORMATS if other != really)
         use = f"merge BASE {path} OUT" if really == "PEFT" else ways
         raise DataError(f"{path} is not what {what} reads: use {use}")
     return there, found

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.local_paths import open_regular
-from toolkit.errors import DataError, first_few, shown
+from toolkit.errors import DataError, first_few, quote
 from toolkit.io.json_fields import is_size, parse_json, read_object
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.table import EMBEDDING, HEAD
@@ -196,7 +196,7 @@ def _entry(path: Path, name: str, value: Any, data: int) -> Entry:
         or len(offsets) != 2
         or not all(map(is_size, offsets))
     ):
-        raise DataError(f"{path} has a damaged header: the entry of {name} is {shown(value, json.dumps)}")
+        raise DataError(f"{path} has a damaged header: the entry of {name} is {quote(value, json.dumps)}")
     begin, end = offsets
     if end - begin != math.prod(shape) * (ITEM_BYTES | _BUFFER_BYTES)[dtype]:
         what = f"{name} of shape {tuple(shape)} in {dtype} has {end - begin:,} bytes"
@@ -225,7 +225,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         often = Counter(name for name, _ in pairs)
-        raise ValueError(f"{shown(often.most_common(1)[0][0], str)} is there twice")
+        raise ValueError(f"{quote(often.most_common(1)[0][0], str)} is there twice")
     return found
 
 

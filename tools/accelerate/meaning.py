@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.errors import did_you_mean, either
+from toolkit.errors import did_you_mean, join_or
 
 NO_TPU = "TPUs need separate APIs, those of torch_xla, which this toolkit does not use"
 
@@ -74,7 +74,7 @@ def word(value: Any, names: tuple[str, ...]) -> str:
     said = str(value).strip()
     if found := next((name for name in names if name.lower() == said.lower()), None):
         return found
-    raise Refused(f"must be {either(names)}", did_you_mean(said, names, "write one of these"))
+    raise Refused(f"must be {join_or(names)}", did_you_mean(said, names, "write one of these"))
 
 
 def gone(why: str) -> Rule:

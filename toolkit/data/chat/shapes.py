@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from toolkit.data.corpus import PREFERENCE
 from toolkit.data.file_kinds import SourceError
 from toolkit.data.text_files import check_text
-from toolkit.errors import DataError, Problem, did_you_mean, first_few, shown
+from toolkit.errors import DataError, Problem, did_you_mean, first_few, quote
 from toolkit.io.json_fields import parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
@@ -178,7 +178,7 @@ class Shape:
             said = item[self.names[role]]
             if not isinstance(said, str) or said not in roles:
                 fix = did_you_mean(str(said), roles, f"roles are {', '.join(roles)}")
-                told = "null" if said is None else shown(said)
+                told = "null" if said is None else quote(said)
                 raise DataError(f"{at}: {self.names[role]} {told}\n  fix:  {fix}")
             held = _plain(item, at)
             message = {keys.get(key, key): held[key] for key in held if key in keys or key not in own}
@@ -299,7 +299,7 @@ def _weight(value: Any, where: str) -> float:
         return 1.0
     number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     if not (number and (value == 0 or _LEAST <= value <= _MOST)):
-        rule = f"weight {shown(value)} is neither 0 nor a number from {_LEAST:g} to {_MOST:g}"
+        rule = f"weight {quote(value)} is neither 0 nor a number from {_LEAST:g} to {_MOST:g}"
         raise DataError(f"{where}: {rule}\n  fix:  0 leaves it out of the loss, another multiplies its loss")
     return float(value)
 
@@ -311,7 +311,7 @@ def _part(part: Any, where: str) -> str:
         return part["text"]
     kind = part.get("type") if isinstance(part, Mapping) else None
     raise DataError(
-        f"{where}: a part of the content is {shown(kind or _kind(part))}\n"
+        f"{where}: a part of the content is {quote(kind or _kind(part))}\n"
         "  fix:  only text can be trained on: remove it"
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from toolkit.errors import Problem, divisors, either, first_few
+from toolkit.errors import Problem, divisors, first_few, join_or
 from toolkit.finetune.parameters import Shapes, all_shapes, trained_names
 from toolkit.optim.in_8bit import BLOCK, in_8bit
 from toolkit.preflight.planned_run import PlannedRun, note, rule
@@ -49,7 +49,7 @@ def shards_of_rows_are_blocks(run: PlannedRun) -> list[Problem]:
         f"cuts rows of {first_few(list(map(str, broken)), 2)} numbers within blocks of {BLOCK}, which "
         f"share a magnitude in {_KEY} = AdamW8bit"
     )
-    fix = f'it can be {either(fitting)}, or {_KEY} "AdamW"'
+    fix = f'it can be {join_or(fitting)}, or {_KEY} "AdamW"'
     return [run.problem("parallelism.tensor_parallel_degree", rule, fix)]
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from toolkit.checkpoint.manifest import check_files, dotted, read_manifest, saved_settings, step_folder
 from toolkit.config.schema import added
 from toolkit.data.batch_size import n_shards
-from toolkit.errors import CheckpointError, DataError, Problem, first_few, shown
+from toolkit.errors import CheckpointError, DataError, Problem, first_few, quote
 from toolkit.models.common.args import ModelArgs
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 from toolkit.preflight.rules.model import CHANGEABLE
@@ -65,7 +65,7 @@ def checkpoint_fits_model(run: PlannedRun) -> list[Problem]:
     ]
     if not differing:
         return []
-    said = ", ".join(f"{name} {shown(saved[name])} (this model: {here[name]})" for name in differing)
+    said = ", ".join(f"{name} {quote(saved[name])} (this model: {here[name]})" for name in differing)
     fix = "set model.name, model.flavor and model.* as in that run, or another job.dump_folder"
     if keys := [f"model.{CHANGEABLE[name]}" for name in differing if name in CHANGEABLE]:
         fix += f"; giving {', '.join(keys)} changes it on purpose"
@@ -102,7 +102,7 @@ def checkpoint_trains_the_same(run: PlannedRun) -> list[Problem]:
     if not here.adds:
         fix += f", or start its optimizer anew {start.anew('optimizer')}"
     return [
-        run.problem(key, f"the checkpoint {start.loaded} is of a run with {key} = {shown(value)}", fix)
+        run.problem(key, f"the checkpoint {start.loaded} is of a run with {key} = {quote(value)}", fix)
         for key, value in resume_differences(saved, here, run.model, optimizer=optimizer).items()
     ]
 
@@ -184,7 +184,7 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
     return [
         run.problem(
             key,
-            f"the data position of the checkpoint {start.loaded} was counted with {shown(before)}",
+            f"the data position of the checkpoint {start.loaded} was counted with {quote(before)}",
             f"set it to that, or start the data anew {start.anew('dataloader')}",
         )
         for key, now in here.items()
@@ -207,8 +207,8 @@ def stream_resumable(run: PlannedRun) -> list[Problem]:
     if not files or (now := n_shards(len(files), run.batch.total)) == shards:
         return []
     rule = f"the shards of {len(files)} files are {now}, and the data position of the checkpoint "
-    rule += f"{start.loaded} counts {shown(shards)}"
-    fix = f"set it to {shown(before)}, as in that run, or start the data anew {start.anew('dataloader')}"
+    rule += f"{start.loaded} counts {quote(shards)}"
+    fix = f"set it to {quote(before)}, as in that run, or start the data anew {start.anew('dataloader')}"
     return [run.problem(key, rule, fix)]
 
 
@@ -230,7 +230,7 @@ def mixture_resumable(run: PlannedRun) -> list[Problem]:
     return [
         run.problem(
             f"data.mixture.{name}.weight",
-            f"{counted} a share of {shown(saved[share], str)}, now it is {now[share]}",
+            f"{counted} a share of {quote(saved[share], str)}, now it is {now[share]}",
             fix,
         )
         for name in config.data.mixture
@@ -312,7 +312,7 @@ def new_head_notes(run: PlannedRun) -> list[str]:
         return []
     return [
         f"finetune.classification: the classes are {first_few(ours.labels, _SHOWN)}, and {start.loaded} has "
-        f"{shown(theirs)}: the head is drawn from debug.seed"
+        f"{quote(theirs)}: the head is drawn from debug.seed"
     ]
 
 
@@ -339,7 +339,7 @@ def _changes(run: PlannedRun) -> Iterator[str]:
     now = dotted(run.config.to_toml(origins=False))
     for table in _CURVE:
         yield from (
-            f"{key} {shown(was)} → {now[key]!r}"
+            f"{key} {quote(was)} → {now[key]!r}"
             for key, was in before.items()
             if key.startswith(f"{table}.") and key in now and was != now[key]
         )

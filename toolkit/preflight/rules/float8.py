@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from toolkit.config.types import FLOAT8
-from toolkit.errors import Problem, did_you_mean, first_few, install
+from toolkit.errors import Problem, did_you_mean, first_few, install_command
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.parameters import linear_layers, table
 from toolkit.parallel.float8_layers import MULTIPLE, float8_layers, gathered_in_float8
@@ -37,7 +37,7 @@ def float8_runs(run: PlannedRun) -> list[Problem]:
     if not _on(run):
         return []
     if find_spec("torchao") is None:
-        return [run.problem(_CONVERTERS, "the package torchao is not installed", install("float8"))]
+        return [run.problem(_CONVERTERS, "the package torchao is not installed", install_command("float8"))]
     if _emulates(run):
         return []
     if run.hardware.capability < _CAPABILITY:

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 from toolkit.cpu import lacks_cpp_compiler
-from toolkit.errors import Problem, closest, install
+from toolkit.errors import Problem, closest, install_command
 from toolkit.launcher.environment import is_number
 from toolkit.preflight.planned_run import PlannedRun, rule, torch_before
 
@@ -77,7 +77,7 @@ def memory_budget_needs(run: PlannedRun) -> list[Problem]:
     picture = f"{_TABLE}.visualize_memory_budget_pareto"
     if run.config.value(picture) and find_spec("matplotlib") is None:
         rule = "the package matplotlib, which draws it, is not installed"
-        return [run.problem(picture, rule, install("plot"))]
+        return [run.problem(picture, rule, install_command("plot"))]
     return []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import product
 
-from toolkit.errors import Problem, divisors, either, nearest_multiple
+from toolkit.errors import Problem, divisors, join_or, nearest_multiple
 from toolkit.parallel.dims import DEGREES, ParallelDims
 from toolkit.parallel.elastic_mesh import elastic_mesh
 from toolkit.preflight.planned_run import PlannedRun, rule
@@ -56,7 +56,7 @@ def batch_divides(run: PlannedRun) -> list[Problem]:
     if run.mesh is None or run.batch:
         return []
     size, dp = run.config.training.global_batch_size, run.mesh.dp
-    fitting = either(degree for degree in divisors(size) if degree <= run.world_size)
+    fitting = join_or(degree for degree in divisors(size) if degree <= run.world_size)
     fix = f"set it to {nearest_multiple(size, dp)}, or use a data-parallel degree of {fitting}"
     return [
         run.problem("training.global_batch_size", f"must be a multiple of the data-parallel degree {dp}", fix)
@@ -69,5 +69,5 @@ def elastic_meshes_are_meshes(run: PlannedRun) -> list[Problem]:
     wrong = [text for text in run.config.parallelism.elastic_meshes if elastic_mesh(text) is None]
     if not wrong:
         return []
-    fix = f'write "dp_shard=3 tp=2": a size from 1 on for each of {either(DEGREES)} that is not 1'
+    fix = f'write "dp_shard=3 tp=2": a size from 1 on for each of {join_or(DEGREES)} that is not 1'
     return [run.problem(_MESHES, f"{wrong[0]!r} is no mesh", fix)]

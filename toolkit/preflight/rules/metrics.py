@@ -7,7 +7,7 @@ import os
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
-from toolkit.errors import Problem, install
+from toolkit.errors import Problem, install_command
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 
@@ -58,7 +58,7 @@ def wandb_ready(run: PlannedRun) -> list[Problem]:
     if not run.config.metrics.enable_wandb:
         return []
     if find_spec("wandb") is None:
-        return [run.problem(key, "the package wandb is not installed", install("wandb"))]
+        return [run.problem(key, "the package wandb is not installed", install_command("wandb"))]
     if _may_send():
         return []
     return [

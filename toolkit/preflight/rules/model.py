@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from toolkit.errors import DataError, Problem, either
+from toolkit.errors import DataError, Problem, join_or
 from toolkit.models.from_config import architecture_key, config_folder
 from toolkit.models.registry import families, spec
 from toolkit.preflight.planned_run import PlannedRun, rule
@@ -48,7 +48,7 @@ def architecture_readable(run: PlannedRun) -> list[Problem]:
 
 def name_readable() -> str:
     """Advise what to do where a config.json is of no model that can be read."""
-    return f"name the folder of {either(spec(family).hf_config().called for family in families())}"
+    return f"name the folder of {join_or(spec(family).hf_config().called for family in families())}"
 
 
 @rule()

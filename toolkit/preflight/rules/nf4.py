@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from toolkit.config.name_patterns import fits
-from toolkit.errors import Problem, divisors, either, first_few
+from toolkit.errors import Problem, divisors, first_few, join_or
 from toolkit.finetune.parameters import NF4_BLOCK, all_shapes, trained_names
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.parameters import linear_layers
@@ -53,7 +53,7 @@ def quantized_rows_are_blocks(run: PlannedRun) -> list[Problem]:
         f"cuts rows of {first_few(broken, 2)} within blocks of {NF4_BLOCK}, whose numbers share a scale in "
         f"{_KEY} = nf4"
     )
-    return [run.problem(_TP, rule, f"it can be {either(fitting)}")]
+    return [run.problem(_TP, rule, f"it can be {join_or(fitting)}")]
 
 
 @rule()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from toolkit.config.schema import Field, fields_by_key
 from toolkit.config.types import ActsWith, Needs, RefusedValues
 from toolkit.config.values import format_toml
-from toolkit.errors import Problem, either
+from toolkit.errors import Problem, join_or
 from toolkit.launcher.environment import node_range
 from toolkit.parallel.dims import reshard_after_forward
 from toolkit.preflight.planned_run import PlannedRun, note, rule
@@ -78,7 +78,7 @@ def _set(run: PlannedRun) -> Iterator[Field]:
 
 def _turned_on(run: PlannedRun, mark: ActsWith) -> str:
     if isinstance(run.config.value(mark.switch), list):
-        return f"add {either(map(format_toml, mark.values))} to {mark.switch}"
+        return f"add {join_or(map(format_toml, mark.values))} to {mark.switch}"
     return f"set {mark}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from toolkit.config.local_paths import expand_user
-from toolkit.errors import Problem, did_you_mean, divisors, either, first_few
+from toolkit.errors import Problem, did_you_mean, divisors, first_few, join_or
 from toolkit.models.parameters import table
 from toolkit.parallel.dims import reshard_after_forward, strategy
 from toolkit.parallel.pipeline_schedules import BASES, SCHEDULES, Schedule, bubble, is_cut, module_names
@@ -47,7 +47,7 @@ def schedule_takes_stages(run: PlannedRun) -> list[Problem]:
     fix = f"name {needs}" if by_hand else f"remove it for {run.schedule.stages * run.pp} stages"
     others = [other for other, schedule in SCHEDULES.items() if schedule.takes_stages(count, run.pp)]
     if others:
-        fix += f", or set {_SCHEDULE} to {either(others)}"
+        fix += f", or set {_SCHEDULE} to {join_or(others)}"
     rule = f"{said}, but {name} on {run.pp} ranks takes {needs}"
     return [run.problem(_PARTS if by_hand else _PER_STAGE, rule, fix)]
 
@@ -122,7 +122,7 @@ def rows_fill_micro_batches(run: PlannedRun) -> list[Problem]:
     if run.pp == 1 or run.rows is None or run.rows % size == 0:
         return []
     rule = f"must divide the samples that a rank has in a step, which are {run.rows}"
-    return [run.problem(_SIZE, rule, f"set it to {either(divisors(run.rows)[-4:])}")]
+    return [run.problem(_SIZE, rule, f"set it to {join_or(divisors(run.rows)[-4:])}")]
 
 
 @rule()
@@ -152,9 +152,9 @@ def _batch_for(run: PlannedRun, counts: Sequence[int]) -> str:
     """The batch sizes that make so many micro-batches a step."""
     size = run.config.parallelism.pipeline_parallel_microbatch_size
     if run.config.training.global_batch_size == -1:
-        return f"training.local_batch_size to {either(size * count for count in counts)}"
+        return f"training.local_batch_size to {join_or(size * count for count in counts)}"
     assert run.mesh is not None
-    return f"training.global_batch_size to {either(run.mesh.dp * size * count for count in counts)}"
+    return f"training.global_batch_size to {join_or(run.mesh.dp * size * count for count in counts)}"
 
 
 @rule()

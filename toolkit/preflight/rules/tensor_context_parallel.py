@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 
-from toolkit.errors import Problem, divisors, either, nearest_multiple
+from toolkit.errors import Problem, divisors, join_or, nearest_multiple
 from toolkit.launcher.environment import is_number
 from toolkit.parallel.dims import takes_ring
 from toolkit.preflight.planned_run import PlannedRun, note, rule
@@ -29,7 +29,7 @@ def tensor_parallel_divides(run: PlannedRun) -> list[Problem]:
     for name in ("n_heads", "n_kv_heads"):
         if getattr(model, name) % tp:
             fitting = divisors(math.gcd(model.n_heads, model.n_kv_heads))
-            fix = f"tensor_parallel_degree can be {either(fitting)}"
+            fix = f"tensor_parallel_degree can be {join_or(fitting)}"
             problems.append(run.problem(_TP, f"must divide {name}, which is {getattr(model, name)}", fix))
     for name in ("vocab_size", "ffn_dim"):
         size = getattr(model, name)

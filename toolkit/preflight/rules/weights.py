@@ -10,7 +10,7 @@ from pathlib import Path
 
 from toolkit.config.local_paths import expand_user
 from toolkit.data.tokenizers.files import vocabulary_size
-from toolkit.errors import DataError, Problem, first_few, install
+from toolkit.errors import DataError, Problem, first_few, install_command
 from toolkit.io.json_fields import read_object
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.spec import CONFIG
@@ -55,7 +55,7 @@ def _unpushed(run: PlannedRun, repository: str) -> list[Problem]:
     if not _REPOSITORY.fullmatch(repository):
         return [run.problem(key, "is no name of a model on the Hub", 'write it as "user/name"')]
     if find_spec("huggingface_hub") is None:
-        return [run.problem(key, "the package huggingface_hub is not installed", install("hf"))]
+        return [run.problem(key, "the package huggingface_hub is not installed", install_command("hf"))]
     return []
 
 
