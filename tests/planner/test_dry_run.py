@@ -298,7 +298,7 @@ def test_what_is_held_beyond_the_shards(
 def test_one_process_for_several_ranks_is_refused() -> None:
     config = load_config([*DEBUG, "--comm.mode=local_tensor"])
     (problem,) = check(config, world_size=4, hardware=detect())
-    assert problem.key == "comm.mode" and "one process does not compute for several" in problem.rule
+    assert problem.key == "comm.mode" and "one process cannot simulate several ranks" in problem.rule
 
 
 def test_405b_on_16384_ranks() -> None:

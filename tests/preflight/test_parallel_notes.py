@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             [PIPELINE, f"{SCHEDULE}=LoopedBFS", PREFETCH],
             4,
-            "fsdp_forward_prefetch does nothing without one stage a rank, or resharding",
+            "fsdp_forward_prefetch does nothing without one stage per rank, or resharding",
         ),
         (
             [

@@ -1,4 +1,4 @@
-"""Tables about fine-tuning: adapters on a frozen model, and which parameters are trained."""
+"""Tables for fine-tuning: adapters on a frozen model, and the choice of trainable parameters."""
 
 from __future__ import annotations
 
@@ -25,106 +25,106 @@ class LoRA(Table):
     """Low-rank updates of linear layers (Hu et al. 2021, arXiv:2106.09685)."""
 
     rank: Positive = 8
-    """Rank of an update."""
+    """Rank of the update matrices."""
     alpha: PositiveFloat = 16.0
-    """The update is scaled by alpha / rank."""
+    """Scaling: updates are multiplied by alpha / rank."""
     dropout: Annotated[float, Interval(ge=0), Lt(1)] = 0.0
-    """Part of the inputs of an update that is zeroed in training. Above 0 the curve depends on the mesh."""
+    """Dropout probability of the inputs of an update. Above 0 the training curve depends on the mesh."""
     target_modules: list[str] = _BLOCK_LINEARS
-    """Linear layers to update: names (wq, wk, wv, wo, w1, w2, w3, or q_proj and the like), patterns of whole
-    names such as layers.3.*, or all-linear, which is all of them. Head and embedding are not among them:
-    finetune.trainable trains those whole."""
+    """Linear layers to adapt: names (wq, wk, wv, wo, w1, w2, w3, or q_proj and so on), patterns of full names
+    such as layers.3.*, or all-linear for all of them. Head and embedding cannot be adapted; train them fully
+    with finetune.trainable."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732)."""
     quantize_base: Literal["none", "nf4"] = "none"
-    """nf4: keep the weights of the blocks' linear layers, updated or not, in 4 bits (QLoRA, Dettmers et al.
-    2023, arXiv:2305.14314), of which each linear layer makes numbers when it computes."""
+    """nf4: store the weights of the blocks' linear layers, adapted or not, in 4 bits and dequantize each
+    layer when it is computed (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
     use_dora: bool = False
-    """Train the magnitudes of the rows of the updated weights as well (Liu et al. 2024, arXiv:2402.09353)."""
+    """Also train the magnitudes of the adapted weights' rows (Liu et al. 2024, arXiv:2402.09353)."""
 
     @property
     def scale(self) -> float:
-        """The factor of an update."""
+        """Factor that scales an update."""
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
 
 class PrefixTuning(Table):
-    """Learned keys and values of every block, which every token sees (Li, Liang 2021, arXiv:2101.00190)."""
+    """Learned keys and values in every block, visible to every token (Li, Liang 2021, arXiv:2101.00190)."""
 
     num_virtual_tokens: Positive = 30
     """Learned tokens before each document."""
 
 
 class LlamaAdapter(Table):
-    """Learned prompts of the last blocks, whose attention is added through a gate that starts closed
+    """Learned prompts in the last blocks, whose attention is added through a gate initialized to zero
     (Zhang et al. 2023, arXiv:2303.16199)."""
 
     adapter_len: Positive = 10
-    """Learned tokens of a block."""
+    """Learned tokens per block."""
     adapter_layers: Positive = 30
-    """Blocks that have them, counted from the last; at the default all of a model of fewer."""
+    """Number of blocks with prompts, counted from the last. The default covers all blocks of a smaller
+    model."""
     gate: Literal["head", "layer"] = "head"
-    """head: tanh of a number for each head, as in the paper; layer: one plain number, as in PEFT."""
+    """head: tanh of one scalar per head, as in the paper; layer: one plain scalar per layer, as in PEFT."""
 
 
 _CLASSES = ActsWith("finetune.classification.num_labels", above=1, refused=True)
 
 
 class Classification(Table):
-    """A head that says to which of some classes a text belongs, in place of the vocabulary's, and is trained
-    on rows of a text and a label."""
+    """A sequence classification head in place of the language model head, trained on labeled text."""
 
     num_labels: Annotated[int, Interval(ge=0, le=MAX_CLASSES)] = 0
-    """Classes, two or more; 0 is a language model."""
+    """Number of classes, two or more; 0 trains a language model."""
     hidden_sizes: Annotated[list[Size], Len(max_length=8), _CLASSES] = []
-    """Sizes of fully connected layers before the scores, SiLU behind each. Hugging Face has none."""
+    """Sizes of fully connected layers before the scores, each followed by SiLU. Hugging Face has none."""
     label_names: Annotated[list[str], _CLASSES] = []
-    """Names of the classes, in order: what config.json tells (id2label), and what a row may say in place of
-    the number. Empty is LABEL_0, LABEL_1 and so on."""
+    """Class names, in order. Exported to config.json (id2label), and accepted as labels in place of numbers.
+    Empty: LABEL_0, LABEL_1 and so on."""
     label_column: Annotated[str, _CLASSES] = "label"
-    """Column of the class, a number from 0 or a name; the text is in data.text_column."""
+    """Column with the class, as a number from 0 or a name; the text is in data.text_column."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all classes."""
+        """Names of all classes, in order."""
         return tuple(self.label_names) or tuple(f"LABEL_{index}" for index in range(self.num_labels))
 
 
 class DPO(Table):
-    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290)."""
+    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290)."""
 
     beta: PositiveFloat = 0.1
-    """How closely the model is kept to the reference: the larger, the closer."""
+    """Strength of the penalty for deviating from the reference model."""
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
-    """Loss of a pair, by trl's names: sigmoid, DPO's own; hinge (SLiC); ipo (Azar et al. 2023,
-    arXiv:2310.12036), of means over the tokens of an answer."""
+    """Loss per pair, named as in trl: sigmoid (original DPO), hinge (SLiC) or ipo (Azar et al. 2023,
+    arXiv:2310.12036), which averages over the tokens of an answer."""
     label_smoothing: Annotated[
         float, Interval(ge=0, le=0.5), ActsWith(".loss_type", ("sigmoid",), refused=True)
     ] = 0.0
-    """The part of the pairs whose order is taken to be wrong: conservative DPO, with loss_type sigmoid."""
+    """Assumed fraction of pairs with flipped preference (conservative DPO), for loss_type sigmoid."""
 
 
 class Finetune(Table):
-    """The part of a model that is trained: all of it, unless a key says otherwise."""
+    """Which parameters are trained; all, by default."""
 
     adapter: Literal["none", "lora", "prefix_tuning", "llama_adapter"] = "none"
-    """Parameters to add, which alone are trained; their tables are finetune.lora and so on."""
+    """Adapter to add. Only its parameters are trained; configure it in finetune.lora and so on."""
     adapter_path: Annotated[str | None, LocalPath(), _WITH_ADAPTER] = None
-    """An adapter of the same kind to start from: a folder of PEFT's, or a step-N of ours."""
+    """Adapter of the same kind to start from: a PEFT folder, or a step-N checkpoint of this toolkit."""
     merge_on_export: Annotated[bool, _WITH_ADAPTER] = False
-    """Merge a LoRA into the model that checkpoint.last_save_in_hf and hf_export_interval write, in place of
-    writing a folder of PEFT's."""
+    """Merge LoRA updates into the model that checkpoint.last_save_in_hf and hf_export_interval export,
+    instead of exporting a PEFT folder."""
     objective: Literal["sft", "dpo"] = "sft"
-    """sft: the next token; dpo: that chosen answers become more probable than rejected ones, as seen from the
-    model without its adapter, on data of the format preference."""
+    """sft: next-token prediction; dpo: prefer chosen over rejected answers, relative to the model without its
+    adapter, on data of format preference."""
     trainable: list[str] = []
-    """Patterns of names of parameters to train, such as *norm.weight or tok_embeddings.*; empty is all."""
+    """Name patterns of parameters to train, such as *norm.weight or tok_embeddings.*; empty trains all."""
     frozen: list[str] = []
-    """Patterns of names of parameters not to train."""
+    """Name patterns of parameters to freeze."""
     freeze_first_layers: NonNegative = 0
-    """Blocks not to train, counted from the first; with them the embedding is frozen."""
+    """Number of blocks to freeze, counted from the first; the embedding is frozen with them."""
     freeze_last_layers: NonNegative = 0
-    """Blocks not to train, counted from the last."""
+    """Number of blocks to freeze, counted from the last."""
     lora: Annotated[LoRA, ActsWith("finetune.adapter", ("lora",))] = LoRA()
     prefix_tuning: Annotated[PrefixTuning, ActsWith("finetune.adapter", ("prefix_tuning",))] = PrefixTuning()
     llama_adapter: Annotated[LlamaAdapter, ActsWith("finetune.adapter", ("llama_adapter",))] = LlamaAdapter()
@@ -134,16 +134,16 @@ class Finetune(Table):
 
     @property
     def adds(self) -> bool:
-        """Say if the model gets parameters of an adapter, and is itself frozen."""
+        """Return whether adapter parameters are added and the model itself is frozen."""
         return self.adapter != "none"
 
     @property
     def quantizes(self) -> bool:
-        """Say if the frozen linear layers are kept in 4 bits."""
+        """Return whether the frozen linear layers are stored in 4 bits."""
         return self.adapter == "lora" and self.lora.quantize_base == "nf4"
 
     @property
     def chooses(self) -> bool:
-        """Say if anything but all of a plain model is trained."""
+        """Return whether anything other than all parameters of a plain model is trained."""
         patterns = bool(self.trainable or self.frozen)
         return self.adds or patterns or self.freeze_first_layers > 0 or self.freeze_last_layers > 0

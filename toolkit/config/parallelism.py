@@ -1,4 +1,4 @@
-"""Tables about how a model is spread over devices and made to fit and run fast on them."""
+"""Tables for parallelism, memory savings and compilation."""
 
 from __future__ import annotations
 
@@ -25,77 +25,84 @@ _TP = ActsWith("parallelism.tensor_parallel_degree", above=1)
 _PP = ActsWith("parallelism.pipeline_parallel_degree", above=1)
 _CP = ActsWith("parallelism.context_parallel_degree", above=1)
 _SHARDED = Needs("parameters sharded over several ranks")
-_AHEAD = Needs("one stage a rank, or resharding")
+_AHEAD = Needs("one stage per rank, or resharding")
 _BY_COUNT = Needs("stages cut by counts of layers")
 _AGAIN = ActsWith("activation_checkpoint.mode", ("selective", "full"), refused=True)
 _BUDGET = ActsWith("activation_checkpoint.mode", ("memory_budget",), refused=True)
 
 
 class Parallelism(Table):
-    """The mesh: dp_replicate x dp_shard x cp x tp x pp is the world size."""
+    """The device mesh: dp_replicate x dp_shard x cp x tp x pp is the world size."""
 
     data_parallel_replicate_degree: Degree = 1
-    """Replicas of the sharded model (HSDP when there are more than one)."""
+    """Replicas of the sharded model; above 1 this is HSDP."""
     data_parallel_shard_degree: AutoOrDegree = -1
-    """Ranks over which FSDP shards parameters, gradients and optimizer state; -1 is all that are left."""
+    """Ranks over which FSDP shards parameters, gradients and optimizer state; -1 uses all remaining ranks."""
     sharding_strategy: (
         Literal[
             "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", 1, 2, 3, 4, 5
         ]
         | None
     ) = None
-    """FSDP1's and accelerate's name or number for a choice of the degrees and fsdp_reshard_after_forward."""
+    """FSDP1's or accelerate's name or number for a choice of the degrees and fsdp_reshard_after_forward."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Ge(2)] = "default"
-    """Free a unit's parameters between forward and backward. default: all but the last unit's, which backward
-    needs at once, and with a pipeline none, whose micro-batches would gather them each time. A number keeps
-    them sharded over that many ranks, a divisor of dp_shard x cp, where pp and tp are 1."""
+    """Reshard (free) a unit's gathered parameters between forward and backward. default: all units but the
+    last, which backward needs at once; with a pipeline none, because each micro-batch would gather them
+    again. A number keeps them sharded over that many ranks, a divisor of dp_shard x cp, where pp and tp are
+    1."""
     fsdp_wrap_policy: Literal["block", "class", "size"] = "block"
-    """Modules gathered and freed together. block: the embedding, each block, the head; class: each module of
-    fsdp_wrap_classes; size: each module with fsdp_min_num_params that are in no smaller unit."""
+    """Modules that form an FSDP unit. block: the embedding, each block and the head; class: each module of a
+    class in fsdp_wrap_classes; size: each module with at least fsdp_min_num_params parameters outside
+    smaller units."""
     fsdp_wrap_classes: Annotated[
         list[str], ActsWith("parallelism.fsdp_wrap_policy", ("class",), refused=True)
     ] = ["TransformerBlock"]
-    """For class: any of TransformerBlock, Attention, FeedForward, Linear, RMSNorm, Embedding, OutputHead."""
+    """Classes for fsdp_wrap_policy class: any of TransformerBlock, Attention, FeedForward, Linear, RMSNorm,
+    Embedding, OutputHead."""
     fsdp_min_num_params: Annotated[
         Positive, ActsWith("parallelism.fsdp_wrap_policy", ("size",), refused=True)
     ] = 100_000_000
-    """For size: parameters of the smallest unit."""
+    """Smallest number of parameters per unit for fsdp_wrap_policy size."""
     fsdp_forward_prefetch: Annotated[NonNegative, _SHARDED, _AHEAD] = 1
-    """Units to ask for while another computes its forward; 0: when its turn comes, which overlaps on CUDA."""
+    """Units to gather in advance during forward; 0 gathers each unit when it is needed, which still overlaps
+    on CUDA."""
     fsdp_backward_prefetch: Annotated[Positive, _SHARDED, _AHEAD] = 1
-    """Units to ask for while another computes its backward."""
+    """Units to gather in advance during backward."""
     fsdp_sync_each_batch: Annotated[
-        bool, ActsWith("parallelism.pipeline_parallel_degree", (1,)), Needs("several micro-batches a step")
+        bool, ActsWith("parallelism.pipeline_parallel_degree", (1,)), Needs("several micro-batches per step")
     ] = True
-    """Reduce gradients after each micro-batch. false: once a step, whole until then; so does a pipeline."""
+    """Reduce gradients after each micro-batch. false reduces once per step and keeps them unsharded until
+    then, as a pipeline always does."""
     fsdp_skip_on_one_rank: Annotated[bool, Needs("a GPU"), Needs("a single rank")] = True
-    """On one GPU, without model.converters, leave parameters that are stored in the compute precision out of
-    FSDP, which would copy them twice a step."""
+    """On one GPU, leave parameters that are already stored in the compute dtype out of FSDP, which would copy
+    them twice per step. Does not apply with model.converters."""
     fsdp_shared_memory: Annotated[bool, Needs("a CPU"), _SHARDED, Needs("gathers among all shards")] = True
-    """Gather and reduce on CPUs through memory that ranks of one machine share; false: by gloo's sockets."""
+    """On CPUs, gather and reduce through shared memory within a machine; false uses gloo's sockets."""
     tensor_parallel_degree: Degree = 1
-    """Ranks over which matrices are split, and the sequence between blocks. Divides them and all heads."""
+    """Ranks over which matrices, and the sequence between blocks, are split. Must divide the matrices and all
+    heads."""
     tensor_parallel_recompute_allgather: Annotated[bool, _TP] = True
-    """Keep of what attention and feed-forward gather this rank's piece, and gather it again in backward, as a
-    block that is checkpointed does in any case. false keeps the whole: nothing more is sent."""
+    """Save only this rank's shard of the gathered inputs of attention and feed-forward, and gather them again
+    in backward (checkpointed blocks always do). false saves the gathered inputs and sends nothing more."""
     disable_loss_parallel: Annotated[bool, _TP] = False
-    """Gather the logits of a tensor-parallel head before the loss."""
+    """Gather the logits of a tensor-parallel head before computing the loss."""
     enable_async_tensor_parallel: Annotated[bool, _TP] = False
-    """Overlap its communication with matmuls. Needs compile and GPUs of capability 9.0 or more, NVLink."""
+    """Overlap tensor-parallel communication with matmuls. Needs compile, NVLink and GPUs of compute
+    capability 9.0 or above."""
     pipeline_parallel_degree: Degree = 1
-    """Ranks over which the blocks are spread in order."""
+    """Ranks over which the blocks are split into stages."""
     module_fqns_per_model_part: Annotated[list[list[str]] | None, _PP] = None
-    """Names of the modules of each stage of the schedule: tok_embeddings, layers.0 and on, norm, output."""
+    """Module names of each pipeline stage: tok_embeddings, layers.0 and so on, norm, output."""
     pipeline_parallel_first_stage_less_layers: Annotated[
         int, Interval(ge=0, le=MAX_LAYERS), _PP, _BY_COUNT
     ] = 1
-    """Blocks that the embedding counts as: the first stage has so many less, and none where that is all."""
+    """Blocks that the embedding counts as: the first stage has that many fewer, down to none."""
     pipeline_parallel_last_stage_less_layers: Annotated[
         int, Interval(ge=0, le=MAX_LAYERS), _PP, _BY_COUNT
     ] = 1
-    """Blocks that the head counts as: the last stage has so many less, and none where that is all."""
+    """Blocks that the head counts as: the last stage has that many fewer, down to none."""
     pipeline_parallel_layers_per_stage: Annotated[Positive | None, _PP, _BY_COUNT] = None
-    """Blocks of a stage, embedding and head counted; without it ranks have one stage or two, by schedule."""
+    """Blocks per stage, counting embedding and head. None: one or two stages per rank, by schedule."""
     pipeline_parallel_schedule: Annotated[
         Literal[
             "GPipe",
@@ -110,60 +117,65 @@ class Parallelism(Table):
         ],
         _PP,
     ] = "1F1B"
-    """Schedule, by torch's name. GPipe and 1F1B have one stage a rank, ZBVZeroBubble and DualPipeV two, the
-    others two or more. 1F1B and DualPipeV need a micro-batch for each stage. Those with a split backward
-    (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV) need parameters that stay gathered.
-    PipelineScheduleSingle (one stage a rank) and PipelineScheduleMulti (two or more) are for a file."""
+    """Pipeline schedule, by torch's name. GPipe and 1F1B have one stage per rank, ZBVZeroBubble and DualPipeV
+    two, the others two or more. 1F1B and DualPipeV need at least one micro-batch per stage. Schedules with a
+    split backward (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV) need parameters that stay unsharded.
+    PipelineScheduleSingle (one stage per rank) and PipelineScheduleMulti (two or more) run a schedule
+    file."""
     pipeline_parallel_schedule_csv: Annotated[str | None, _PP, LocalPath()] = ""
-    """File of a schedule of one's own, a line of actions such as 0F0,0F1,0B0,0B1 for each rank, by which
-    torch runs in place of the named one. That one still says how stages are placed, as does
-    PipelineScheduleMulti: stage 0 on rank 0, 1 on rank 1, and around."""
+    """File with a custom schedule for torch to run: one line of actions such as 0F0,0F1,0B0,0B1 per rank. The
+    named schedule still determines which rank has which stages; PipelineScheduleMulti assigns them round
+    robin."""
     pipeline_parallel_microbatch_size: Annotated[BatchSize, _PP] = 1
-    """Samples of a pipeline micro-batch; all of a rank in a step go through it, accumulated ones too."""
+    """Samples per pipeline micro-batch. All samples of a rank in a step pass through the pipeline, including
+    accumulated ones."""
     context_parallel_degree: Degree = 1
     """Ranks over which each sequence is split."""
     context_parallel_load_balancer: Annotated[Literal["headtail"] | None, _CP] = "headtail"
-    """Give each rank a piece of each sequence's head and tail, so that causal attention costs all alike."""
+    """Give each rank one chunk from the head and one from the tail of each sequence, which balances causal
+    attention."""
     context_parallel_rotate_method: Annotated[Literal["allgather", "alltoall"], _CP] = "allgather"
-    """How keys and values reach the other ranks: gathered, or in a ring, from rank to rank, which keeps less
-    and sends more; on CUDA with document masks they are gathered."""
+    """Exchange of keys and values: all-gathered, or passed around a ring, which uses less memory and sends
+    more; on CUDA with document masks they are always gathered."""
 
     elastic_meshes: Annotated[list[str], Needs("NNODES=MIN:MAX, MIN below MAX")] = []
-    """Meshes that a launch of NNODES = MIN:MAX may take, such as "dp_shard=3 tp=2": the first that all ranks
-    fill. Empty: the degrees above, where they fit."""
+    """Meshes that a job with NNODES=MIN:MAX may use, such as "dp_shard=3 tp=2"; the first that uses all ranks
+    is taken. Empty: the degrees above, if they fit."""
 
 
 class ActivationCheckpoint(Table):
-    """Keep fewer activations and compute them again in backward."""
+    """Save fewer activations and recompute the rest in backward."""
 
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
-    """none keeps all, full only the inputs of blocks, selective chooses blocks or operations;
+    """none saves all activations, full only the inputs of blocks, selective chooses blocks or operators;
     memory_budget lets torch.compile choose, and needs it."""
     selective_ac_option: Annotated[str, ActsWith("activation_checkpoint.mode", ("selective",))] = "2"
-    """For selective: an integer n recomputes every n-th block; op recomputes what is cheap for its size."""
+    """For mode selective: an integer n recomputes every n-th block; op recomputes operators that are cheap
+    for their size."""
     early_stop: Annotated[bool, _AGAIN] = False
-    """Stop computing again as soon as all that is needed is there."""
+    """Stop recomputing as soon as all needed tensors are available."""
     memory_budget: Annotated[Fraction, _BUDGET] = 0.5
-    """For memory_budget: part of the activations to keep."""
+    """For mode memory_budget: fraction of the activations to save."""
     visualize_memory_budget_pareto: Annotated[bool, _BUDGET] = False
-    """For memory_budget: draw what each budget would cost in time into the run's folder memory_budget. Needs
-    the extra plot, and some seconds a graph."""
+    """For mode memory_budget: plot the runtime cost of each budget into the folder memory_budget of the run.
+    Needs the extra plot and takes some seconds per graph."""
     preserve_rng_state: Annotated[bool, _AGAIN] = True
-    """Compute again with the random numbers of the forward; needed only for dropout."""
+    """Restore the random number generator's state for recomputation; needed only for dropout."""
     determinism_check: Annotated[Literal["default", "none"], _AGAIN] = "default"
-    """default compares shapes and types of what was computed again with the forward; none does not."""
+    """default compares the shapes and dtypes of recomputed tensors with those of the forward; none does
+    not."""
     debug: Annotated[bool, _AGAIN] = False
-    """Say which operation differed when they do not match; slow."""
+    """Report which operator differed when they do not match; slow."""
     enable_activation_offloading: Annotated[bool, _AGAIN, Needs("a GPU", refused=True)] = False
-    """Keep the inputs of blocks that are computed again in CPU memory until then."""
+    """Keep the inputs of recomputed blocks in CPU memory until backward."""
     offload_prefetch: Annotated[
         bool, ActsWith("activation_checkpoint.enable_activation_offloading"), Needs("a GPU")
     ] = True
-    """Copy the input of a block back to the GPU while the block after it computes its backward."""
+    """Copy a block's input back to the GPU while the block after it runs its backward."""
 
     @property
     def by_operator(self) -> bool:
-        """Say if it chooses operators."""
+        """Return whether operators, not blocks, are chosen for recomputation."""
         return self.mode == "selective" and self.selective_ac_option == "op"
 
 
@@ -171,48 +183,48 @@ class Compile(Table):
     """torch.compile."""
 
     enable: bool = False
-    """Compile the components."""
+    """Compile the listed components."""
     components: list[Literal["model", "loss"]] = ["model", "loss"]
-    """Parts to compile: any of model (block by block) and loss."""
+    """Components to compile: any of model (block by block) and loss."""
     backend: str = "inductor"
-    """Back end of torch.compile."""
+    """Backend of torch.compile."""
     mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"] = "default"
-    """The aim of inductor. reduce-overhead: few launches, by CUDA graphs; max-autotune-no-cudagraphs: the
-    fastest of several kernels for each matmul, which it times in the first step."""
+    """Mode of inductor. reduce-overhead: fewer kernel launches through CUDA graphs;
+    max-autotune-no-cudagraphs: benchmark several kernels per matmul in the first step and use the fastest."""
     fullgraph: bool = True
-    """A block that cannot be compiled whole is an error; false falls back to eager at graph breaks."""
+    """Fail if a block cannot be compiled as one graph; false falls back to eager at graph breaks."""
     cache_folder: Annotated[str, ActsWith("model.attention", ("auto", "flex")), LocalPath()] = (
         "~/.cache/llama-toolkit/compile"
     )
-    """Folder of compiled code, which makes the second start fast. TORCHINDUCTOR_CACHE_DIR, if set, is used
-    in its place."""
+    """Folder of compiled code, which speeds up later starts. TORCHINDUCTOR_CACHE_DIR, if set, overrides
+    it."""
 
     @property
     def blocks(self) -> bool:
-        """Say if blocks are compiled."""
+        """Return whether blocks are compiled."""
         return self.enable and "model" in self.components
 
 
 class Float8Linear(Table):
-    """Linear layers of the blocks that multiply in float8."""
+    """Float8 matmuls in the blocks' linear layers."""
 
     enable_fsdp_float8_all_gather: bool = False
     """Gather the weights of these layers in float8."""
     precompute_float8_dynamic_scale_for_fsdp: Annotated[
         bool, ActsWith(".enable_fsdp_float8_all_gather", refused=True)
     ] = False
-    """Find the scales of what is gathered so at once, after each step."""
+    """Compute the scales for the float8 all-gather of all weights at once, after each step."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """tensorwise, the default: a scale a matrix; rowwise: one a row of it; rowwise_with_gw_hp: that, and
-    gradients of weights in higher precision."""
+    """Scaling. tensorwise (the default): one scale per matrix; rowwise: one per row; rowwise_with_gw_hp:
+    rowwise, with weight gradients computed in higher precision."""
     filter_fqns: list[str] = []
-    """Layers to leave alone, by parts of their names; embedding and output are in any case."""
+    """Layers to skip, by parts of their names; embedding and output head are always skipped."""
     emulate: bool = False
-    """Compute the same in higher precision, on any device; slow."""
+    """Emulate float8 in higher precision on any device; slow."""
 
 
 class QuantizeLinear(Table):
-    """Linear layers."""
+    """Quantization of linear layers."""
 
     float8: Annotated[Float8Linear, ActsWith("model.converters", FLOAT8)] = Float8Linear()
 

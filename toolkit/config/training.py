@@ -1,4 +1,4 @@
-"""Tables about what is trained on what: model, data, batches, optimizer, schedule, validation."""
+"""Tables for the model, data, batches, optimizer, schedule and validation."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ ConversationFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completio
 
 
 class Model(Table):
-    """Which model. Where neither name nor flavor is set, config.json of hf_assets_path says it, if there is
-    one. A key that is None takes the value of that file or of the preset."""
+    """The model. Keys left at None take their value from the preset or from config.json in hf_assets_path,
+    which also selects the model if neither name nor flavor is set."""
 
     name: str | None = None
-    """Release, with its sizes: a name in toolkit/models/*/args.py (docs/weights.md lists them). None:
-    that of torchtitan's files."""
+    """Model release: a name from toolkit/models/*/args.py, listed in docs/weights.md. None: the release that
+    torchtitan's configs expect."""
     flavor: str | None = None
-    """Size within the family, such as 8B. debugmodel takes its vocabulary from the tokenizer. None:
+    """Size within the family, such as 8B. debugmodel takes its vocabulary size from the tokenizer. None:
     debugmodel."""
     hf_assets_path: Annotated[str, LocalPath()] = "./tests/assets/tokenizer"
-    """Folder of the tokenizer (tokenizer.model or tokenizer.json) and config.json, as Hugging Face lays a
-    model out."""
+    """Folder with the tokenizer (tokenizer.model or tokenizer.json) and config.json, in Hugging Face
+    layout."""
     tokenizer_path: Annotated[str | None, LocalPath()] = None
-    """Tokenizer file or folder, when it is not in hf_assets_path."""
+    """Tokenizer file or folder, if it is not in hf_assets_path."""
     add_bos_token: bool | None = None
-    """Begin each document with BOS. None: as tokenizer.json says, else add_bos_token of
+    """Prepend BOS to each document. None: taken from tokenizer.json, else from add_bos_token in
     tokenizer_config.json, else true."""
     additional_special_tokens: list[str] = []
     """Special tokens to add to a copy of the tokenizer, such as those of data.chat_template. model.vocab_size
-    makes room for them: in weights that are loaded, new rows are the mean of the others."""
+    must leave room for them. When weights are loaded, new rows are initialized to the mean of the others."""
     converters: Annotated[
         list[
             Literal[
@@ -67,7 +67,7 @@ class Model(Table):
         RefusedValues(("mx", "quantize.linear.mx"), NO_MX),
         RefusedValues(("quantize.grouped_mm.float8", "quantize.grouped_mm.mx"), NO_MOE),
     ] = []
-    """Changes of the model before sharding."""
+    """Conversions applied to the model before sharding."""
     print_after_conversion: Annotated[bool, ActsWith("model.converters", FLOAT8)] = False
     """Print the converted model."""
     dim: Size | None = None
@@ -79,44 +79,47 @@ class Model(Table):
     n_kv_heads: Size | None = None
     """Key and value heads; divides n_heads."""
     ffn_dim: Size | None = None
-    """Inner dimension of the feed-forward."""
+    """Hidden dimension of the feed-forward layers."""
     head_dim: Size | None = None
-    """Dimension of one head; even. None: dim / n_heads where either of those is set, else the preset's."""
+    """Dimension of one head; must be even. None: dim / n_heads if either of those is set, else the
+    preset's."""
     vocab_size: Size | None = None
-    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    """Rows of the embedding; at least the size of the tokenizer's vocabulary."""
     max_seq_len: Size | None = None
-    """Longest sequence that the model is made for."""
+    """Longest sequence that the model supports."""
     norm_eps: PositiveFloat | None = None
     """Epsilon of RMSNorm."""
     rope_theta: PositiveFloat | None = None
-    """Base of the rotary frequencies."""
+    """Base of the rotary embedding's frequencies."""
     rope_scaling_factor: Annotated[float, Ge(1)] | None = None
-    """Stretching of the slow rotary frequencies to a context longer by this factor; 1 is none."""
+    """Factor by which the low rotary frequencies are scaled to extend the context; 1 disables scaling."""
     tie_embeddings: bool | None = None
-    """One matrix for the embedding and the output head."""
+    """Share one matrix between the embedding and the output head."""
     attention: Literal["auto", "sdpa", "flex", "varlen", "flash", "blockwise"] = "auto"
-    """Attention back end. auto takes what the flavor names (8B_flex), else what is best for the device."""
+    """Attention backend. auto uses the one in the flavor's name (8B_flex), else the best for the device."""
     norm: Annotated[Literal["auto", "torch"], Needs("a CPU"), Needs("blocks that are not compiled")] = "auto"
-    """RMSNorm. auto: on CPUs a piece of the tokens at a time, within a cache; torch: by torch's operators."""
+    """RMSNorm implementation. auto: on CPUs, in chunks of tokens that fit the cache; torch: torch's
+    operator."""
 
     def overrides(self) -> dict[str, Any]:
-        """Return the keys that change a preset's shape, None where the preset's value stays."""
+        """Return the keys that override the preset's shape; None keeps the preset's value."""
         others = ("name", "flavor", "tokenizer_path", "add_bos_token")
         shape = [name for name, field in Model.model_fields.items() if field.default is None]
         return {name: getattr(self, name) for name in shape if name not in others}
 
 
 class Muon(Table):
-    """Muon of the weights of the blocks' linear layers, by torch.optim.Muon's names."""
+    """Muon for the weights of the blocks' linear layers. Keys are named as in torch.optim.Muon."""
 
     momentum: Momentum = 0.95
-    """Decay of the mean of gradients."""
+    """Decay of the gradients' moving average."""
     nesterov: bool = True
-    """Look a step of the momentum ahead."""
+    """Use Nesterov momentum."""
     ns_steps: Annotated[int, Interval(ge=1, le=99)] = 5
-    """Newton-Schulz iterations of an update."""
+    """Newton-Schulz iterations per update."""
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Size of an update: 0.2 a number, as AdamW's, for which optimizer.lr serves both; or rows of norm 1."""
+    """Scale of an update. match_rms_adamw: RMS 0.2 per element like AdamW's, so that both can share
+    optimizer.lr; original: rows of norm 1."""
 
 
 _TORCHS = ActsWith("optimizer.name", ("AdamW", "Adam", "Muon"), refused=True)
@@ -126,8 +129,8 @@ class Optimizer(Table):
     """The optimizer."""
 
     name: Literal["AdamW", "Adam", "AdamW8bit", "Muon"] = "AdamW"
-    """AdamW decays weights apart from the gradient, Adam through it; AdamW8bit has moments in 8 bits; Muon
-    makes updates of matrices orthogonal, and has AdamW for the rest."""
+    """AdamW uses decoupled weight decay and Adam adds it to the gradient. AdamW8bit stores its moments in 8
+    bits. Muon orthogonalizes the updates of matrices and uses AdamW for all other parameters."""
     lr: NonNegativeFloat = 8e-4
     """Peak learning rate."""
     beta1: Momentum = 0.9
@@ -135,17 +138,17 @@ class Optimizer(Table):
     beta2: Momentum = 0.95
     """Decay of the second moment."""
     eps: Annotated[float, Ge(1e-37)] = 1e-8
-    """Added to the denominator of the update, which is 0 for a weight without a gradient yet."""
+    """Added to the denominator of the update, which is 0 for an element that has had no gradient yet."""
     weight_decay: NonNegativeFloat = 0.1
-    """Weight decay."""
+    """Weight decay coefficient."""
     no_decay: Annotated[list[str], ActsWith("optimizer.weight_decay", above=0)] = []
-    """Parameters without weight decay, by patterns of their names such as *norm.weight."""
+    """Name patterns of parameters without weight decay, such as *norm.weight."""
     implementation: Annotated[Literal["for-loop", "foreach", "fused"], _TORCHS] = "fused"
-    """How the update is computed; fused is the fastest."""
+    """Implementation of the update; fused is the fastest."""
     muon: Annotated[Muon, ActsWith("optimizer.name", ("Muon",), refused=True)] = Muon()
     early_step_in_backward: bool = False
-    """Step each parameter in backward, as soon as its gradient is ready, and free the gradient. Neither
-    clips nor accumulates."""
+    """Update each parameter during backward, as soon as its gradient is ready, and free the gradient.
+    Incompatible with gradient clipping and accumulation."""
 
 
 _DECAYS = ActsWith("lr_scheduler.decay_type", ("linear", "sqrt", "cosine"), refused=True)
@@ -153,113 +156,114 @@ _IN_STEPS = ActsWith("lr_scheduler.decay_type", ("step",), refused=True)
 
 
 class LRScheduler(Table):
-    """Learning rate: linear warm-up, then constant, then decay."""
+    """Learning-rate schedule: linear warmup, then constant, then decay."""
 
     warmup_steps: NonNegative = 200
-    """Steps of linear warm-up."""
+    """Steps of linear warmup."""
     warmup_ratio: Fraction | None = None
-    """Warm-up as a part of the schedule, rounded up to a step, in place of warmup_steps."""
+    """Warmup as a fraction of the schedule, rounded up to a whole step; replaces warmup_steps."""
     total_steps: Positive | None = None
-    """Length of the schedule when it is not training.steps."""
+    """Length of the schedule, if it is not training.steps."""
     decay_ratio: Annotated[Fraction | None, _DECAYS] = None
-    """Last part of the schedule in which the rate decays; None: all of it after the warm-up."""
+    """Fraction of the schedule, at its end, over which the rate decays; None: everything after the warmup."""
     decay_type: Annotated[
         Literal["linear", "sqrt", "cosine", "constant", "step", "expression"],
         RefusedValues(("expression",), NO_EXPRESSION),
     ] = "linear"
-    """Shape of the decay. constant does not decay; step multiplies by gamma every step_size steps."""
+    """Shape of the decay. constant: no decay; step: multiply by gamma every step_size steps."""
     step_size: Annotated[Positive | None, _IN_STEPS] = None
-    """For step: steps from one multiplication to the next; None is an epoch."""
+    """Steps between multiplications for decay_type step; None is one epoch."""
     gamma: Annotated[float, Interval(gt=0, le=1), _IN_STEPS] = 0.85
-    """For step: the factor."""
+    """Factor for decay_type step."""
     min_lr_factor: Annotated[Fraction, _DECAYS] = 0.0
-    """Rate at the end as a part of optimizer.lr."""
+    """Final learning rate as a fraction of optimizer.lr."""
 
 
 _CROSS_ENTROPY = ActsWith("loss.name", ("cross_entropy",), refused=True)
 
 
 class Loss(Table):
-    """The loss of a token in training. A validation has the cross-entropy alone."""
+    """Training loss per token. Validation always reports plain cross-entropy."""
 
     name: Literal["cross_entropy"] = "cross_entropy"
-    """Cross-entropy, or a loss that job.custom_import registers."""
+    """cross_entropy, or a loss registered by job.custom_import."""
     label_smoothing: Annotated[Fraction, _CROSS_ENTROPY] = 0.0
-    """Part of a label's probability that is spread evenly over the vocabulary."""
+    """Fraction of the label's probability that is spread evenly over the vocabulary."""
     z_loss: Annotated[NonNegativeFloat, _CROSS_ENTROPY] = 0.0
-    """Weight of the squared logarithm of the softmax's denominator, to keep logits small; 1e-4 in PaLM."""
+    """Weight of the squared log of the softmax denominator, which keeps logits small; 1e-4 in PaLM."""
 
 
 _WORKERS = ActsWith(".num_workers", above=0, refused=True)
 
 
 class DataLoader(Table):
-    """torch's DataLoader. The order of the data does not depend on these."""
+    """Options of torch's DataLoader. They do not affect the order of the data."""
 
     num_workers: NonNegative = 0
-    """Worker processes of each rank."""
+    """Worker processes per rank."""
     persistent_workers: Annotated[bool, _WORKERS] = False
-    """Keep the workers between epochs; needs num_workers."""
+    """Keep the workers alive between epochs; needs num_workers."""
     pin_memory: Annotated[bool, Needs("a GPU")] = False
-    """Copy batches into page-locked memory."""
+    """Copy batches into pinned memory."""
     prefetch_factor: Annotated[Positive | None, _WORKERS] = None
-    """Batches that each worker prepares ahead; needs num_workers."""
+    """Batches that each worker loads in advance; needs num_workers."""
 
 
 class Training(Table):
-    """Batches, length and precision of the training."""
+    """Batch sizes, sequence length and precision of training."""
 
     dataset: Annotated[str, LocalPath()] = "c4_test"
-    """Corpus by name: embedded (also called c4_test) or embedded_validation (c4_validation), which are
-    shipped, or a dataset of the Hugging Face hub as owner/name; c4 is en of allenai/c4. With dataset_path the
-    name is only a label."""
+    """Name of a corpus: embedded (also called c4_test) or embedded_validation (c4_validation), which are
+    included, or owner/name of a dataset on the Hugging Face Hub; c4 stands for en of allenai/c4. If
+    dataset_path is set, the name is only a label."""
     dataset_path: Annotated[str | None, LocalPath(storage="read")] = None
-    """Own text: a .txt, .jsonl, .json (also .gz, .bz2, .xz or .zst) or .parquet file, a folder of them or one
-    that Hugging Face's save_to_disk wrote, a glob, or several of these with commas."""
+    """Local text: a .txt, .jsonl, .json (also .gz, .bz2, .xz or .zst) or .parquet file, a folder of them or
+    one written by save_to_disk of Hugging Face datasets, a glob, or a comma-separated list of these."""
     dataset_subset: str | None = None
-    """Configuration of a dataset of the Hugging Face hub, such as en of allenai/c4."""
+    """Configuration of a dataset on the Hugging Face Hub, such as en of allenai/c4."""
     dataset_split: str = "train"
-    """Split of a dataset of the Hugging Face hub, or a part of it such as train[:1%]; or of a folder with
-    several, by the names of its files (a cloned dataset) or as a DatasetDict that was saved."""
+    """Split of a dataset on the Hugging Face Hub, or a slice of one such as train[:1%]. Also selects a split
+    of a local folder that has several: a cloned dataset (by its file names) or a saved DatasetDict."""
     format: Literal["text"] | ConversationFormat | None = None
-    """As data.format, which it replaces."""
+    """Overrides data.format."""
     columns: dict[str, str] | None = None
-    """As data.columns, which they replace."""
+    """Overrides data.columns."""
     epochs: Positive | None = None
-    """Length as passes over the corpus, in place of steps. A pass over a mixture is as many samples as its
-    parts have together."""
+    """Length of training in passes over the corpus; replaces steps. One pass over a mixture has as many
+    samples as its corpora have together."""
     local_batch_size: BatchSize = 8
-    """Samples that a rank takes through the model at once."""
+    """Samples per micro-batch on each rank."""
     global_batch_size: AutoOrBatchSize = -1
-    """Samples of one optimizer step over all ranks; micro-batches are accumulated to reach it. -1 is
+    """Samples per optimizer step over all ranks, reached by accumulating micro-batches. -1 is
     local_batch_size x data-parallel degree, which makes the run depend on the mesh."""
     seq_len: Size = 2048
-    """Tokens of one sample."""
+    """Tokens per sample."""
     max_norm: Annotated[float, Constraint(allow_inf_nan=True), Gt(0)] = 1.0
-    """Clip the global gradient norm to this; inf does not clip."""
+    """Clip the global gradient norm to this value; inf disables clipping."""
     steps: Positive = 10000
     """Optimizer steps."""
     enable_cpu_offload: Annotated[bool, Needs("a GPU", refused=True)] = False
-    """Keep parameters, gradients and optimizer state in CPU memory."""
+    """Keep parameters, gradients and optimizer state in CPU memory (FSDP's CPU offload)."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to train: on the GPUs that nvidia-smi shows, or else the CPU (auto); or one of the two, whatever
-    there is. Ranks that find another device than the checks before them refuse to start."""
+    """Device to train on. auto: the GPUs that nvidia-smi lists, else the CPU. A rank that finds another
+    device than the preflight did stops with an error."""
     dtype: Literal["bfloat16", "float32", "float64"] = "float32"
-    """Precision in which parameters and optimizer state are kept."""
+    """Data type of parameters and optimizer state."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
-    """Precision of the computation. auto is bfloat16 where the device multiplies it natively, else float32
+    """Data type of the computation. auto is bfloat16 if the device has native bfloat16 matmuls, else float32
     (torchtitan's default is bfloat16)."""
     mixed_precision_reduce: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Precision in which gradients are reduced; bfloat16 halves the traffic and rounds every sum."""
+    """Data type in which gradients are reduced; bfloat16 halves the traffic but rounds every sum."""
     mixed_precision_output: Literal["auto", "float32"] = "auto"
-    """Precision of the logits that the model hands out; auto is that of the computation. The loss is always
+    """Data type of the logits that the model returns; auto is that of the computation. The loss is always
     computed in at least float32."""
     gc_freq: Positive = 50
-    """Steps from one garbage collection of Python's to the next; all ranks collect together."""
+    """Steps between runs of Python's garbage collector, which runs on all ranks at the same step."""
     gc_debug: bool = False
-    """Collect garbage at every step and, on CUDA, warn of reference cycles that hold tensors."""
+    """Collect garbage at every step and, on CUDA, warn about reference cycles that keep tensors alive."""
     loss_chunk_tokens: NonNegative = 2048
-    """Tokens for which head and loss are computed at once, so that all logits never exist; 0 is all."""
+    """Tokens per chunk of the output head and loss, so that the full logits are never materialized; 0
+    computes them in one chunk."""
     fused_parts: Annotated[list[Literal["adamw_8bit", "loss", "nf4", "rotary", "swiglu"]], Needs("a GPU")] = [
         "adamw_8bit",
         "loss",
@@ -267,99 +271,102 @@ class Training(Table):
         "rotary",
         "swiglu",
     ]
-    """Elementwise parts of a step that one generated kernel computes on a GPU, also without compile.enable;
-    an empty list computes them with torch's own operators."""
+    """Elementwise operations that run as one generated kernel on a GPU, even without compile.enable; with an
+    empty list they run as torch's own operators."""
     dataloader: DataLoader = DataLoader()
 
 
 class MixtureCorpus(Table):
-    """One corpus of a weighted mixture, under a name of your choice. What is drawn depends on the names, and
+    """One corpus of a weighted mixture, under a name of your choice. The samples drawn depend on the names,
     not on the order of the tables."""
 
     weight: PositiveFloat = 1.0
-    """Share of the samples; weights are divided by their sum, and rounded to parts of 10,000."""
+    """Share of the samples; weights are normalized to sum to 1 and rounded to multiples of 1/10,000."""
     dataset: Annotated[str, LocalPath()] = "c4_test"
-    """Corpus by name, as training.dataset."""
+    """Name of a corpus, as in training.dataset."""
     dataset_path: Annotated[str | None, LocalPath()] = None
-    """Own text, as training.dataset_path."""
+    """Local text, as in training.dataset_path."""
     dataset_subset: str | None = None
-    """As training.dataset_subset."""
+    """See training.dataset_subset."""
     dataset_split: str = "train"
-    """As training.dataset_split."""
+    """See training.dataset_split."""
     text_column: str | None = None
-    """As data.text_column, which it replaces."""
+    """Overrides data.text_column."""
     format: Literal["text"] | ConversationFormat | None = None
-    """As data.format, which it replaces."""
+    """Overrides data.format."""
     columns: dict[str, str] | None = None
-    """As data.columns, which they replace."""
+    """Overrides data.columns."""
 
 
 class Data(Table):
-    """How text becomes samples."""
+    """Conversion of text to samples."""
 
     text_column: str = "text"
-    """Column that holds the text, or a template of columns such as "{question}\\n{answer}"; {{ is a brace."""
+    """Column with the text, or a template of columns such as "{question}\\n{answer}"; write {{ for a
+    brace."""
     format: Literal["text"] | ConversationFormat = "text"
-    """Form of a file's rows: a text, or a conversation as messages (role and content, as OpenAI's),
-    sharegpt (from and value), alpaca (instruction, input, output) or prompt_completion (two texts or lists
-    of messages); or two answers to a prompt, preference (prompt, chosen, rejected). A conversation
-    and its messages may have a weight in the loss."""
+    """Format of the rows. text: plain text. Conversations: messages (role and content, as OpenAI's),
+    sharegpt (from and value), alpaca (instruction, input, output) or prompt_completion (two texts or two
+    lists of messages). preference: two answers to one prompt (prompt, chosen, rejected). A conversation and
+    each of its messages may carry a loss weight."""
     columns: dict[str, str] = {}
-    """Other names for the columns of a conversation's format and the keys of its messages, such as
+    """Names of your columns and message keys, where they differ from the format's, such as
     {conversations = "dialog", from = "speaker", weight = "importance"}."""
     chat_template: str | None = None
-    """How a conversation becomes text: the name of a family's format, a jinja template
-    or its file. None: the template that comes with the tokenizer, else the format whose tokens it has."""
+    """Template that renders a conversation as text: the name of a family's format, a jinja template or a file
+    with one. None: the tokenizer's own template, else the format whose special tokens the tokenizer has."""
     chat_template_kwargs: dict[str, bool | str] = {}
-    """Variables for the template, such as {date_string = "26 Jul 2024", enable_thinking = false}."""
+    """Variables passed to the template, such as {date_string = "26 Jul 2024", enable_thinking = false}."""
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    """Parts of a conversation to learn: the assistant's turns with their ends, the last of them, or all."""
+    """Messages that contribute to the loss: the assistant's, each with its end token, only the last of them,
+    or all messages."""
     mask_empty_thinking: bool = False
-    """Do not learn the empty think block that a template writes before an answer without reasoning, whether
-    or not the run's generation prompt writes it: for templates with a variable enable_thinking."""
+    """Exclude from the loss the empty think block that a template inserts before an answer without
+    reasoning, whether or not the generation prompt contains it. For templates with a variable
+    enable_thinking."""
     empty_mask: Literal["error", "drop"] = "error"
-    """Conversations without a token to learn, by themselves or once they are cut at seq_len: refuse to
-    train, or train without them."""
+    """Conversations without any token in the loss, originally or after truncation to seq_len: stop with an
+    error, or drop them."""
     packing: bool = True
-    """Fill samples with documents end to end, or with whole conversations by best fit; false puts one
-    document or conversation in a row, cut or padded."""
+    """Pack documents end to end, or whole conversations by best fit. false: one document or conversation per
+    row, truncated or padded."""
     document_mask: bool = True
-    """Attend within a document only, positions counted from its start."""
+    """Restrict attention to the same document and count positions from its start."""
     shuffle: bool = True
-    """New order of the samples in each epoch; false keeps the order of the files."""
+    """Shuffle the samples anew in each epoch; false keeps the order of the files."""
     streaming: bool = False
-    """Read and tokenise the text of the training while it runs, by training.dataloader.num_workers processes
-    a rank, in place of a token cache: nothing is prepared or kept, and files are shuffled, not samples."""
+    """Read and tokenize the training text during the run, in training.dataloader.num_workers processes per
+    rank, without a token cache. Nothing is prepared or stored in advance; files are shuffled, not samples."""
     cache_folder: Annotated[str, LocalPath(storage=True)] = "~/.cache/llama-toolkit"
-    """Folder in which tokenised corpora are kept, or a URL of object storage (s3://bucket/tokens), from which
-    a run reads the tokens of each sample as it comes to them."""
+    """Folder for tokenized corpora, or a URL of object storage (s3://bucket/tokens) from which tokens are
+    read as samples need them."""
     max_inline_gb: PositiveFloat = 10.0
-    """Gigabytes of text that a run tokenises itself; for more it asks for tools/prepare_data.py."""
+    """Gigabytes of text that a run tokenizes by itself; prepare larger corpora with tools/prepare_data.py."""
     mixture: dict[Name, MixtureCorpus] = {}
-    """Corpora to draw from by weight, in place of training.dataset: a table [data.mixture.NAME] for each."""
+    """Weighted mixture of corpora, one table [data.mixture.NAME] each; replaces training.dataset."""
 
 
 _BASE = Needs("a base corpus", refused=True)
 
 
 class BaseCorpus(Table):
-    """Plain text of what the model knew before a fine-tune: its perplexity before the first step and after
-    the last shows what was forgotten. Rows and samples are as many and as long as those of the validation."""
+    """Plain text that the model knew before fine-tuning: its perplexity before the first and after the last
+    step shows how much was forgotten. Uses validation's number of rows and sequence length."""
 
     dataset: Annotated[str | None, LocalPath()] = None
-    """Corpus by name, as training.dataset."""
+    """Name of a corpus, as in training.dataset."""
     dataset_path: Annotated[str | None, LocalPath()] = None
-    """Own text, as training.dataset_path."""
+    """Local text, as in training.dataset_path."""
     dataset_subset: Annotated[str | None, _BASE] = None
-    """As training.dataset_subset."""
+    """See training.dataset_subset."""
     dataset_split: Annotated[str, _BASE] = "validation"
-    """As training.dataset_split."""
+    """See training.dataset_split."""
     format: ClassVar[str] = "text"
     columns: ClassVar[dict[str, str]] = {}
 
     @property
     def named(self) -> bool:
-        """Say if there is one."""
+        """Return whether a base corpus is configured."""
         return self.dataset is not None or self.dataset_path is not None
 
 
@@ -367,28 +374,28 @@ class Validation(Table):
     """Loss on held-out text, computed as in training."""
 
     enable: bool = False
-    """Validate every freq steps and after the last."""
+    """Validate every freq steps and after the last step."""
     dataset: Annotated[str, LocalPath()] = "c4_validation"
-    """Corpus by name, as training.dataset."""
+    """Name of a corpus, as in training.dataset."""
     dataset_path: Annotated[str | None, LocalPath()] = None
-    """Own text, as training.dataset_path."""
+    """Local text, as in training.dataset_path."""
     dataset_subset: str | None = None
-    """As training.dataset_subset."""
+    """See training.dataset_subset."""
     dataset_split: str = "validation"
-    """As training.dataset_split."""
+    """See training.dataset_split."""
     format: Literal["text"] | ConversationFormat | None = None
-    """As data.format, which it replaces."""
+    """Overrides data.format."""
     columns: dict[str, str] | None = None
-    """As data.columns, which they replace."""
+    """Overrides data.columns."""
     local_batch_size: BatchSize = 8
-    """Samples that a rank takes through the model at once."""
+    """Samples per micro-batch on each rank."""
     seq_len: Size = 2048
-    """Tokens of one sample."""
+    """Tokens per sample."""
     freq: Positive = 10
-    """Steps from one validation to the next."""
+    """Steps between validations."""
     steps: AutoOrPositive = -1
-    """Batches of one validation on each rank; -1 is the whole corpus, each sample once."""
+    """Batches per validation on each rank; -1 evaluates each sample of the corpus once."""
     samples: AutoOrPositive = -1
-    """In place of steps: samples of one validation on all ranks together, the same ones on any mesh."""
+    """Samples per validation over all ranks, the same ones on any mesh; replaces steps."""
     dataloader: DataLoader = DataLoader()
     base_corpus: Annotated[BaseCorpus, ActsWith("validation.enable", refused=True)] = BaseCorpus()
