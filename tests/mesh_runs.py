@@ -38,7 +38,7 @@ from toolkit.parallel.pipeline_schedules import pipeline_stages
 from toolkit.planner.traffic import Exchange, step_traffic
 from toolkit.preflight.planned_run import PlannedRun
 
-STEPS = 3
+STEPS = 2
 
 LIMITS = {"float64": (1e-9, 1e-8), "float32": (1e-5, 1e-3), "bfloat16": (1e-1, 2e-1)}
 """The largest relative differences of the first step (loss, norm, gradients), and of what comes after it.
