@@ -78,7 +78,7 @@ RACE = flags(
     "--training.global_batch_size 1 --training.steps 8 --activation_checkpoint.mode none "
     "--parallelism.fsdp_skip_on_one_rank false"
 )
-GPU_TESTS = ["tests/test_gpu.py", *(f"tests/{it}.py" for it in (
+GPU_TESTS = ["tests/integration/test_gpu.py", *(f"tests/{it}.py" for it in (
     "optim/test_grad_clip", "optim/test_muon", "metrics/test_logger"))]  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from tests.data.chat_data import (
     conversation,
     other_tokenizer,
 )
-from tests.data.test_chat import LLAMA2_TEMPLATE
+from tests.data.test_formats import LLAMA2_TEMPLATE
 from toolkit.config.training import ConversationFormat
 from toolkit.data.chat.formats import chat_format
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder, token_weights

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests import meshes
+from tests.integration.test_meshes import run_all
 from tests.mesh_runs import Result, added_up, planned, problems, recording
-from tests.test_meshes import run_all
 from toolkit.finetune.parameters import is_added
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all runs

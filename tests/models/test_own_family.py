@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.extensions.test_extensions import ROOT, python
 from tests.models import gated_family
-from tests.test_extensions import ROOT, python
 from toolkit.errors import ConfigError
 from toolkit.models.common.block_output import BlockSums
 from toolkit.models.common.table import Row, dense_block

@@ -14,8 +14,8 @@ from torch import nn
 
 from tests import meshes
 from tests.helpers import run_world
+from tests.integration.test_meshes import run_all
 from tests.mesh_runs import Result, added_up, planned, problems
-from tests.test_meshes import run_all
 from tests.training import small_config, small_trainer
 
 pytest.importorskip("torchao")

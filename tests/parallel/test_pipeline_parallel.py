@@ -1,4 +1,4 @@
-"""Tests of pipelines alone; that they give the gradients of one process is in tests/test_meshes.py."""
+"""Pipelines alone; tests/integration/test_meshes.py shows that they give the gradients of one process."""
 
 from __future__ import annotations
 

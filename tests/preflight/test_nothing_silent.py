@@ -142,7 +142,7 @@ ACTS = {
 """Keys that act in any run, or turn something on."""
 
 FREE = {
-    "job.custom_import",  # which is imported before anything is checked: tests/test_extensions.py
+    "job.custom_import",  # which is imported before anything is checked: tests/extensions/test_extensions.py
     "job.dump_folder",
     "job.description",
     "job.save_config_file",

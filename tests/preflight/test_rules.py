@@ -468,7 +468,7 @@ def test_rule(case: Bad, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_rule_has_a_bad_input() -> None:
     for file in rules.FILES:
         import_module(f"{rules.__name__}.{file}")
-    registered = {"schedule_has_values"}  # tests/test_extensions.py
+    registered = {"schedule_has_values"}  # tests/extensions/test_extensions.py
     assert {case.rule for case in BAD} | registered == {rule.check.__name__ for rule in RULES.values()}
 
 

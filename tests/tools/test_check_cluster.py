@@ -15,7 +15,7 @@ from tests.nodes import PORT, cluster, why_not
 from tools import check_cluster
 from tools.check_cluster import Link, Node
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NODE = Node("a", [0, 1], "H100, 80 GiB", {"torch": "2.13", "NCCL": "2.27.5"}, 0.0, 9e8, 2e9, "")
 CONFIG = ["train_configs/debug_model.toml", "--mib=1", "--parallelism.tensor_parallel_degree=2"]
 

@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _losses(folder: Path, cache: Path, precision: str, **environment: str) -> list[float]:
@@ -91,7 +91,7 @@ def steps_of_both(folder: str, attention: str) -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "flex"])
 def test_a_step_waits_for_an_event_alone(tmp_path: Path, attention: str) -> None:
-    code = f"from tests.test_gpu import steps_of_both; steps_of_both({str(tmp_path)!r}, {attention!r})"
+    code = f"from {__name__} import steps_of_both; steps_of_both({str(tmp_path)!r}, {attention!r})"
     alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
     environment = os.environ | {name: str(value) for name, value in alone.items()}
     environment["MASTER_ADDR"] = "127.0.0.1"

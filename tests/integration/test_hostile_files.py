@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.checkpoint.tampering import seal
+from tests.integration.test_readers import FORMATS, ended, sound, use_checkpoint, use_hf, use_meta
 from tests.sound_files import TOKENIZER, run_flags
-from tests.test_readers import FORMATS, ended, sound, use_checkpoint, use_hf, use_meta
 from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.data.chat import render
 from toolkit.data.chat.formats import chat_format

@@ -15,7 +15,7 @@ from toolkit.compat import tomllib
 from toolkit.config import Config
 from toolkit.config.schema import fields_by_key, find_table, tables
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
 OTHERS = {"tools/preprocess_data.py"}
 """Paths of other projects, that migration.md names."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.helpers import in_layout, run_world
 from tests.parallel.sharded import STRATEGIES, gathered_bytes
-from tests.test_accelerate_keys import explained
+from tests.tools.test_accelerate_keys import explained
 from tests.training import small_trainer
 from toolkit.config import Config, load_config
 from toolkit.models.common.decoder import Decoder
@@ -27,7 +27,7 @@ from tools import import_accelerate
 from tools.accelerate.read import read_file
 from tools.import_accelerate import launch_lines, toml_text, translate
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLE = """\
 compute_environment: LOCAL_MACHINE
 debug: false

@@ -17,7 +17,7 @@ from tests.preflight.bad_runs import H100
 from toolkit import preflight
 from toolkit.config import load_config
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = argparse.Namespace(small=True, only=None, seconds=300.0, out=None, again=True, device="cpu")
 
 

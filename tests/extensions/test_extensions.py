@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 BLOCKS = dict(
     (name, text) for text, name in re.findall(r"^```python\n(# (my_package/\S+)\n.*?)^```", PAGE, re.M | re.S)

@@ -19,7 +19,7 @@ from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED, DataError
 from toolkit.io import block_hashes
 from tools import prepare_data
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"\[(\S+)\] (\S+) documents, (\S+) tokens, (\S+) bytes, (\S+) s, in (\S+)")
 
 

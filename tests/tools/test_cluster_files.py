@@ -11,7 +11,7 @@ import yaml
 
 from toolkit.launcher.supervisor import Launch
 
-MANIFEST = Path(__file__).parent.parent / "tools/kubernetes/train.yaml"
+MANIFEST = Path(__file__).parents[2] / "tools/kubernetes/train.yaml"
 
 
 DOCKERFILE = MANIFEST.parents[1] / "container/Dockerfile"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDERS = ("toolkit", "tools", "benchmarks", "tests")
 _BEGINS_OTHERWISE = re.compile(r"\s*(?:What|Whether|Of)\b")
 

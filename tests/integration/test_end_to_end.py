@@ -17,7 +17,7 @@ from tests.helpers import free_port
 from toolkit.checkpoint.manifest import committed_steps
 from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "--model.dim=64", "--model.n_layers=2", "--model.n_heads=4", "--training.seq_len=64",
     "--training.global_batch_size=4", "--training.local_batch_size=2",
