@@ -35,7 +35,7 @@ from benchmarks.machine import describe
 from tests.helpers import run_world
 from toolkit.checkpoint.async_save import Background
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.metrics.memory import resident
+from toolkit.metrics.memory import resident_bytes
 
 GIB = 2**30
 WIDTH = 2048
@@ -64,12 +64,12 @@ def timed(do: Callable[[], Any]) -> tuple[float, float]:
         os.sync()  # what was written before would be brought to the disk meanwhile
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before, _ = resident()
+    before, _ = resident_bytes()
     start = time.perf_counter()
     do()
     dist.barrier()
     seconds = time.perf_counter() - start
-    return seconds, resident()[1] - before
+    return seconds, resident_bytes()[1] - before
 
 
 def waited_for(folder: Path, billions: float, repeats: int) -> Samples:

@@ -158,7 +158,7 @@ def fp64_steps(where: torch.device, folder: str, tables: Tables) -> list[Step]:
     """Loss and norm of the first steps of a small model on a device."""
     from tests.training import small_config
     from toolkit.data.build import open_data
-    from toolkit.metrics.startup_timer import Phases
+    from toolkit.metrics.startup_timer import StartupTimer
     from toolkit.trainer import Trainer
 
     torch._dynamo.reset()
@@ -170,7 +170,7 @@ def fp64_steps(where: torch.device, folder: str, tables: Tables) -> list[Step]:
         merged[table] = merged.get(table, {}) | values
     merged["training"] |= EXACTLY
     config = small_config(folder, **merged)
-    trainer = Trainer(config, open_data(config, progress=False), where, Phases(enabled=False))
+    trainer = Trainer(config, open_data(config, progress=False), where, StartupTimer(enabled=False))
     batches, found = iter(trainer.loader), []
     for _ in range(STEPS):
         micro_batches = [next(batches) for _ in range(trainer.batch.accumulation)]

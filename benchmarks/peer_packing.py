@@ -21,7 +21,7 @@ from toolkit.config import Config
 from toolkit.data.build import open_data
 from toolkit.data.build_loader import validation_loader
 from toolkit.data.conversation_rows import ConversationRows, statistics
-from toolkit.metrics.startup_timer import Phases
+from toolkit.metrics.startup_timer import StartupTimer
 from toolkit.trainer import Trainer
 from toolkit.validate import validate
 
@@ -77,7 +77,7 @@ class Form:
     def __init__(self, folder: Path, name: str, dtype: str):
         self.config = configuration(folder, FORMS[name], dtype, dist.get_world_size())
         data = open_data(self.config, progress=False)
-        self.trainer = Trainer(self.config, data, torch.device("cpu"), Phases(enabled=False))
+        self.trainer = Trainer(self.config, data, torch.device("cpu"), StartupTimer(enabled=False))
         rows = self.trainer.loader._data.dataset.rows[0]
         assert isinstance(rows, ConversationRows)
         counted = statistics(data.caches["training"], rows)

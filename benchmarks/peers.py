@@ -46,7 +46,7 @@ from benchmarks.peer_models import SHAPES, Case
 from tests.helpers import run_world
 from toolkit.distributed.process_group import DTYPES
 from toolkit.metrics.flops_finetune import fine_tuning_flops
-from toolkit.metrics.memory import resident
+from toolkit.metrics.memory import resident_bytes
 from toolkit.models.parameters import parameter_count
 
 RESULTS = Path(__file__).parent / "results"
@@ -185,7 +185,7 @@ def size_one(case: Case, side: str) -> int:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "1048576"  # so that ours leaves malloc as it is
     give_back()
     SIDES[side](replace(case, shape="5.2M", rows=1, length=8))  # imports what it needs
-    before = resident()[0]
+    before = resident_bytes()[0]
     step = SIDES[side](case)
     given = list(peer_models.batches(case, 4))
     for batch in given[:2]:
@@ -193,7 +193,7 @@ def size_one(case: Case, side: str) -> int:
     Path("/proc/self/clear_refs").write_text("5")
     for batch in given[2:]:
         step(*batch)
-    return resident()[1] - before - counted_twice()
+    return resident_bytes()[1] - before - counted_twice()
 
 
 def counted_twice() -> int:

@@ -272,7 +272,7 @@ def imports_only(device: str) -> float:
     if device == "cuda":
         return 0.0
     code = (
-        "import torch; import toolkit.trainer; from toolkit.metrics.memory import memory; "
+        "import torch; import toolkit.trainer; from toolkit.metrics.memory import memory_usage; "
         "print(memory(torch.device('cpu'))['memory_peak_gib'])"
     )
     return float(subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, text=True,

@@ -31,7 +31,7 @@ from toolkit.build import build_model
 from toolkit.config import Config
 from toolkit.cpu import cores
 from toolkit.distributed.dtensor import local_part
-from toolkit.metrics.memory import resident
+from toolkit.metrics.memory import resident_bytes
 from toolkit.parallel.mesh import build_mesh
 from toolkit.weights.load import load_weights, open_alike
 from toolkit.weights.safetensors import SafetensorsFolder
@@ -64,7 +64,7 @@ def ours(folder: str, broadcast: bool) -> Sample:
     config = Config.model_validate({"training": {"dtype": dtype, "mixed_precision_param": dtype}})
     mesh = build_mesh(device, dp_shard=dist.get_world_size())
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    begin, device_begin = resident()[0], _on_device(device)[0]
+    begin, device_begin = resident_bytes()[0], _on_device(device)[0]
     model_parts = build_model(
         config, stored.args, mesh, device, param_dtype=getattr(torch, dtype), seed=0, pretrained=True
     )
@@ -78,7 +78,7 @@ def ours(folder: str, broadcast: bool) -> Sample:
     dist.barrier()
     seconds = time.perf_counter() - start
     shard = sum(local_part(tensor)[0].nbytes for tensor in tensors.values())
-    return Sample(seconds, begin, *resident(), shard, device_begin, *_on_device(device))
+    return Sample(seconds, begin, *resident_bytes(), shard, device_begin, *_on_device(device))
 
 
 def _on_device(device: torch.device) -> tuple[int, int]:
@@ -92,12 +92,12 @@ def plain(folder: str) -> Sample:
     """The same files in one process, mapped and copied; mapped pages count until they are taken away."""
     torch.set_num_threads(cores())
     Path("/proc/self/clear_refs").write_text("5")
-    begin, _ = resident()
+    begin, _ = resident_bytes()
     start = time.perf_counter()
     copies = []
     for file in sorted(Path(folder).glob("*.safetensors")):
         copies += [tensor.clone() for tensor in load_file(file).values()]
-    return Sample(time.perf_counter() - start, begin, *resident())
+    return Sample(time.perf_counter() - start, begin, *resident_bytes())
 
 
 def _forget(folder: str) -> None:

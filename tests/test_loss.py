@@ -115,7 +115,7 @@ def test_a_single_chunk_is_computed_once():
 @pytest.mark.parametrize("trained", ["both", "hidden", "weight"])
 def test_linear_losses_are_those_of_logits(trained, monkeypatch):
     """In pieces of two tokens, with a gradient for each token of its own."""
-    monkeypatch.setitem(loss_module.PIECE, "cpu", 100)
+    monkeypatch.setitem(loss_module.CHUNK_LOGITS, "cpu", 100)
     hidden, weight, labels = problem(21)
     leaves = {"both": [hidden, weight], "hidden": [hidden], "weight": [weight]}[trained]
     for leaf in {hidden, weight} - set(leaves):
@@ -158,7 +158,7 @@ def test_of_a_frozen_head_no_logits_are_kept_nor_computed_again():
     weight.requires_grad_(False)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
-        loss = chunked_loss(linear_losses, hidden, weight, labels, chunk_tokens=16, again=False)
+        loss = chunked_loss(linear_losses, hidden, weight, labels, chunk_tokens=16, recompute=False)
     assert max(shape.numel() for shape in kept) == 16 * 8
     grad = torch.autograd.grad(loss.sum(), hidden)
     torch.testing.assert_close(grad, torch.autograd.grad(head(hidden, weight, labels).sum(), hidden))

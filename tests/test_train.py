@@ -92,7 +92,7 @@ def test_what_belongs_to_no_step(tmp_path: Path) -> None:
     # Those seconds passed within validation, and would leave less than nothing for the steps.
     assert [record["step"] for record in steps if record["step_seconds"] > 0] == [1, 2, 3]
     assert not any("compile_seconds" in record for record in steps)
-    assert said.startswith("step 1: out of memory on cpu, 20.00 GiB more were asked for")
+    assert said.startswith("step 1: out of memory on cpu while allocating 20.00 GiB")
 
 
 @pytest.mark.parametrize(
@@ -106,5 +106,5 @@ def test_what_belongs_to_no_step(tmp_path: Path) -> None:
 def test_segments_grow_unless_the_environment_says_otherwise(
     environ: dict[str, str], becomes: dict[str, str]
 ) -> None:
-    train.let_segments_grow(environ)
+    train.use_expandable_segments(environ)
     assert environ == becomes

@@ -118,7 +118,7 @@ def _stepped(folder: Path, *, ahead: bool, max_norm: float) -> tuple[Trainer, di
     """A trainer after two steps, and this rank's part of its weights and of its optimizer's state."""
     config = small_config(folder, training={"max_norm": max_norm})
     trainer = small_trainer(config)
-    trainer.train_step.ahead = ahead
+    trainer.train_step.updates_ahead = ahead
     batches = iter(trainer.loader)
     for _ in range(2):
         trainer.train_step([next(batches) for _ in range(trainer.batch.accumulation)], learning_rate=1e-2)

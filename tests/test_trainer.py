@@ -368,8 +368,8 @@ def test_a_run_out_of_time_saves_and_stops(results: list[dict[str, Any]]) -> Non
         assert (late["code"], late["step"], late["latest"]) == (EXIT_REQUEUE, 1, 1)
     assert results[0]["late, rewound"]["there"] == [1, 2]  # 1 is where the same command starts again
     [said], [rewound] = results[0]["late"]["said"], results[0]["late, rewound"]["said"]
-    assert said.endswith("; the same command goes on from there")
-    assert "; to go on: --checkpoint.load_step 2; the same command goes back to step 1" in rewound
+    assert said.endswith("; the same command resumes from it")
+    assert "; to continue: --checkpoint.load_step 2; the same command returns to step 1" in rewound
 
 
 def test_a_start_that_takes_long_is_no_slow_step(results: list[dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from toolkit.config.job import Health
 from toolkit.config.schema import root
 from toolkit.data.build import open_data
 from toolkit.health.watch import health_hooks
-from toolkit.metrics.startup_timer import Phases
+from toolkit.metrics.startup_timer import StartupTimer
 from toolkit.trainer import Trainer
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ def small_config(folder: str | Path, **tables: dict[str, Any]) -> Config:
 
 def small_trainer(config: Config) -> Trainer:
     """A trainer on the CPU of this rank, in the group that is there."""
-    phases = Phases(enabled=False)
+    phases = StartupTimer(enabled=False)
     trainer = Trainer(config, open_data(config, progress=False), torch.device("cpu"), phases)
     if config.health != Health():
         trainer.hooks += health_hooks(trainer)

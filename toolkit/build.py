@@ -1,7 +1,7 @@
-"""From a configuration and a mesh to a sharded, initialised model.
+"""Build a sharded, initialized model from a configuration and a mesh.
 
-The model is made on the meta device, sharded there, and only then given storage, so that no rank
-ever holds more than its shards.
+The model is created and sharded on the meta device and allocated afterwards, so that no rank ever stores more
+than its shards.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """The precision of forward and backward: "auto" is bfloat16 where the device multiplies it natively."""
+    """The dtype of forward and backward: "auto" is bfloat16 on devices with native bfloat16 matmuls."""
     name = config.training.mixed_precision_param
     return native_dtype(device) if name == "auto" else DTYPES[name]
 
 
 def compiles(config: Config, device: torch.device) -> bool:
-    """Say if something will be compiled: the model, or on CUDA FlexAttention or fused parts."""
+    """Report whether anything is compiled: the model, or on CUDA FlexAttention or fused parts."""
     if config.compile.enable or device.type != "cuda":
         return config.compile.enable
     return bool(config.training.fused_parts) or attention_named(config, device.type) == "flex"
@@ -71,14 +71,14 @@ def build_model(
     weighted: bool = False,
     storage: bool = True,
 ) -> ModelParts:
-    """Build a model sharded over ``mesh`` on ``device``, which computes in ``param_dtype``.
+    """Build a model sharded over ``mesh`` on ``device`` that computes in ``param_dtype``.
 
-    Its weights are a function of ``seed`` alone; ``pretrained`` ones, which will be loaded, are whatever was
-    in memory, save for what fine-tuning adds to them. ``weighted`` says that tokens have weights in the loss.
-    Without ``storage`` it stays on the meta device, to be looked at.
+    Initial weights depend on ``seed`` alone. ``pretrained`` weights are loaded later, so only those that
+    fine-tuning adds are initialized here. ``weighted`` tells that the loss weights its tokens. Without
+    ``storage`` the model stays on the meta device.
 
     Raises:
-        ConfigError: a user's decoder or converter changes what a model is made of.
+        ConfigError: a custom decoder or converter changes the model's parameters.
     """
     fused.enable(config.training.fused_parts if device.type == "cuda" else ())
     if compiles(config, device):
@@ -96,10 +96,10 @@ def build_model(
 
         converters = Converters(config)
     parallelism = config.parallelism
-    if converters:  # which may rely on FSDP's hooks, as float8 does for what it gathers
+    if converters:  # they may rely on FSDP's hooks, as float8 does for its all-gathers
         parallelism = parallelism.model_copy(update={"fsdp_skip_on_one_rank": False})
     models = []
-    for modules in _modules_here(stages, mesh):
+    for modules in _modules_of_rank(stages, mesh):
         model = meta_decoder(
             args,
             attention=attention_named(config, device.type),
@@ -149,24 +149,25 @@ def build_model(
 def _initialize(
     config: Config, args: ModelArgs, model_parts: ModelParts, seed: int, pretrained: bool
 ) -> None:
-    named: list[tuple[str, Tensor]] = [
+    tensors: list[tuple[str, Tensor]] = [
         *model_parts.named_parameters(),
         *model_parts.named_buffers(),
         *model_parts.tied_copies(),
     ]
     if not config.finetune.adds:
-        drawn = [it for it in named if is_classifier_head(it[0], args) or not pretrained]
-        initialize(drawn, seed, lambda name: init_rule(name, args))
+        new = [it for it in tensors if is_classifier_head(it[0], args) or not pretrained]
+        initialize(new, seed, lambda name: init_rule(name, args))
         return
     from toolkit.finetune.converters import added_init, settle
     from toolkit.finetune.parameters import added_shapes, is_added
     from toolkit.weights.pretrained import to_fill
 
     shapes = added_shapes(args, config.finetune)
-    new = [it for it in named if is_added(it[0]) or is_classifier_head(it[0], args)]
-    drawn = new if pretrained else named
+    new = tensors
+    if pretrained:
+        new = [it for it in tensors if is_added(it[0]) or is_classifier_head(it[0], args)]
     initialize(
-        to_fill(drawn),
+        to_fill(new),
         seed,
         lambda name: added_init(name, shapes[name]) if name in shapes else init_rule(name, args),
     )
@@ -182,8 +183,8 @@ def _stages(config: Config, args: ModelArgs, mesh: Mesh) -> Stages | None:
     return pipeline_stages(config.parallelism, args.n_layers)
 
 
-def _modules_here(stages: Stages | None, mesh: Mesh) -> Sequence[list[str] | None]:
-    """Names of the modules of each stage of this rank; None is the whole model."""
+def _modules_of_rank(stages: Stages | None, mesh: Mesh) -> Sequence[list[str] | None]:
+    """Module names of each pipeline stage on this rank; None stands for the whole model."""
     if stages is None or mesh.pp is None:
         return [None]
     return [stages.modules[stage] for stage in stages.of_ranks[mesh.pp.get_local_rank()]]

@@ -1,4 +1,4 @@
-"""Checkpoints that a run begins with and leaves behind."""
+"""Save and restore the checkpoints of a run, and load the weights that it starts from."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from toolkit.weights.source import WeightSource
 
 _PREFIXES = {"model": "model", "optimizer": "optim"}
-"""First words of the names of a part's tensors."""
+"""Tensor name prefix of each part that can be excluded."""
 
 
-class Position(Protocol):
-    """An object that knows where in the data a run is."""
+class Stateful(Protocol):
+    """An object that can save and restore its position in the data."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -49,10 +49,10 @@ class Position(Protocol):
 
 
 class Checkpointer:
-    """Saves and restores a model, its optimizer, ``state`` and the ``position`` in the data.
+    """Saves and restores a model, its optimizer, the training ``state`` and the ``position`` in the data.
 
-    All ranks call every method, save those that tell what is due. ``about`` (JSON types) goes into every
-    manifest. ``say`` takes a line for the user, and prints it until it is replaced.
+    All ranks call every method but :meth:`due`. ``metadata`` (JSON types) goes into every manifest. ``say``
+    reports a line to the user; it prints until it is replaced.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Checkpointer:
         *,
         model_parts: ModelParts,
         optimizer: Optimizer,
-        position: Position,
+        position: Stateful,
         state: TrainState,
-        about: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         group: dist.ProcessGroup,
     ):
         self._config = config
@@ -73,11 +73,11 @@ class Checkpointer:
         self._optimizer = optimizer
         self._position = position
         self._state = state
-        self._about = about
+        self._metadata = metadata
         self._group = group
-        self._base: dict[str, str] | None = None  # of an adapter
-        self._began = 0  # the step that this process began at
-        self._bests: dict[int, float] = {}  # validation losses of the steps that were the best
+        self._base: dict[str, str] | None = None  # the base model of an adapter
+        self._first_step = 0  # the step at which this process started
+        self._best_losses: dict[int, float] = {}  # validation loss of each step that was the best so far
         self.say: Callable[[str], None] = lambda text: print(printable(text), flush=True)
         background = None
         if options.async_mode != "disabled":
@@ -95,24 +95,24 @@ class Checkpointer:
 
     @property
     def step_folder(self) -> Path:
-        """Where the checkpoint of the step that the run is at is, or will be."""
+        """The checkpoint folder of the current step, existing or not."""
         return step_folder(self.manager.folder, self._state.step)
 
     def tensors(self, *, model_only: bool, copies: bool = False) -> dict[str, Tensor]:
-        """Tensors of this rank, or those of its ``copies``, which no checkpoint holds. Beside an adapter only
-        what is trained: the frozen model is read again from where it came from."""
-        named = list(self._model_parts.tied_copies() if copies else self._model_parts.named_parameters())
+        """Tensors of this rank to save, or the tied ``copies`` of them, which are not saved. With an adapter
+        only trained parameters are included: the frozen model is reloaded from its source."""
+        parameters = list(self._model_parts.tied_copies() if copies else self._model_parts.named_parameters())
         buffers = [] if copies else list(self._model_parts.named_buffers())
         if self._config.finetune.adds:
-            named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+            parameters = [(name, tensor) for name, tensor in parameters if tensor.requires_grad]
             buffers = []
-        tensors: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in (*named, *buffers)}
-        return tensors if model_only else tensors | optimizer_tensors(named, self._optimizer)
+        tensors: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in (*parameters, *buffers)}
+        return tensors if model_only else tensors | optimizer_tensors(parameters, self._optimizer)
 
-    # Beginning
+    # Loading
 
     def restore(self) -> None:
-        """Go on from the run's own checkpoint, else start from the weights or checkpoint that are named."""
+        """Resume from the run's own checkpoint, else load the configured initial weights or checkpoint."""
         options = self._options
         if not options.load_only:
             self.manager.remove_leftovers(exports=self.exporter.folder)
@@ -141,10 +141,10 @@ class Checkpointer:
                 self._load(source, without=options.exclude_from_loading, model_only=True)
             else:
                 self._resume(source)
-        self._began = self._state.step
+        self._first_step = self._state.step
 
     def _load_base(self) -> None:
-        """Fill the model that an adapter is trained on, if not by the seed, and note which it is."""
+        """Load the frozen base model of an adapter and record its identity."""
         from toolkit.finetune.base import base_of
         from toolkit.finetune.converters import settle
         from toolkit.weights.load import open_alike
@@ -155,32 +155,34 @@ class Checkpointer:
         if folder := pretrained_folder(self._config):
             self._load_hugging_face(folder)
         elif options.initial_load_path and not options.initial_load_in_hf:
-            place, ranks = options.initial_load_path, self.manager.ranks
-            source = open_alike(lambda: open_weights(place, ranks=ranks), group=self._group)
+            path, ranks = options.initial_load_path, self.manager.ranks
+            source = open_alike(lambda: open_weights(path, ranks=ranks), group=self._group)
             fill(model_parts, source, group=self._group)
         settle(model_parts.models)
-        self._base = self.manager.ranks.on_rank_0(lambda: base_of(self._config, self._about["model"]))
+        self._base = self.manager.ranks.on_rank_0(lambda: base_of(self._config, self._metadata["model"]))
 
     def _load_hugging_face(self, folder: Path) -> None:
         from toolkit.weights.pretrained import load_hugging_face
 
-        grown = self._config.model.vocab_size if self._config.model.additional_special_tokens else None
+        vocab_size = self._config.model.vocab_size if self._config.model.additional_special_tokens else None
         broadcast = self._options.initial_load_broadcast
-        load_hugging_face(self._model_parts, folder, broadcast=broadcast, group=self._group, vocab_size=grown)
+        load_hugging_face(
+            self._model_parts, folder, broadcast=broadcast, group=self._group, vocab_size=vocab_size
+        )
 
     def _load_adapter(self, path: str) -> None:
-        """Start from an adapter on the same base, which trained no more of the model than this run does."""
+        """Load an adapter with the same base that trains no parameters beyond those of this run."""
         from toolkit.finetune.base import refuse_another_base
         from toolkit.finetune.open_adapter import open_adapter
         from toolkit.finetune.parameters import is_added
         from toolkit.weights.load import load_weights, open_alike
 
-        def opened() -> WeightSource:
+        def open_checked() -> WeightSource:
             adapter = open_adapter(path, self._model_parts.models[0].args)
             refuse_another_base(adapter.place, adapter.base or {}, self._base or {})
             return adapter
 
-        source = open_alike(opened, group=self._group)
+        source = open_alike(open_checked, group=self._group)
         assert source is not None
         trained = {
             name: parameter
@@ -202,16 +204,16 @@ class Checkpointer:
         return manifest
 
     def _new_head(self, source: Path) -> list[str]:
-        """Names of what a classifier does not take from a language model or from a classifier of other
-        classes: its head."""
-        here = json.loads(json.dumps(self._about["model"]["classifier"]))  # as a manifest has it
-        if here is None:
+        """Prefixes of the tensors that are initialized rather than loaded: the head of a classifier whose
+        ``source`` is a language model or has other classes."""
+        classifier = json.loads(json.dumps(self._metadata["model"]["classifier"]))  # tuples become lists
+        if classifier is None:
             return []
         saved = self.manager.ranks.on_rank_0(lambda: read_manifest(source)["run"]["model"])
-        return [] if saved.get("classifier") == here else ["model.output"]
+        return [] if saved.get("classifier") == classifier else ["model.output"]
 
     def _resume(self, where: int | Path) -> None:
-        excluded, state = self._left_out(where), self._state
+        excluded, state = self._excluded_parts(where), self._state
         manifest = self._load(where, without=excluded, model_only=False)
         run = manifest["run"]
         if self._base:
@@ -224,11 +226,11 @@ class Checkpointer:
             state.best_validation, state.best_step = run.get("best_validation"), run.get("best_step")
             best_of = run.get("best_of") or state.best_of
             lost = self._options.keep_best and state.best_step not in self._committed()
-            # or of other samples, whose loss is no measure of these
+            # Losses on other validation samples cannot be compared.
             if lost or state.best_of not in (None, best_of):
                 state.best_validation = state.best_step = None
             state.best_of = state.best_of or best_of
-            self._bests.clear()
+            self._best_losses.clear()
             self._note_best()
             state.before = run.get("before", {})
             state.run_id = run.get("id", state.run_id)
@@ -238,33 +240,36 @@ class Checkpointer:
         if "dataloader" not in excluded:
             self._position.load_state_dict(run["loader"])
 
-    def _left_out(self, where: int | Path) -> list[str]:
-        """The parts that are not loaded of the run's own checkpoint of a step, or of another one."""
-        asked: list[str] = [*self._options.exclude_from_loading]
-        if not asked or not isinstance(where, int):
-            return asked
+    def _excluded_parts(self, where: int | Path) -> list[str]:
+        """The parts that are not loaded from the checkpoint of a step of this run, or of another folder."""
+        excluded: list[str] = [*self._options.exclude_from_loading]
+        if not excluded or not isinstance(where, int):
+            return excluded
         folder = step_folder(self.manager.folder, where)
-        return self.manager.ranks.on_rank_0(lambda: left_out(asked, read_manifest(folder)["run"]))
+        return self.manager.ranks.on_rank_0(lambda: left_out(excluded, read_manifest(folder)["run"]))
 
     def roll_back(self) -> int | None:
-        """Load the newest checkpoint of an earlier step of this run; its step, or None if there is none.
+        """Load the newest checkpoint of an earlier step and return that step, or None if there is none.
 
-        Later ones that were there before a rewind (``checkpoint.load_step``) are of another course.
+        Checkpoints from before a rewind (``checkpoint.load_step``) belong to another training history and are
+        skipped.
         """
         self.end_save(wait=True)
-        own = [step for step in self._committed() if step <= self._began or step in self.manager.saved]
-        newest = max((step for step in own if step < self._state.step), default=None)
+        usable = [
+            step for step in self._committed() if step <= self._first_step or step in self.manager.saved
+        ]
+        newest = max((step for step in usable if step < self._state.step), default=None)
         if newest is not None:
             self._resume(newest)
         return newest
 
     def _committed(self) -> list[int]:
-        """Steps of the checkpoints that are there."""
+        """Steps with a committed checkpoint."""
         return self.manager.ranks.on_rank_0(lambda: committed_steps(self.manager.folder))
 
-    def ends_at_once(self, total_steps: int) -> bool:
-        """Do what is left to do of a run that trains nothing, and say if it is one: it saves the initial
-        weights, or has no steps left."""
+    def finish_without_training(self, total_steps: int) -> bool:
+        """Finish a run that only saves initial weights, or has no steps left; False if it has steps to
+        train."""
         step, folder = self._state.step, self.step_folder
         if self._options.create_seed_checkpoint:
             self.save(final=True)
@@ -275,9 +280,9 @@ class Checkpointer:
         if step < total_steps:
             return False
         self.say(
-            f"nothing to do: the checkpoint of step {step} in {folder.parent} is at or past the "
-            f"{total_steps} steps of this run; raise --training.steps (or epochs) to go on, or name another "
-            "--job.dump_folder to start anew"
+            f"nothing to do: the checkpoint of step {step} in {folder.parent} has reached the "
+            f"{total_steps} steps of this run; raise --training.steps (or epochs) to continue, or set "
+            "another --job.dump_folder to start over"
         )
         return True
 
@@ -291,7 +296,7 @@ class Checkpointer:
         return last or stop or first or step % options.interval == 0
 
     def save(self, *, model_only: bool = False, final: bool = False) -> None:
-        """Save, or tell why not and leave it to the next save, if there is one.
+        """Save; report a failure and leave the retry to the next save.
 
         Raises:
             CheckpointError: the ``final`` save failed.
@@ -305,7 +310,7 @@ class Checkpointer:
             self._choose_best(about_to_be_saved=state.step)
             self.manager.best = state.best_step
         run = {
-            **self._about,
+            **self._metadata,
             **({"base": self._base} if self._base else {}),
             "id": state.run_id,
             "model_only": model_only,
@@ -332,32 +337,36 @@ class Checkpointer:
     def _note_best(self) -> None:
         state = self._state
         if state.best_step is not None and state.best_validation is not None:
-            self._bests[state.best_step] = state.best_validation
+            self._best_losses[state.best_step] = state.best_validation
 
     def _choose_best(self, about_to_be_saved: int | None = None) -> None:
-        """Go back to the best step before where the save of a better one has failed."""
+        """Fall back to the best saved step where saving a better one failed."""
         self._note_best()
-        there = {about_to_be_saved, *self.manager.saved}
-        bests = [(loss, step) for step, loss in self._bests.items() if step <= self._began or step in there]
+        saved = {about_to_be_saved, *self.manager.saved}
+        bests = [
+            (loss, step)
+            for step, loss in self._best_losses.items()
+            if step <= self._first_step or step in saved
+        ]
         self._state.best_validation, self._state.best_step = min(bests, default=(None, None))
 
     def end_save(self, *, wait: bool) -> None:
-        """Hear how a save in the background went."""
+        """Report the result of a background save; ``wait`` for one in progress."""
         try:
             self.manager.end_save(wait=wait)
         except CheckpointError as error:
             self._not_saved(error)
 
     def _not_saved(self, error: CheckpointError) -> None:
-        self.say(f"NOT SAVED: {error}\n  Training goes on, and the next save tries again.")
+        self.say(f"NOT SAVED: {error}\n  Training continues, and the next save retries.")
 
     def after_step(
-        self, apart: Callable[[str], AbstractContextManager[None]], *, last: bool, stop: bool
+        self, exclude: Callable[[str], AbstractContextManager[None]], *, last: bool, stop: bool
     ) -> None:
-        """Save and export what is due after a step, in ``apart`` for the time that it takes."""
+        """Save and export what is due after a step, under ``exclude``: outside the measured step time."""
         self.end_save(wait=False)
         if self.due(last=last, stop=stop):
-            with apart("checkpoint"):
+            with exclude("checkpoint"):
                 self.save(model_only=last and self._options.last_save_model_only, final=last or stop)
                 if self.exporter.due(self._state.step, last=last) and (last or not stop):
                     self._export(final=last)
@@ -367,12 +376,12 @@ class Checkpointer:
         self.end_save(wait=True)
         if step in self.manager.saved:
             self.exporter.export(step, final=final)
-        else:  # what is there of this step, if anything, is of the course before a rewind
+        else:  # a checkpoint of this step, if any, is from before a rewind
             self.say(f"NOT EXPORTED: step {step} was not saved.")
 
 
-def about_run(config: Config, args: ModelArgs, mesh: Mesh, batch: BatchShape) -> dict[str, Any]:
-    """Facts of a run that every manifest tells."""
+def run_metadata(config: Config, args: ModelArgs, mesh: Mesh, batch: BatchShape) -> dict[str, Any]:
+    """Facts about a run that every manifest records."""
     return {
         "config": config.to_toml(origins=False),
         "model": asdict(args),

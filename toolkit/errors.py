@@ -1,8 +1,7 @@
-"""One exception tree, the one way in which a mistake reaches the user, and the parts of its messages.
+"""The exception tree, the report of an error to the user, and helpers that format messages.
 
-Exit codes of ``python -m toolkit.train`` and ``run_train.sh``: 0 finished; 2 configuration
-or arguments; 3 data or checkpoint unusable; 75 stopped by a signal after saving (requeue me);
-1 anything else.
+Exit codes of ``python -m toolkit.train`` and ``run_train.sh``: 0 finished; 2 configuration or arguments;
+3 data or checkpoint unusable; 75 stopped by a signal after saving (requeue the job); 1 any other error.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ EXIT_ERROR = 1
 EXIT_CONFIG = 2
 EXIT_DATA = 3
 EXIT_REQUEUE = 75
-_SHOWN = 500
+_MAX_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One broken rule: what the user wrote, what it breaks and what to do.
+    """One broken rule: the user's value, the rule and the fix.
 
-    ``origin`` says where the value came from ("debug.toml:12", "--training.seq_len",
-    "default"); ``key`` and ``value`` may be empty when no single key is at fault.
+    ``origin`` tells where the value came from ("debug.toml:12", "--training.seq_len",
+    "default"); ``key`` and ``value`` are empty when no single key is at fault.
     """
 
     rule: str
@@ -57,7 +56,7 @@ class ToolkitError(Exception):
 
 
 class ConfigError(ToolkitError):
-    """The configuration, a flag or the mesh cannot be right. Carries every problem found."""
+    """The configuration, a flag or the mesh is invalid. Carries every problem found."""
 
     exit_code = EXIT_CONFIG
     problems: list[Problem]
@@ -68,27 +67,27 @@ class ConfigError(ToolkitError):
 
 
 class DeviceError(ConfigError):
-    """A rank finds another device than the checks before it did, or none for itself."""
+    """A rank finds no device, or another one than the preflight found."""
 
 
 class DataError(ToolkitError):
-    """A corpus or tokenizer is missing, empty, undecodable or does not fit the model."""
+    """A corpus or tokenizer is missing, empty, undecodable or incompatible with the model."""
 
     exit_code = EXIT_DATA
 
 
 class CheckpointError(ToolkitError):
-    """A checkpoint is missing, incomplete, altered or does not fit the run."""
+    """A checkpoint is missing, incomplete, altered or incompatible with the run."""
 
     exit_code = EXIT_DATA
 
 
 class TrainingError(ToolkitError):
-    """The run itself cannot go on, for example because the loss is not finite."""
+    """The run cannot continue, for example because the loss is not finite."""
 
 
 class OutOfMemory(TrainingError):
-    """The device of one rank is full. Its peers only see that it has gone, so it tells the user itself."""
+    """One rank is out of device memory. It reports the error itself: its peers only see that it is gone."""
 
 
 def report(error: BaseException, *, show: bool, debug: bool = False) -> int:
@@ -96,7 +95,7 @@ def report(error: BaseException, *, show: bool, debug: bool = False) -> int:
 
     A :class:`ToolkitError` is one message; anything else, or ``debug``, is a traceback.
     """
-    _leave_for_torchrun(error)
+    _write_torchrun_error(error)
     if show:
         if debug or not isinstance(error, ToolkitError):
             print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
@@ -108,45 +107,46 @@ def report(error: BaseException, *, show: bool, debug: bool = False) -> int:
     return error.exit_code if isinstance(error, ToolkitError) else EXIT_ERROR
 
 
-def _leave_for_torchrun(error: BaseException) -> None:
-    """Have the message end what torchrun prints, some forty lines in which it would be lost.
+def _write_torchrun_error(error: BaseException) -> None:
+    """Write ``error`` to torchrun's error file, so that it ends torchrun's own report of some forty lines.
 
-    torchrun takes the oldest of the files that it has named to its ranks. Every rank leaves one, since the
-    first that ends has the others killed, perhaps before they tell; it is a second older than the killed.
+    torchrun reports the oldest error file of its ranks. Every rank writes one, because the first rank that
+    ends has the others killed; its timestamp is a second early to be the oldest.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
-    unforeseen = not isinstance(error, ToolkitError)
-    text = "".join(traceback.format_exception(error)) if unforeseen else f"error: {error}"
-    told = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}}
+    expected = isinstance(error, ToolkitError)
+    text = f"error: {error}" if expected else "".join(traceback.format_exception(error))
+    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}}
     with suppress(OSError), open(file, "w", encoding="utf-8") as reply:
-        json.dump({"message": told}, reply)
+        json.dump({"message": message}, reply)
 
 
 def quote(value: object, write: Callable[[object], str] = repr) -> str:
-    """``value`` as ``write`` has it, cut where that is long; it may be what cannot be written at all."""
+    """Format ``value`` with ``write`` for a message: truncated, with credentials redacted, and never
+    raising."""
     try:
         text = redact(write(value))
     except (ValueError, RecursionError):  # an integer of too many digits; nested too deep
-        return f"a value of {type(value).__name__} that is too large to be shown"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text):,} characters)"
+        return f"a value of {type(value).__name__} that is too large to show"
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}… ({len(text):,} characters)"
 
 
 def redact(text: str) -> str:
-    """``text`` with stars for what its URLs hold of credentials: user and password, and a query."""
+    """Replace credentials in the URLs of ``text`` (user and password, query string) by stars."""
     return re.sub(r"(://)[^/@\s'\"]*@|(://[^\s'\"?]*\?)[^\s'\"]+", r"\1\2***", text)
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:
-    """Return the one of ``names`` that looks most like ``name``, if any does, whatever the case."""
+    """Return the closest match to ``name`` among ``names``, ignoring case, or None."""
     lowered = {candidate.lower(): candidate for candidate in names}
     found = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
     return lowered[found[0]] if found else None
 
 
 def did_you_mean(name: str, names: Iterable[str], otherwise: str) -> str:
-    """Return a fix: the closest of ``names``, else ``otherwise``."""
+    """Suggest the closest of ``names`` as a fix, else ``otherwise``."""
     found = closest(name, names)
     return f"did you mean {found}?" if found else otherwise
 
@@ -162,28 +162,29 @@ def divisors(value: int) -> list[int]:
 
 
 def join_or(items: Iterable[object]) -> str:
-    """``items`` as a choice: "1, 2 or 3"."""
+    """Join ``items`` as a choice: "1, 2 or 3"."""
     *rest, last = map(str, items)
     return f"{', '.join(rest)} or {last}" if rest else last
 
 
 def install_command(extra: str) -> str:
-    """The command for the packages of an extra of pyproject.toml."""
+    """The command that installs an optional extra of pyproject.toml."""
     return f".venv/bin/python -m pip install -c constraints.txt -e '.[{extra}]', in the toolkit's folder"
 
 
 def first_few(items: Sequence[str], limit: int) -> str:
-    """``items`` with commas between, in one line; beyond ``limit`` only how many more there are."""
+    """Join up to ``limit`` items with commas, in one line, and count the rest."""
     rest = f" and {len(items) - limit} more" if len(items) > limit else ""
     return one_line(", ".join(items[:limit]) + rest)
 
 
-# control, format (bidirectional overrides among them), surrogate, line and paragraph separator
-_STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+# Unicode categories: control, format (such as bidirectional overrides), surrogate, line and paragraph
+# separator
+_ESCAPED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def printable(text: str) -> str:
-    """``text`` in lines; what else would steer a terminal, or hide what is there, is written as its escape.
+    """Escape characters that would control a terminal or hide text; newlines and tabs stay.
 
     >>> printable("a name\\x1b[2J")
     'a name\\\\x1b[2J'
@@ -192,12 +193,12 @@ def printable(text: str) -> str:
         return text
     return "".join(
         character.encode("unicode_escape").decode()
-        if character not in "\n\t" and unicodedata.category(character) in _STEERING
+        if character not in "\n\t" and unicodedata.category(character) in _ESCAPED
         else character
         for character in text
     )
 
 
 def one_line(text: str) -> str:
-    """``text`` as :func:`printable` has it, with its ends of lines escaped as well."""
+    """Escape as :func:`printable` does, and newlines too."""
     return printable(text).replace("\n", "\\n")

@@ -1,4 +1,4 @@
-"""Folders in which a run hands its checkpoints on."""
+"""Export the checkpoints of a run as Hugging Face or PEFT folders."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 
 class Exporter:
-    """Hands the checkpoints of ``manager`` on as folders of Hugging Face or PEFT in ``folder``.
+    """Exports the checkpoints of ``manager`` as Hugging Face or PEFT folders in ``folder``.
 
-    All ranks call every method, save :meth:`due`. ``say`` takes a line for the user.
+    All ranks call every method but :meth:`due`. ``say`` reports a line to the user.
     """
 
     def __init__(
@@ -46,37 +46,38 @@ class Exporter:
         return (last and self._options.last_save_in_hf) or (every is not None and step % every == 0)
 
     def export(self, step: int, *, final: bool) -> None:
-        """Hand the committed checkpoint of ``step`` on, or tell why not; the ``final`` one also to the Hub.
+        """Export the committed checkpoint of ``step`` and report a failure; the ``final`` one also to the
+        Hub.
 
         Raises:
-            CheckpointError, DataError: the ``final`` one failed.
+            CheckpointError, DataError: the ``final`` export failed.
         """
-        out, remote = self._place(step), self._remote_place(step)
+        out, remote = self._folder_of(step), self._remote_folder(step)
         try:
             if remote:
                 self._withdraw(remote)
-            what = self._write(step, out)
+            written = self._write(step, out)
         except (CheckpointError, DataError) as error:
             if final:
                 raise
-            self._say(f"NOT EXPORTED: {error}\n  Training goes on.")
+            self._say(f"NOT EXPORTED: {error}\n  Training continues.")
         else:
-            self._say(f"wrote {what}: {out}")
+            self._say(f"wrote {written}: {out}")
             if remote:
                 self._upload(out, remote, final=final)
             if final and self._options.push_to_hub:
                 self._push(out, self._options.push_to_hub)
 
     def export_missed(self, step: int, *, last: bool) -> None:
-        """Make up for an export that a kill has cost after the save, and for uploads of it that failed: one
-        to the Hub is done again, which sends nothing that is there.
+        """Redo an export that was lost when the run was killed after the save, and its failed uploads. An
+        upload to the Hub is always repeated; it skips files that are there.
 
         Raises:
             CheckpointError, DataError: as :meth:`export`.
         """
         from toolkit.weights.remote_folder import is_whole
 
-        ranks, out, remote = self._manager.ranks, self._place(step), self._remote_place(step)
+        ranks, out, remote = self._manager.ranks, self._folder_of(step), self._remote_folder(step)
         if not self.due(step, last=last) or not ranks.on_rank_0(
             lambda: step in committed_steps(self._manager.folder)
         ):
@@ -90,21 +91,21 @@ class Exporter:
             self._push(out, self._options.push_to_hub)
 
     def _is_written(self, step: int) -> bool:
-        """Say if the folder of ``step`` is there, and not of a checkpoint that another has replaced since."""
-        out, saved = self._place(step), step_folder(self._manager.folder, step)
+        """Report whether the folder of ``step`` exists and is newer than its checkpoint."""
+        out, saved = self._folder_of(step), step_folder(self._manager.folder, step)
         saved_at = datetime.fromisoformat(read_manifest(saved)["saved_at"])
         return out.is_dir() and out.stat().st_mtime >= saved_at.timestamp()
 
-    def _place(self, step: int) -> Path:
+    def _folder_of(self, step: int) -> Path:
         return self.folder / f"step-{step}"
 
-    def _remote_place(self, step: int) -> RemotePath | None:
-        """Where the folder goes beside the checkpoints, if they are in object storage."""
+    def _remote_folder(self, step: int) -> RemotePath | None:
+        """The folder beside the checkpoints if they are in object storage, else None."""
         folder = self._manager.folder
         return None if isinstance(folder, Path) else folder / EXPORTS / f"step-{step}"
 
     def _write(self, step: int, out: Path) -> str:
-        """Write the folder; what is in it, for the user."""
+        """Write the folder and return a description of its content."""
         options, saved = self._config.finetune, step_folder(self._manager.folder, step)
         arguments: dict[str, Any] = {
             "dtype": self.dtype, "tokenizer_path": tokenizer_place(self._config), "ranks": self._manager.ranks
@@ -121,19 +122,19 @@ class Exporter:
             export_merged(saved, out, max_bytes=max_bytes, **arguments)
             return f"the model of step {step}, with its adapter merged, as a Hugging Face folder"
         export_peft(saved, out, **arguments)
-        return f"the adapter of step {step} as a folder of PEFT's"
+        return f"the adapter of step {step} as a PEFT folder"
 
     def _withdraw(self, out: RemotePath) -> None:
-        """Have the store say that it lacks the folder, which may be there of a step that is saved again."""
+        """Mark the remote folder as incomplete: it may exist from an earlier save of the same step."""
         from toolkit.weights.remote_folder import withdraw
 
         self._manager.ranks.on_rank_0(lambda: withdraw(out))
 
     def _upload(self, folder: Path, out: RemotePath, *, final: bool) -> None:
-        """Bring the folder to where the checkpoints are, or tell why not.
+        """Upload the folder beside the checkpoints and report a failure.
 
         Raises:
-            CheckpointError: the ``final`` one could not be brought there.
+            CheckpointError: the upload of the ``final`` folder failed.
         """
         from toolkit.weights.remote_folder import upload_folder
 
@@ -141,7 +142,7 @@ class Exporter:
             self._manager.ranks.on_rank_0(lambda: upload_folder(folder, out, replace=True))
         except DataError as error:
             if final:
-                again = f"{folder} is whole: the same command uploads it again."
+                again = f"{folder} is complete: the same command uploads it again."
                 raise CheckpointError(f"NOT UPLOADED: {error}\n  {again}") from None
             self._say(f"NOT UPLOADED: {error}\n  The folder stays on this machine.")
         else:

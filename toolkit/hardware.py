@@ -1,4 +1,4 @@
-"""Hardware of this machine, found without importing torch so that checks stay fast."""
+"""Detect the hardware of this machine without importing torch, so that checks stay fast."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from toolkit.cpu import cpu_multiplies_bf16
 
 @dataclass(frozen=True)
 class Hardware:
-    """``device`` is "cuda" or "cpu"; ``count`` the processes that a launch starts by default;
-    ``capability`` the compute capability of CUDA and ``memory`` the bytes of the smallest GPU, 0 without."""
+    """Accelerators of a machine, or its CPU.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        count: processes that a launch starts by default.
+        capability: lowest CUDA compute capability, 0 on a CPU.
+        memory: bytes of the smallest GPU, 0 on a CPU.
+    """
 
     device: str
     name: str
@@ -38,29 +44,28 @@ def _visible_gpus() -> list[tuple[str, float, int]]:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines() if line.strip()]
     if visible is not None:
-        rows = _named(rows, visible.split(","))
+        rows = _select_gpus(rows, visible.split(","))
     return [(row[2], float(row[3]), int(row[4]) << 20 if row[4].isdigit() else 0) for row in rows]
 
 
-def _named(rows: list[list[str]], names: list[str]) -> list[list[str]]:
-    """The GPUs of which ``names`` are the indices, or beginnings of the UUIDs, up to the first that names
-    none: CUDA does not look further."""
+def _select_gpus(rows: list[list[str]], names: list[str]) -> list[list[str]]:
+    """The GPUs with these indices or UUID prefixes, up to the first that matches none, as CUDA does."""
     found: list[list[str]] = []
     for name in map(str.strip, names):
-        meant = [row for row in rows if name and (row[0] == name or row[1].startswith(name))]
-        if len(meant) != 1:
+        matches = [row for row in rows if name and (row[0] == name or row[1].startswith(name))]
+        if len(matches) != 1:
             break
-        found += meant
+        found += matches
     return found
 
 
-@functools.cache  # a call of nvidia-smi takes from a tenth of a second to some seconds
-def detect(wish: str = "auto") -> Hardware:
-    """Describe the accelerators here, or the CPU where there is none or the ``wish`` is "cpu".
+@functools.cache  # nvidia-smi takes from a tenth of a second to a few seconds
+def detect(device: str = "auto") -> Hardware:
+    """Detect the accelerators of this machine, or its CPU if there are none or ``device`` is "cpu".
 
-    Two CPU processes by default: enough to exercise sharding, and what a laptop can spare.
+    The CPU default is two processes: enough to exercise sharding on a laptop.
     """
-    gpus = [] if wish == "cpu" else _visible_gpus()
+    gpus = [] if device == "cpu" else _visible_gpus()
     if gpus:
         capability, memory = min(it[1] for it in gpus), min(it[2] for it in gpus)
         native = capability >= 8.0

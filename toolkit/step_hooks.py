@@ -1,4 +1,4 @@
-"""Hooks of a step, which a trainer calls around each: health, profiling, and what is added to its list."""
+"""Hooks that the trainer calls around each step: health checks, profiling and custom ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepResult:
-    """Results of a global batch: ``loss`` is the mean per token in nats, or the objective's, ``tokens`` how
-    many labels counted, ``stop`` whether any rank asked to stop after this step, ``reported`` what objective
-    and blocks report beside the loss."""
+    """Results of a global batch.
+
+    Attributes:
+        loss: mean per token in nats, or the objective's mean.
+        grad_norm: norm before clipping.
+        tokens: number of valid labels.
+        stop: True if any rank asked to stop after this step.
+        reported: further values of the objective and the blocks.
+    """
 
     loss: float
     grad_norm: float
@@ -23,8 +29,11 @@ class StepResult:
 
 
 class StepHook:
-    """Does nothing; a hook overrides what it needs. It is entered before the first step and exited after the
-    last one, with what the run has failed of. Every rank calls the same hooks in the same order."""
+    """Base class of step hooks; every method does nothing by default.
+
+    A hook is entered before the first step and exited after the last one, with the exception that ended the
+    run, if any. Every rank calls the same hooks in the same order.
+    """
 
     def __enter__(self) -> StepHook:
         return self
@@ -35,15 +44,15 @@ class StepHook:
         return None
 
     def before_step(self, step: int) -> None:
-        """Called when the micro-batches are there."""
+        """Called when the micro-batches are loaded."""
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Called after the update, before anything is logged, validated or saved."""
 
     def during(self, name: str) -> AbstractContextManager[object]:
-        """Around what is no training: "data", "validation", "checkpoint" and others."""
+        """Context around work outside the step itself: "data", "validation", "checkpoint" and others."""
         return nullcontext()
 
-    def logged(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The ``values`` of a logged step, and what the hook adds to them."""
+    def log_values(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the ``values`` of a logged step with those of the hook added."""
         return values

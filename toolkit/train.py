@@ -1,7 +1,7 @@
-"""A training process: ``python -m toolkit.train --job.config_file FILE [--table.key value …]``.
+"""Training process: ``python -m toolkit.train --job.config_file FILE [--table.key value …]``.
 
-One process by itself, or one of many under ``run_train.sh``, torchrun or srun. The configuration is checked
-before torch is imported, so that a mistake costs a fraction of a second. Exit codes: `toolkit.errors`.
+Runs alone, or as one rank under ``run_train.sh``, torchrun or srun. The configuration is checked before torch
+is imported, so that a mistake is reported within a fraction of a second. Exit codes: `toolkit.errors`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 
 if __name__ == "__main__":
-    # Until something listens, Ctrl-C simply ends the process: a traceback out of an import would say nothing.
+    # Ctrl-C during imports ends the process without a traceback; the trainer installs its own handler later.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import gc
@@ -50,21 +50,21 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     import torch
 
     from toolkit.distributed import process_group
-    from toolkit.metrics.startup_timer import Phases
+    from toolkit.metrics.startup_timer import StartupTimer
     from toolkit.trainer import Trainer
 
-    chief = rank_environment(os.environ).rank == 0
-    phases = Phases(enabled=chief)
-    with phases("tokenizer and tokens"):
-        data = _data(config, progress=chief)
+    is_rank_0 = rank_environment(os.environ).rank == 0
+    timer = StartupTimer(enabled=is_rank_0)
+    with timer("tokenizer and tokens"):
+        data = _data(config, progress=is_rank_0)
     device = process_group.local_device(checked_device)
     if faults:
         timed = config.health.straggler_factor is not None
         faults.record_collectives(config.comm.trace_buf_size, timed=timed)
-    with phases("process group"):
+    with timer("process group"):
         process_group.start(device, timeout_seconds=config.comm.init_timeout_seconds)
     try:
-        trainer = Trainer(config, data, device, phases)
+        trainer = Trainer(config, data, device, timer)
     except torch.OutOfMemoryError as error:
         from toolkit.metrics.out_of_memory import out_of_memory_advice
 
@@ -83,24 +83,24 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
         if lost := lost_worker(error):
             raise lost from error
         raise
-    # Only here: after an error, leaving the group would wait for peers that wait for us.
+    # Only after success: after an error, destroying the group would wait for peers that wait for this rank.
     process_group.stop()
     return code
 
 
 def _data(config: Config, *, progress: bool) -> RunData:
-    """The data that the launcher has prepared; without one each rank looks for itself."""
-    if SUPERVISED in os.environ and (told := os.environ.get(TOKENS)):
-        return from_text(told)
+    """The data that the launcher prepared; without a launcher each rank opens it."""
+    if SUPERVISED in os.environ and (prepared := os.environ.get(TOKENS)):
+        return from_text(prepared)
     from toolkit.data.build import open_data
 
     return open_data(config, progress=progress)
 
 
-def let_segments_grow(environ: MutableMapping[str, str]) -> None:
-    """Have torch's CUDA allocator extend its segments, which wastes less memory on sizes that vary.
+def use_expandable_segments(environ: MutableMapping[str, str]) -> None:
+    """Set expandable segments in torch's CUDA allocator, which reduces fragmentation.
 
-    What the environment configures stays. Call before torch is imported.
+    Settings in the environment take precedence. Call before torch is imported.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environ.keys():
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -118,16 +118,16 @@ def main(argv: Sequence[str]) -> int:
             from toolkit.planner.dry_run import dry_run
 
             return dry_run(config, os.environ, argv)
-        here = rank_environment(os.environ)
-        rank, world_size = here.rank, here.world_size
+        environment = rank_environment(os.environ)
+        rank, world_size = environment.rank, environment.world_size
         if slurm and rank == 0:
             print(
                 f"the {world_size} tasks of srun are the ranks of one run; WORLD_SIZE=1 trains in each alone"
             )
-        if config.training.device == "cpu":  # before torch looks for them
+        if config.training.device == "cpu":  # before torch initializes CUDA
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        let_segments_grow(os.environ)
-        if SUPERVISED not in os.environ:  # else the launch has
+        use_expandable_segments(os.environ)
+        if SUPERVISED not in os.environ:  # else the launcher has done this
             from toolkit import preflight
             from toolkit.hardware import detect
 
@@ -145,9 +145,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _train(config, faults, checked)
     except ToolkitError as error:
-        # A rank may be alone in failing to read or to find device or memory; the others are agreed upon.
+        # Only this rank may have failed to read data or to find a device or memory; all ranks raise other
+        # errors.
         alone = isinstance(error, DataError | DeviceError | OutOfMemory)
-        return report(error, show=alone or tells_for_all(os.environ, here), debug=debug)
+        return report(error, show=alone or tells_for_all(os.environ, environment), debug=debug)
     except Exception as error:
         if not faults or not faults.lost_peers(error):
             return report(error, show=True)
@@ -157,8 +158,9 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_ERROR
 
 
-def _leave(code: int) -> NoReturn:
-    """End with ``code``; after a failure at once, since the interpreter waits for collectives that hang."""
+def _exit(code: int) -> NoReturn:
+    """Exit with ``code``; after a failure skip the interpreter's cleanup, which waits for hanging
+    collectives."""
     if code in (EXIT_FINISHED, EXIT_REQUEUE):
         sys.exit(code)
     sys.stdout.flush()
@@ -168,6 +170,6 @@ def _leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     standard_streams.protect()
-    # Imports make no garbage, and take longer while it is looked for; training does that at steps of its own.
+    # Imports create no garbage and are slower while it is collected; training collects it at set steps.
     gc.disable()
-    _leave(main(sys.argv[1:]))
+    _exit(main(sys.argv[1:]))

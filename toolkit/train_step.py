@@ -1,9 +1,9 @@
-"""One global batch: count its tokens, accumulate gradients over micro-batches, clip, update.
+"""Train on one global batch: count its tokens, accumulate gradients over micro-batches, clip, update.
 
-The loss of a micro-batch is a *sum* over its tokens, divided by the number of valid tokens in the
-whole global batch (all ranks, all micro-batches), which one small all-reduce finds before the first
-backward; or by that of whatever else the objective is a mean over. Gradients are then plain sums
-everywhere: however the batch is cut, they are the same.
+The loss of a micro-batch is the *sum* over its tokens divided by the number of valid tokens (or of whatever
+the objective is a mean over) in the global batch, on all ranks and in all micro-batches, which one small
+all-reduce counts before the first backward. Gradients are therefore plain sums, the same for every split of
+the batch.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from toolkit.step_hooks import StepResult
 
 FINITE = torch.finfo(torch.float64).max
 
-if TYPE_CHECKING:  # read only by runs that use it
+if TYPE_CHECKING:  # imported only by runs that use them
     from toolkit.optim.optimizer_in_backward import StepInBackward
     from toolkit.parallel.guard import Guard
 
 
 @dataclass
 class TrainState:
-    """How far a run is.
+    """Progress of a run.
 
-    The schedule of the learning rate counts steps from ``schedule_start``. That is not 0 where a part of the
-    checkpoint that the run goes on from was not loaded: below it where the step was left out, so that the
-    run counts anew and the schedule does not.
+    The learning rate schedule counts steps from ``schedule_start``, which differs from 0 if a part of the
+    checkpoint was not loaded: it is negative if the step was excluded, so that the run counts from 0 and the
+    schedule continues.
     """
 
     step: int = 0
     tokens: int = 0
     schedule_start: int = 0
     best_validation: float | None = None
-    best_step: int | None = None  # of that validation loss
-    best_of: str | None = None  # the samples that it is of: those of this run's validation, if it has one
-    before: dict[str, float] = field(default_factory=dict)  # losses that the run began with
-    health: dict[str, Any] = field(default_factory=dict)  # what [health] remembers of the updates
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # rank 0's is saved
+    best_step: int | None = None  # the step of best_validation
+    best_of: str | None = None  # identity of the validation samples that best_validation was measured on
+    before: dict[str, float] = field(default_factory=dict)  # losses before the first step
+    health: dict[str, Any] = field(default_factory=dict)  # state of the [health] checks
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # rank 0 saves its own
 
 
 class TrainStep:
-    """Callable on the micro-batches of this rank's part of one global batch.
+    """One training step, called with this rank's micro-batches of a global batch.
 
-    ``in_backward`` says that the optimizer is a :class:`StepInBackward`, which takes one micro-batch and
-    ``max_norm`` infinity.
+    With ``in_backward`` the optimizer is a :class:`StepInBackward`, which needs a single micro-batch and an
+    infinite ``max_norm``.
     """
 
     def __init__(
@@ -70,70 +70,75 @@ class TrainStep:
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.device = device
-        self.early = cast("StepInBackward", optimizer) if in_backward else None
-        assert self.early is None or math.isinf(max_norm), "the preflight refuses to clip after the update"
-        self.limits = FINITE, FINITE  # of loss and gradient norm, beyond which a batch is refused
-        self.guard: Guard | None = None  # decides what follows; else the run ends
-        self.ahead = False
-        if self.early is None:
+        self.in_backward = cast("StepInBackward", optimizer) if in_backward else None
+        assert self.in_backward is None or math.isinf(max_norm), (
+            "the preflight rejects clipping after the update"
+        )
+        self.limits = FINITE, FINITE  # largest loss and gradient norm of an accepted batch
+        self.guard: Guard | None = None  # handles rejected batches; without one the run ends
+        self.updates_ahead = False
+        if self.in_backward is None:
             from toolkit.optim.update_ahead import can_update_ahead
 
-            self.ahead = can_update_ahead(optimizer, device)
+            self.updates_ahead = can_update_ahead(optimizer, device)
 
     def __call__(
         self, batches: Sequence[MicroBatch], *, learning_rate: float, stop: bool = False
     ) -> StepResult:
         """Run the step and return its global loss, gradient norm (before clipping) and token count.
 
-        ``stop`` is this rank's wish to end the run, which travels with the token count.
+        ``stop`` asks to end the run; it is reduced together with the token count.
 
         Raises:
             TrainingError: the loss or the gradient norm is not finite, or the guard ends the run; parameters
-                are left as they were, unless they were updated in backward.
+                stay unchanged unless they were updated in backward.
         """
-        assert self.early is None or len(batches) == 1, "the preflight refuses to accumulate here"
+        assert self.in_backward is None or len(batches) == 1, "the preflight rejects accumulation here"
         model_parts = self.model_parts
         batches = [model_parts.prepare(batch, self.device) for batch in batches]
-        own_counts = [count_valid(batches), model_parts.objective.count(batches)]
-        own_counts = [count * model_parts.is_loss_rank for count in own_counts]
-        # Filled on the device: a copy of a number of the host would wait for it.
-        counts = torch.stack([*own_counts, torch.full((), int(stop), device=self.device)])
+        local_counts = [count_valid(batches), model_parts.objective.count(batches)]
+        local_counts = [count * model_parts.is_loss_rank for count in local_counts]
+        # Filled on the device: a copy from the host would synchronize.
+        counts = torch.stack([*local_counts, torch.full((), int(stop), device=self.device)])
         dist.all_reduce(counts)
         tokens, items, stops = counts.unbind()
         scale = 1.0 / divisor(items).double()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        own = model_parts.backward(batches, scale)
-        total = own.clone()
+        local_sums = model_parts.backward(batches, scale)
+        total = local_sums.clone()
         dist.all_reduce(total)
         parameters = [parameter for _, parameter in model_parts.named_parameters()]
         norm = (
-            self.early.gradient_norm(device=self.device)
-            if self.early
+            self.in_backward.gradient_norm(device=self.device)
+            if self.in_backward
             else global_norm(parameters, device=self.device)
         )
-        numbers = torch.cat([torch.stack([norm, tokens.double(), stops.double()]), total * scale])
-        grad_norm, count, stop_count, mean, *others = self._read(numbers)
-        if not (mean <= self.limits[0] and grad_norm <= self.limits[1]):  # a NaN is not
-            from toolkit.parallel.nonfinite import refuse  # a run that goes well does not need it
+        measured = torch.cat([torch.stack([norm, tokens.double(), stops.double()]), total * scale])
+        grad_norm, count, stop_count, mean, *others = self._read(measured)
+        if not (mean <= self.limits[0] and grad_norm <= self.limits[1]):  # True for NaN
+            from toolkit.parallel.nonfinite import refuse  # not needed while all losses are finite
 
             found: dict[str, Any] = {"loss": mean, "grad_norm": grad_norm}
-            refuse(model_parts, batches, own[0], early=self.early, guard=self.guard, **found)
-        elif not self.ahead:
+            refuse(model_parts, batches, local_sums[0], early=self.in_backward, guard=self.guard, **found)
+        elif not self.updates_ahead:
             clip_([*parameters, *(copy for _, copy in model_parts.tied_copies())], self.max_norm, grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
         reported = dict(zip(model_parts.names, others, strict=True))
         return StepResult(mean, grad_norm, int(count), stop_count > 0, reported)
 
-    def _read(self, numbers: Tensor) -> list[float]:
-        """The norm, two counts, the loss and what else is reported: the only wait for the device in a step,
-        for an update with a broken gradient must not happen, and all ranks have to know who asks to stop."""
-        if not self.ahead:
-            return cast("list[float]", numbers.tolist())
+    def _read(self, measured: Tensor) -> list[float]:
+        """Copy the norm, two counts, the loss and other reported values to the host.
+
+        This is the only synchronization of a step: a non-finite gradient must not reach the parameters, and
+        all ranks must know who asks to stop.
+        """
+        if not self.updates_ahead:
+            return cast("list[float]", measured.tolist())
         from toolkit.optim.update_ahead import Reading, update_ahead
 
-        reading = Reading(numbers)
-        sound = (numbers[3] <= self.limits[0]) & (numbers[0] <= self.limits[1])
-        update_ahead(self.optimizer, sound=sound, norm=numbers[0], max_norm=self.max_norm)
+        reading = Reading(measured)
+        sound = (measured[3] <= self.limits[0]) & (measured[0] <= self.limits[1])
+        update_ahead(self.optimizer, sound=sound, norm=measured[0], max_norm=self.max_norm)
         return reading.wait()

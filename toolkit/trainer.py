@@ -1,4 +1,4 @@
-"""The training loop, top to bottom: folder, mesh, model, data, checkpoint, then steps until the last."""
+"""The training loop: folder, mesh, model, data, checkpoint, then all steps."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from toolkit.io.run_folder import claim_folders
 from toolkit.launcher.signals import StopRequest
 from toolkit.launcher.time_limit import Deadline
 from toolkit.metrics.logger import MetricLogger
-from toolkit.metrics.memory import memory
+from toolkit.metrics.memory import memory_usage
 from toolkit.metrics.speed import SpeedMeter, build_speed_meter
-from toolkit.metrics.startup_timer import Phases
+from toolkit.metrics.startup_timer import StartupTimer
 from toolkit.metrics.summary import summary
 from toolkit.models.from_config import model_args, pretrained_folder
 from toolkit.optim.lr_scheduler import cut_to_fit, is_users, learning_rate, wrong_rate
@@ -41,20 +41,20 @@ from toolkit.train_step import TrainState, TrainStep
 
 if TYPE_CHECKING:
     from toolkit.checkpointer import Checkpointer
-    from toolkit.validate import Validation
+    from toolkit.validate import Validator
 
 
 class Trainer:
     """One run: built from a configuration, resumed from the newest checkpoint, trained to the last step.
 
-    Needs a process group. After :meth:`train`, ``history`` holds the logged values of this process. ``hooks``
-    are called around each step; more may be added before :meth:`train`.
+    Needs a process group. After :meth:`train`, ``history`` contains the logged values of this process.
+    ``hooks`` are called around each step; add more before calling :meth:`train`.
     """
 
     history: list[dict[str, Any]]
     log: MetricLogger
 
-    def __init__(self, config: Config, data: RunData, device: torch.device, phases: Phases):
+    def __init__(self, config: Config, data: RunData, device: torch.device, timer: StartupTimer):
         self.config = config
         self.data = data
         self.device = device
@@ -64,22 +64,22 @@ class Trainer:
         set_deterministic(config.debug.deterministic, warn_only=config.debug.deterministic_warn_only)
         self._claimed = claim_folders(config)
         self.folder = expand_user(config.job.dump_folder)
-        self._lay_out()
-        with phases("model"):
+        self._build_mesh()
+        with timer("model"):
             self._build()
         self.compile_clock = self._compile_clock()
         ranks: dict[str, Any] = {"dp_rank": self.mesh.dp_rank, "dp_size": self.mesh.dp_size}
         self.loader = training_loader(config, data, self.batch, seed=self.seed, **ranks)
-        self.validation: Validation | None = None
+        self.validation: Validator | None = None
         if config.validation.enable:
-            from toolkit.validate import Validation
+            from toolkit.validate import Validator
 
-            self.validation = Validation(config, data, self.model_parts, device=device, **ranks)
+            self.validation = Validator(config, data, self.model_parts, device=device, **ranks)
             self.train_state.best_of = self.validation.loader.identity
         self.steps_an_epoch = self.loader.epoch_samples / self.batch.total
         self.checkpointer: Checkpointer | None = None
         if config.checkpoint.enable:
-            with phases("checkpoint"):
+            with timer("checkpoint"):
                 self.checkpointer = self._checkpointer()
                 self.checkpointer.restore()
         self.total_steps = self.count_steps()
@@ -90,7 +90,7 @@ class Trainer:
 
     # Building
 
-    def _lay_out(self) -> None:
+    def _build_mesh(self) -> None:
         config = self.config
         layout = degrees(config.parallelism, dist.get_world_size())
         assert layout is not None, "the preflight checks the world size"
@@ -119,7 +119,7 @@ class Trainer:
             self.device,
             param_dtype=self.param_dtype,
             seed=self.seed,
-            # Weights that the run does not begin with are not drawn: that takes longer than reading others.
+            # Initial values that would be overwritten are skipped: generating them takes longer than loading.
             pretrained=pretrained_folder(config) is not None,
             weighted=self.data.weighted,
         )
@@ -136,7 +136,7 @@ class Trainer:
         )
 
     def _compile_clock(self) -> Callable[[], float]:
-        """Gives the seconds spent on compiling since the last call."""
+        """Return a function that returns the seconds spent compiling since its last call."""
         if not compiles(self.config, self.device):
             return lambda: 0.0
         from toolkit.parallel.compile import CompileClock
@@ -144,17 +144,17 @@ class Trainer:
         return CompileClock().take
 
     def _checkpointer(self) -> Checkpointer:
-        from toolkit.checkpointer import Checkpointer, about_run
+        from toolkit.checkpointer import Checkpointer, run_metadata
 
         return Checkpointer(
             self.config, self.folder, model_parts=self.model_parts, optimizer=self.optimizer,
             position=self.loader, state=self.train_state, group=self.patient_group,
-            about=about_run(self.config, self.args, self.mesh, self.batch),
+            metadata=run_metadata(self.config, self.args, self.mesh, self.batch),
         )  # fmt: skip
 
     def count_steps(self) -> int:
-        """Steps of the run in all: with epochs, those so far and as many as the samples left take, since the
-        steps before may have had another batch, or have been rolled back from."""
+        """Total steps of the run. With epochs, the steps so far plus those for the remaining samples, because
+        earlier steps may have had another batch size or may have been rolled back."""
         training = self.config.training
         if not training.epochs:
             return training.steps
@@ -162,10 +162,10 @@ class Trainer:
         return self.train_state.step + max(0, -(-left // self.batch.total))
 
     def _check_rates(self) -> None:
-        """Do what the preflight does where it knows the steps.
+        """Check the learning rate of every step, as the preflight does if it knows their number.
 
         Raises:
-            ConfigError: a user's schedule has no rate of at least 0 for one of them.
+            ConfigError: a custom schedule returns no rate of at least 0 for a step.
         """
         done = self.train_state.step - self.train_state.schedule_start
         left = range(done + 1, self.total_steps - self.train_state.schedule_start + 1)
@@ -182,10 +182,10 @@ class Trainer:
             with ExitStack() as stack:
                 for hook in self.hooks:
                     stack.enter_context(hook)
-                if self.checkpointer and self.checkpointer.ends_at_once(self.total_steps):
+                if self.checkpointer and self.checkpointer.finish_without_training(self.total_steps):
                     return EXIT_FINISHED
                 return self._loop()
-        except torch.OutOfMemoryError as error:  # outside of what watches, which writes its snapshot first
+        except torch.OutOfMemoryError as error:  # after the hooks, which write a memory snapshot
             from toolkit.metrics.out_of_memory import out_of_memory_advice
             from toolkit.metrics.profiling import snapshot_folder
 
@@ -202,7 +202,7 @@ class Trainer:
         garbage = GarbageCollection(training.gc_freq, debug=training.gc_debug)
         self._batches = iter(self.loader)
         state, speed = self.train_state, self.speed
-        speed.read()  # from here on
+        speed.read()  # start measuring here
         first = state.step + 1
         if state.step == 0 and self.validation and self.validation.due(0):
             self._validate(self.validation, speed, request)
@@ -211,22 +211,24 @@ class Trainer:
             state.step += 1
             step, last = state.step, state.step == self.total_steps
             seed_step(self.seed, step, self.mesh.dp_rank)
-            with speed.waiting():
+            with speed.data_wait():
                 micro_batches = list(islice(self._batches, self.batch.accumulation))
             for hook in self.hooks:
                 hook.before_step(step)
             try:
-                result = self.train_step(micro_batches, learning_rate=self._rate(), stop=request.asked)
+                result = self.train_step(
+                    micro_batches, learning_rate=self._learning_rate(), stop=request.asked
+                )
             except TrainingError as error:
-                if self.checkpointer:  # what all ranks fail of together must not cost a save as well
+                if self.checkpointer:  # finish a running save before all ranks fail together
                     self.checkpointer.end_save(wait=True)
                 raise TrainingError(f"step {step}: {error}") from None
             state.tokens += result.tokens
             speed.step(result.tokens)
-            speed.add_apart("compile", self.compile_clock())
+            speed.add_excluded("compile", self.compile_clock())
             for hook in self.hooks:
                 hook.after_step(step, result)
-            if state.step != step:  # one has gone back to an earlier step
+            if state.step != step:  # a hook rolled back to an earlier step
                 continue
             if step == first or last or step % self.config.metrics.log_freq == 0:
                 self._log_step(result)
@@ -234,26 +236,27 @@ class Trainer:
                 process_group.set_timeout(
                     self.config.comm.train_timeout_seconds, except_for=self.patient_group
                 )
-            # Who asked to stop gives little time: the save comes first.
+            # After a stop request time is short: save first, without validating.
             stop = result.stop
             if self.validation and self.validation.due(step, last=last) and not stop:
                 stop = self._validate(self.validation, speed, request, last=last)
             if self.checkpointer:
-                self.checkpointer.after_step(speed.apart, last=last, stop=stop)
+                self.checkpointer.after_step(speed.exclude, last=last, stop=stop)
             self.log.advance(step)
             garbage.after_step(step)
             self._deadline.lap()
             if stop:
                 break
         request.release()
-        return self._finished() if state.step == self.total_steps else self._stopped(request)
+        return self._report_finished() if state.step == self.total_steps else self._report_stop(request)
 
-    def go_on_from(self, samples: int) -> None:
-        """Go on after the step of a checkpoint that has just been loaded, with these samples of the data."""
+    def resume_data(self, samples: int) -> None:
+        """Continue at sample ``samples`` of the data after a checkpoint was loaded into the running
+        trainer."""
         history, step = self.history, self.train_state.step
         self.loader.load_state_dict({**self.loader.state_dict(), "samples": samples})
         self._batches = iter(self.loader)
-        # One step is left at least: the last one validates, saves and exports.
+        # At least one step remains: the last one validates, saves and exports.
         self.total_steps = max(self.count_steps(), step + 1)
         self.log.close()
         self._start_log()
@@ -262,16 +265,18 @@ class Trainer:
     def _add_profiling(self) -> None:
         options = self.config.profiling
         if options.enable_profiling or options.enable_memory_snapshot:
-            from toolkit.metrics.profiling import Profiling
+            from toolkit.metrics.profiling import ProfilingHook
 
-            about: dict[str, Any] = {"first_step": self.train_state.step + 1, "device": self.device}
+            start: dict[str, Any] = {"first_step": self.train_state.step + 1, "device": self.device}
             self.hooks.append(
-                Profiling(options, self.folder, say=self.log.say, apart=self.speed.apart, **about)
+                ProfilingHook(options, self.folder, say=self.log.say, exclude=self.speed.exclude, **start)
             )
 
     def _speed_meter(self, hooks: list[StepHook]) -> SpeedMeter:
         @contextmanager
-        def mark(name: str) -> Iterator[None]:  # without self, which would outlive its last user in a cycle
+        def mark(
+            name: str,
+        ) -> Iterator[None]:  # does not capture self, which a reference cycle would keep alive
             with ExitStack() as stack:
                 for hook in hooks:
                     stack.enter_context(hook.during(name))
@@ -289,7 +294,7 @@ class Trainer:
             mark=mark,
         )
 
-    def _rate(self) -> float:
+    def _learning_rate(self) -> float:
         return learning_rate(
             self.train_state.step - self.train_state.schedule_start - 1,
             self.config.lr_scheduler,
@@ -299,15 +304,15 @@ class Trainer:
         )
 
     def _validate(
-        self, validation: Validation, speed: SpeedMeter, request: StopRequest, *, last: bool = False
+        self, validation: Validator, speed: SpeedMeter, request: StopRequest, *, last: bool = False
     ) -> bool:
-        """Validate; True says that it was cut short, since a rank was asked to stop."""
-        with speed.apart("validation"):
-            found = validation.run(self.train_state, last=last, stop=lambda: request.asked)
-        self.compile_clock()  # what validation compiles is in its own seconds already
-        if found is not None:
-            self.record(found)
-        return found is None
+        """Validate; True if it was cut short because a rank was asked to stop."""
+        with speed.exclude("validation"):
+            values = validation.run(self.train_state, last=last, stop=lambda: request.asked)
+        self.compile_clock()  # compilation during validation is already excluded with it
+        if values is not None:
+            self.record(values)
+        return values is None
 
     # Reporting
 
@@ -332,8 +337,8 @@ class Trainer:
             self.log.say(f"resumed after step {state.step}, {state.tokens:,} tokens")
 
     def _startup_messages(self) -> Iterator[str]:
-        """Tell what the preflight cannot know, since it needs the tokenised corpus: its length, and the
-        shares of a mixture in the samples of all steps."""
+        """Messages about what only the tokenized corpus tells: its length, and the shares of a mixture over
+        all steps."""
         epochs = self.config.training.epochs
         if epochs:
             yield (
@@ -341,9 +346,9 @@ class Trainer:
                 f"{self.loader.epoch_samples:,} samples each"
             )
             yield from cut_to_fit(self.config.lr_scheduler, self.total_steps)
-        yield from (f"training: {told}" for told in self.loader.conversations())
+        yield from (f"training: {line}" for line in self.loader.conversations())
         if self.validation:
-            yield from (f"validation: {told}" for told in self.validation.loader.conversations())
+            yield from (f"validation: {line}" for line in self.validation.loader.conversations())
         if self.loader.mixture:
             yield self.loader.mixture.describe(self.total_steps * self.batch.total)
         if dist.get_world_size() > int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size()):
@@ -356,36 +361,36 @@ class Trainer:
             "loss": result.loss,
             **result.reported,
             "grad_norm": result.grad_norm,
-            "lr": self._rate(),
+            "lr": self._learning_rate(),
             "tokens": self.train_state.tokens,
         }
-        values |= self.speed.read() | memory(self.device)
+        values |= self.speed.read() | memory_usage(self.device)
         for hook in self.hooks:
-            values = hook.logged(values)
+            values = hook.log_values(values)
         self.record(values)
 
     def record(self, values: dict[str, Any]) -> None:
-        """Keep and log the values, or the event, of the step that the run is at."""
+        """Log the values or the event of the current step and append them to the history."""
         self.history.append({"step": self.train_state.step, **values})
         self.log.log(self.train_state.step, values)
 
-    # Endings
+    # End of a run
 
-    def _finished(self) -> int:
+    def _report_finished(self) -> int:
         step = self.train_state.step
         self.log.advance(step)
         saved = None
         if self.checkpointer and self.checkpointer.due(last=True, stop=False):
             saved = self.checkpointer.step_folder
-        begun = self.validation.begun(self.train_state) if self.validation else {}
+        initial = self.validation.initial_losses(self.train_state) if self.validation else {}
         text = summary(
-            [{"step": 0, **begun}, *self.history],
+            [{"step": 0, **initial}, *self.history],
             steps=step,
             tensorboard=expand_user(self.config.metrics.save_tb_folder, inside=self.folder)
             if self.config.metrics.enable_tensorboard
             else None,
             checkpoint=saved,
-            trained=self._trained(),
+            trained=self._describe_trained(),
             of_tokens=self.config.finetune.objective == "sft" and not self.args.classifier,
         )
         self.log.say(text)
@@ -395,12 +400,12 @@ class Trainer:
             if self.config.checkpoint.load_step != -1:
                 longer += f" --checkpoint.load_step {step}"
             self.log.say(
-                f"to go on: the same command with {longer}; to start anew: another --job.dump_folder"
+                f"to continue: the same command with {longer}; to start over: another --job.dump_folder"
             )
         return EXIT_FINISHED
 
-    def _trained(self) -> str:
-        """Tell which part of the model was trained, if not all of it."""
+    def _describe_trained(self) -> str:
+        """Describe the trained part of the model, or return "" if all of it was trained."""
         if not self.config.finetune.chooses:
             return ""
         from toolkit.finetune.parameters import describe_trained
@@ -408,15 +413,13 @@ class Trainer:
         bytes_each = getattr(torch, self.config.training.dtype).itemsize
         return describe_trained(self.args, self.config.finetune, bytes_each=bytes_each)
 
-    def _stopped(self, request: StopRequest) -> int:
-        step, what = self.train_state.step, request.reason
+    def _report_stop(self, request: StopRequest) -> int:
+        step, reason = self.train_state.step, request.reason
         if not self.checkpointer or not self.checkpointer.due(last=False, stop=True):
-            self.log.say(
-                f"stopped after step {step} by {what}; nothing saved: the config saves no checkpoints"
-            )
+            self.log.say(f"stopped after step {step} by {reason} without saving: checkpoint.enable is false")
             return EXIT_ERROR
-        again = "the same command goes on from there"
+        again = "the same command resumes from it"
         if (first := self.config.checkpoint.load_step) != -1:
-            again = f"to go on: --checkpoint.load_step {step}; the same command goes back to step {first}"
-        self.log.say(f"saved step {step} and stopped by {what}; {again}")
+            again = f"to continue: --checkpoint.load_step {step}; the same command returns to step {first}"
+        self.log.say(f"saved step {step} and stopped by {reason}; {again}")
         return EXIT_REQUEUE

@@ -1,4 +1,4 @@
-"""The loss of training, without gradients, over a held-out corpus, and what a classifier gets right."""
+"""Compute the training loss, without gradients, on held-out corpora, and the scores of a classifier."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from toolkit.parallel.objective import MicroBatch, Objective, divisor
 from toolkit.train_step import TrainState
 
 
-class Validation:
-    """The validations of a run: the loss on its held-out corpus and, before the first step and after the
-    last, on the base corpus, if there is one."""
+class Validator:
+    """Validates a run: on its held-out corpus and, before the first step and after the last, on the base
+    corpus, if there is one."""
 
     def __init__(
         self,
@@ -36,49 +36,49 @@ class Validation:
         dp_size: int,
     ):
         self._options, self._model_parts, self._device = config.validation, model_parts, device
-        # A model that was trained before: there is something to compare the end with.
-        initial = config.checkpoint.initial_load_path
-        self._pretrained = pretrained_folder(config) is not None or initial is not None
+        # The result of a pretrained model is compared with its initial loss.
+        path = config.checkpoint.initial_load_path
+        self._pretrained = pretrained_folder(config) is not None or path is not None
         loader = validation_loader(config, data, dp_rank=dp_rank, dp_size=dp_size)
-        assert loader is not None, "validation is on"
+        assert loader is not None, "validation.enable is true"
         self.loader = loader
         self._base = validation_loader(config, data, dp_rank=dp_rank, dp_size=dp_size, table=BASE_CORPUS)
 
     def due(self, step: int, *, last: bool = False) -> bool:
-        """Say if the model is validated after ``step``, or before the first, which is 0."""
+        """Report whether to validate after ``step``; 0 means before the first step."""
         return last or (step % self._options.freq == 0 if step else self._pretrained)
 
     def run(self, state: TrainState, *, last: bool, stop: Callable[[], bool]) -> dict[str, float] | None:
-        """Validate after the step of ``state``, which keeps the best loss and the first.
+        """Validate after the step of ``state`` and record the best and the initial losses there.
 
-        Returns the values to report, or None where ``stop`` was true on some rank before the end.
+        Returns the values to report, or None if ``stop`` returned True on some rank before the end.
         """
         steps, model_parts = self._options.steps, self._model_parts
         options = dict[str, Any](device=self._device, limit=None if steps == -1 else steps, stop=stop)
         values: dict[str, float] = {}
-        found = validate(model_parts, self.loader, **options)
-        if found and self._base and (last or state.step == 0):
+        result = validate(model_parts, self.loader, **options)
+        if result and self._base and (last or state.step == 0):
             values = base_corpus_loss(model_parts, self._base, **options)
         if classifier := model_parts.models[0].args.classifier:
             classes = len(classifier.labels)
-            values |= take_class_scores(model_parts, classes=classes, device=self._device)
-        if found is None:
+            values |= classifier_scores(model_parts, classes=classes, device=self._device)
+        if result is None:
             return None
-        loss, best = found["loss"], state.best_validation
+        loss, best = result["loss"], state.best_validation
         if state.step and math.isfinite(loss) and (best is None or not best <= loss):
             state.best_validation, state.best_step = loss, state.step
-        values = {f"validation_{name}": value for name, value in found.items()} | values
+        values = {f"validation_{name}": value for name, value in result.items()} | values
         if state.step == 0:
             state.before = {key: values[name] for name, key in self._compared.items() if name in values}
         return values
 
-    def begun(self, state: TrainState) -> dict[str, float]:
-        """Losses from before the first step of the run of ``state``, on these samples."""
+    def initial_losses(self, state: TrainState) -> dict[str, float]:
+        """Losses before the first step, as far as they were measured on the same samples."""
         return {name: state.before[key] for name, key in self._compared.items() if key in state.before}
 
     @property
     def _compared(self) -> dict[str, str]:
-        """Losses that are told before and after, and the samples that each is of."""
+        """Losses that are reported before and after training, with the identity of their samples."""
         loaders = {"validation_loss": self.loader, "base_corpus_loss": self._base}
         return {name: f"{name} of {loader.identity}" for name, loader in loaders.items() if loader}
 
@@ -93,16 +93,16 @@ def validate(
     stop: Callable[[], bool] = lambda: False,
     objective: Objective | None = None,
 ) -> dict[str, float] | None:
-    """The mean "loss" a token (nats), or the objective's with what else it reports, over all ranks'
-    micro-batches, at most ``limit`` of them on each rank; None where ``stop`` was true on some rank before
-    the end. ``objective`` takes the place of the run's own.
+    """Mean "loss" per token in nats, or the means of the objective, over the micro-batches of all ranks.
 
-    Every rank must bring equally many micro-batches: sharded parameters are gathered in each.
+    Takes at most ``limit`` micro-batches per rank; every rank must have the same number of them, because each
+    gathers the sharded parameters. ``objective`` replaces that of the run. Returns None if ``stop`` returned
+    True on some rank before the end.
     """
     for model in model_parts.models:
         model.eval()
-    own = model_parts.objective
-    model_parts.objective = objective = objective or own
+    original = model_parts.objective
+    model_parts.objective = objective = objective or original
     names = ("loss", *objective.names)
     sums = torch.zeros(1 + len(names), dtype=torch.float64, device=device)
     stops = torch.zeros((), device=device)
@@ -116,7 +116,7 @@ def validate(
         sums[0] += objective.count([batch]) * model_parts.is_loss_rank
     dist.all_reduce(sums)
     model_parts.end_evaluation()
-    model_parts.objective = own
+    model_parts.objective = original
     for model in model_parts.models:
         model.train()
     means = (sums[1:] / divisor(sums[0])).tolist()
@@ -124,7 +124,7 @@ def validate(
 
 
 class _NextToken(Objective):
-    """The loss of the next token, also of a model whose own objective takes the losses of tokens apart."""
+    """Next-token loss, also for models whose objective needs the loss of each token."""
 
     def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return super().__call__(output.sum(), batch)
@@ -133,20 +133,20 @@ class _NextToken(Objective):
 def base_corpus_loss(
     model_parts: ModelParts, batches: Iterable[MicroBatch], **options: Any
 ) -> dict[str, float]:
-    """Loss (nats a token) and perplexity of the model, adapter and all, on text that is not what it learns;
-    nothing where it was stopped before the end. ``options`` are those of :func:`validate`."""
-    found = validate(model_parts, batches, objective=_NextToken(), **options)
-    if found is None:
+    """Loss (nats per token) and perplexity of the model, with its adapter, on text that it is not trained on;
+    empty if stopped before the end. ``options`` are those of :func:`validate`."""
+    result = validate(model_parts, batches, objective=_NextToken(), **options)
+    if result is None:
         return {}
-    loss = found["loss"]
+    loss = result["loss"]
     return {"base_corpus_loss": loss, "base_corpus_perplexity": perplexity(loss)}
 
 
-def take_class_scores(model_parts: ModelParts, *, classes: int, device: torch.device) -> dict[str, float]:
-    """Accuracy and macro F1 of the answers of a classifier since the last call, over all ranks.
+def classifier_scores(model_parts: ModelParts, *, classes: int, device: torch.device) -> dict[str, float]:
+    """Accuracy and macro F1 of a classifier's predictions since the last call, over all ranks.
 
-    Macro F1 is that of scikit-learn: the mean over the classes that some text has or some answer was, each 2
-    right answers / (answers + texts).
+    Macro F1 is scikit-learn's: the mean over classes with a label or a prediction of 2 · correct predictions
+    / (predictions + labels).
     """
     from toolkit.models.common.classification_head import ClassificationHead
 
@@ -156,15 +156,15 @@ def take_class_scores(model_parts: ModelParts, *, classes: int, device: torch.de
         if isinstance(head, ClassificationHead) and head.counts is not None:
             counts += head.counts
             head.counts = None
-    dist.all_reduce(counts)  # each token is on one rank: of tp and cp each has a piece of the sequence
+    dist.all_reduce(counts)  # tp and cp shard the sequence, so each token is on one rank
     return _class_scores(counts.cpu())
 
 
 def _class_scores(counts: Tensor) -> dict[str, float]:
-    right, answers, texts = counts.double()
-    seen = answers + texts > 0
-    f1 = 2 * right[seen] / (answers + texts)[seen]
+    correct, predicted, labeled = counts.double()
+    seen = predicted + labeled > 0
+    f1 = 2 * correct[seen] / (predicted + labeled)[seen]
     return {
-        "validation_accuracy": (right.sum() / texts.sum().clamp(min=1)).item(),
+        "validation_accuracy": (correct.sum() / labeled.sum().clamp(min=1)).item(),
         "validation_f1": f1.sum().item() / max(1, int(seen.sum())),
     }

@@ -136,5 +136,5 @@ def test_a_finished_run_goes_on_for_more_epochs(runs: dict[str, Any]) -> None:
     assert first["steps"] == 5 and list(second["losses"]) == list(range(6, STEPS + 1))
     assert first["losses"] | second["losses"] == whole["losses"]
     assert second["weights"] == whole["weights"]
-    assert "to go on: the same command with --training.epochs 2;" in first["said"]
+    assert "to continue: the same command with --training.epochs 2;" in first["said"]
     assert f"{STEPS} steps: training.epochs {EPOCHS}, {SAMPLES} samples each" in second["said"]

@@ -24,7 +24,7 @@ from tests.training import small_config
 from toolkit.config.parallelism import ActivationCheckpoint, Compile
 from toolkit.data.build import open_data
 from toolkit.distributed import process_group
-from toolkit.metrics.startup_timer import Phases
+from toolkit.metrics.startup_timer import StartupTimer
 from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
 from toolkit.parallel.activation_offload import apply_activation_offload
 from toolkit.parallel.compile import apply_compile
@@ -66,9 +66,11 @@ def steps(folder: str, attention: str, *, ahead: bool) -> list[tuple[float, floa
         training={"max_norm": 1e-3, "local_batch_size": 4, "mixed_precision_param": "bfloat16"},
     )
     device = torch.device("cuda", 0)
-    trainer = Trainer(config, open_data(config, progress=False), device, Phases(enabled=False))
-    assert trainer.train_step.ahead, "the default optimizer can be queued before its gradient is known"
-    trainer.train_step.ahead = ahead
+    trainer = Trainer(config, open_data(config, progress=False), device, StartupTimer(enabled=False))
+    assert trainer.train_step.updates_ahead, (
+        "the default optimizer can be queued before its gradient is known"
+    )
+    trainer.train_step.updates_ahead = ahead
     batches, found = iter(trainer.loader), []
     for number in range(3):
         micro_batches = [next(batches) for _ in range(trainer.batch.accumulation)]

@@ -9,7 +9,7 @@ import termios
 import time
 
 from toolkit.metrics.console import Console, format_line
-from toolkit.metrics.startup_timer import Phases, process_seconds
+from toolkit.metrics.startup_timer import StartupTimer, process_seconds
 
 VALUES = {
     "loss": 4.81234,
@@ -64,7 +64,7 @@ def test_off_a_terminal_the_second_line_is_followed_by_the_time_that_is_left(cap
     console.log(20, {"validation_loss": 5.0})
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "step " not in line] == [
-        "at this speed the steps left take about 7 min"
+        "at this speed the remaining steps take about 7 min"
     ]
     assert lines[2].startswith("at this")
     console = Console(80)
@@ -132,12 +132,12 @@ def test_color_is_for_terminals_that_want_it():
 
 
 def test_phases(capsys):
-    phases = Phases()
+    phases = StartupTimer()
     with phases("tokenizer"):
         pass
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"  tokenizer +\d+\.\d\d s", lines[-1])
-    Phases(enabled=False)
+    StartupTimer(enabled=False)
     assert capsys.readouterr().out == ""
 
 

@@ -13,7 +13,7 @@ from toolkit.config.job import Metrics
 from toolkit.io import standard_streams
 from toolkit.metrics.jsonl import rank_files
 from toolkit.metrics.logger import MetricLogger
-from toolkit.metrics.memory import memory
+from toolkit.metrics.memory import memory_usage
 
 _OPTIONS = Metrics()
 
@@ -151,11 +151,11 @@ def test_a_lost_console_is_told_once_in_the_file(tmp_path, monkeypatch):
 
 
 def test_memory_on_cpu_is_what_is_resident():
-    before = memory(torch.device("cpu"))["memory_gib"]
+    before = memory_usage(torch.device("cpu"))["memory_gib"]
     block = mmap.mmap(-1, 2**28)  # not from the heap, which may have as much to give again
     for page in range(0, len(block), mmap.PAGESIZE):
         block[page] = 1
-    after = memory(torch.device("cpu"))
+    after = memory_usage(torch.device("cpu"))
     assert after["memory_gib"] - before == pytest.approx(0.25, abs=0.05)
     assert after["memory_peak_gib"] >= after["memory_gib"]
     del block
@@ -165,8 +165,8 @@ def test_memory_on_cpu_is_what_is_resident():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_memory_on_cuda_is_the_peak_since_the_last_call():
     device = torch.device("cuda")
-    memory(device)
+    memory_usage(device)
     block = torch.ones(2**28, device=device)  # 1 GiB
     del block
-    assert memory(device)["memory_gib"] >= 1.0
-    assert memory(device)["memory_gib"] < 1.0
+    assert memory_usage(device)["memory_gib"] >= 1.0
+    assert memory_usage(device)["memory_gib"] < 1.0

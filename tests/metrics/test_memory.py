@@ -42,7 +42,7 @@ def test_snapshots_every_few_steps(tmp_path: Path, allocator: list[Any]) -> None
 def test_at_the_end_of_memory(tmp_path: Path, allocator: list[Any]) -> None:
     device = torch.device("cpu")
     before = out_of_memory_advice(device, 5, ERROR, snapshots=tmp_path)
-    assert "step 5: out of memory on cpu, 20.00 GiB more were asked for" in before
+    assert "step 5: out of memory on cpu while allocating 20.00 GiB" in before
     assert str(tmp_path) not in before
     with pytest.raises(torch.OutOfMemoryError), MemorySnapshots(tmp_path, freq=100, rank=0) as snapshots:
         snapshots.after_step(4)

@@ -20,7 +20,7 @@ def clock():
 
 def _train(meter, clock, *, steps, seconds, waiting=0.0, tokens=1000):
     for _ in range(steps):
-        with meter.waiting():
+        with meter.data_wait():
             clock.now += waiting
         clock.now += seconds - waiting
         meter.step(tokens)
@@ -42,9 +42,9 @@ def test_what_is_not_training_is_told_apart(clock):
     meter = SpeedMeter(clock=clock)
     _train(meter, clock, steps=2, seconds=1.0)
     for _ in range(2):
-        with meter.apart("checkpoint"):
+        with meter.exclude("checkpoint"):
             clock.now += 30.0
-    with meter.apart("validation"):
+    with meter.exclude("validation"):
         clock.now += 5.0
     reading = meter.read()
     assert (reading["checkpoint_seconds"], reading["validation_seconds"]) == (60.0, 5.0)
@@ -63,6 +63,6 @@ def test_mfu_is_none_where_the_device_is_unknown(clock, known):
 def test_a_profiler_is_told_what_waits_and_what_is_apart(clock):
     ranges = []
     meter = SpeedMeter(clock=clock, mark=lambda name: nullcontext(ranges.append(name)))
-    with meter.waiting(), meter.apart("validation"):
+    with meter.data_wait(), meter.exclude("validation"):
         pass
     assert ranges == ["data", "validation"]

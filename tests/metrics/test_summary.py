@@ -1,7 +1,7 @@
 import math
 from pathlib import Path
 
-from toolkit.metrics.summary import last, summary
+from toolkit.metrics.summary import last_values, summary
 
 
 def _history(steps: int) -> list[dict]:
@@ -38,8 +38,8 @@ def test_the_loss_of_a_batch_that_was_skipped_is_left_out():
 
 
 def test_a_short_run_does_not_average_its_beginning():
-    assert last(_history(8), "loss") == [9.0 - 0.6, 9.0 - 0.7]
-    assert last(_history(1), "loss") == [9.0]
+    assert last_values(_history(8), "loss") == [9.0 - 0.6, 9.0 - 0.7]
+    assert last_values(_history(1), "loss") == [9.0]
 
 
 def test_a_run_that_only_validated_has_no_speed():

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.metrics.trace_analysis import PARTS, Split, split
+from toolkit.metrics.trace_analysis import PARTS, StepSplit, split_steps
 
 MAIN, OTHER, STREAM, COMM_STREAM = 1, 2, 7, 8
 
@@ -37,7 +37,7 @@ def marked(name: str, start: float, end: float, thread: int = MAIN) -> dict[str,
 
 
 def parts(*events: dict[str, Any]) -> dict[str, float]:
-    found = split(events)
+    found = split_steps(events)
     assert found is not None
     return {part: round(spent, 6) for part, spent in found.parts.items() if spent}
 
@@ -92,7 +92,7 @@ def test_what_owns_its_inside() -> None:
 
 
 def test_a_collective_on_its_thread_counts_where_nothing_is_computed() -> None:
-    found = split(
+    found = split_steps(
         [
             step(0, 10),
             event("aten::mm", 1, 4),
@@ -103,14 +103,14 @@ def test_a_collective_on_its_thread_counts_where_nothing_is_computed() -> None:
     assert found is not None
     assert found.parts["linear"] == 3 and found.parts["communication"] == 3 and found.parts["host"] == 4
     assert (found.communication, found.overlapped) == (5, 2)
-    assert "of 5.0 ms, 2.0 ms are under computation" in str(found)
+    assert "of 5.0 ms, 2.0 ms overlap with computation" in str(found)
 
 
 def test_what_a_compiler_fused_for_the_cpu_has_no_name() -> None:
-    found = split([step(0, 9), marked("## Call CompiledFxGraph f7 ##", 1, 8), event("aten::mm", 3, 5)])
+    found = split_steps([step(0, 9), marked("## Call CompiledFxGraph f7 ##", 1, 8), event("aten::mm", 3, 5)])
     assert found is not None
     assert (found.parts["other"], found.parts["linear"], found.parts["host"]) == (5, 2, 2)
-    assert "all that was compiled" in str(found)
+    assert "all compiled code" in str(found)
 
 
 def test_validation_and_checkpoints_are_of_no_step() -> None:
@@ -124,7 +124,7 @@ def test_validation_and_checkpoints_are_of_no_step() -> None:
 
 
 def test_kernels_are_known_by_the_operator_that_launched_them() -> None:
-    found = split(
+    found = split_steps(
         [
             step(0, 20),
             # the host runs ahead of the device
@@ -150,7 +150,7 @@ def test_kernels_are_known_by_the_operator_that_launched_them() -> None:
 def test_several_steps_are_averaged_and_none_is_none() -> None:
     trace = [step(0, 10), event("aten::mm", 6, 10), step(10, 30), event("aten::mm", 10, 16)]
     assert parts(*trace) == {"linear": 5, "host": 10}
-    assert split([event("aten::mm", 0, 1)]) is None
+    assert split_steps([event("aten::mm", 0, 1)]) is None
 
 
 @pytest.fixture
@@ -162,14 +162,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def profiled(tmp_path: Path, run: Any) -> Split:
+def profiled(tmp_path: Path, run: Any) -> StepSplit:
     """The split of a second call of ``run``, traced as a step."""
     run()
     with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("ProfilerStep#1"):
         run()
     path = tmp_path / "trace.json"
     profiler.export_chrome_trace(str(path))
-    found = split(json.loads(path.read_text())["traceEvents"])
+    found = split_steps(json.loads(path.read_text())["traceEvents"])
     assert found is not None
     return found
 

@@ -340,7 +340,7 @@ PLAN = """
 import time
 from dataclasses import replace
 from benchmarks.layouts import LAYOUTS, _batch, _mesh, forecast, memory
-from toolkit.metrics.memory import resident
+from toolkit.metrics.memory import resident_bytes
 flags = "llama3_405b" + _mesh(8, 16) + _batch(2048) + " --activation_checkpoint.mode full"
 layout = replace(LAYOUTS[0], ranks=16384, flags=flags)
 peak = memory(layout).peak
@@ -348,7 +348,7 @@ forecast(layout)
 again = time.process_time()
 forecast(layout)
 spent = time.process_time() - again
-print(time.process_time(), spent, resident()[1], peak)
+print(time.process_time(), spent, resident_bytes()[1], peak)
 """
 
 

@@ -53,7 +53,7 @@ def quantize(weight: Tensor) -> Tensor:
 def dequantize(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers (R, C) of the bytes (R, C / 64 · 36): products in fp32, then of ``dtype``."""
     levels = _pairs_of_levels(packed.device)
-    if _elements.takes(packed):
+    if _elements.applies_to(packed):
         return _elements(packed, levels, dtype)
     rows, width = packed.shape
     columns = width // BLOCK_BYTES * BLOCK

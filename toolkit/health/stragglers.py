@@ -78,7 +78,7 @@ class Stragglers(StepHook):
             self._waited += waited.seconds - before
         self._steps += 1
 
-    def logged(self, values: dict[str, Any]) -> dict[str, Any]:
+    def log_values(self, values: dict[str, Any]) -> dict[str, Any]:
         compared, event = self.compare(values["data_seconds"])
         if event:
             self.record(event)

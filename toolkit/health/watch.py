@@ -58,7 +58,7 @@ class Policies(StepHook):
             seen: dict[str, Any] = {"reason": refusal.reason, "refused_loss": refusal.loss}
             seen |= {"refused_grad_norm": refusal.grad_norm, "refused_step": step}
             if refusal.rolls_back:
-                with self.trainer.speed.apart("checkpoint"):
+                with self.trainer.speed.exclude("checkpoint"):
                     self._roll_back(end, seen)
             else:
                 total = state.health["skipped_batches"] = state.health.get("skipped_batches", 0) + 1
@@ -85,5 +85,5 @@ class Policies(StepHook):
                 "(health.max_skips)\n  fix:  lower optimizer.lr, or roll back further (checkpoint.load_step)"
             )
         samples = [trainer.loader.samples, end]
-        trainer.go_on_from(end)
+        trainer.resume_data(end)
         trainer.record({"event": "ROLLED BACK", **seen, "samples": samples, "rollbacks": times})

@@ -1,1 +1,1 @@
-"""Reports of a run: console, metrics.jsonl, TensorBoard, W&B, speed, memory, profiles, time of the start."""
+"""Metrics of a run: console, metrics.jsonl, TensorBoard, W&B, speed, memory, profiles and startup time."""

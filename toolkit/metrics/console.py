@@ -1,4 +1,4 @@
-"""One line a logged step, and a progress bar below where there is a terminal. Imports no torch."""
+"""Print one line per logged step, with a progress bar on a terminal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FORMATS = {
     "mfu": "mfu {:.1%}",
     "memory_gib": "mem {:.2f} GiB",
 }
-# what the line leaves to metrics.jsonl, or shows in another form
+# keys that appear only in metrics.jsonl, or in another form
 _HIDDEN = {
     *("tokens", "step_seconds", "data_seconds", "compute_seconds", "communication_seconds"),
     *("slowest_rank_seconds", "median_rank_seconds"),
@@ -43,7 +43,7 @@ _HIDDEN = {
 
 
 def format_line(step: int, total_steps: int, values: Mapping[str, Any], *, color: bool = False) -> str:
-    """The console line of ``step``; values that are None are left out.
+    """Format the console line of ``step``; None values are omitted.
 
     >>> format_line(7, 100, {"loss": 4.81234, "lr": 3e-4, "tokens_per_second": 12345.6, "mfu": None})
     'step   7/100  loss 4.8123  lr 3.00e-04  12,346 tok/s'
@@ -56,7 +56,7 @@ def format_line(step: int, total_steps: int, values: Mapping[str, Any], *, color
     if values.get("step_seconds") and values.get("data_seconds") is not None:
         parts.append(("wait", f"wait {values['data_seconds'] / values['step_seconds']:.1%}"))
     for key, value in values.items():
-        if key.endswith("_seconds") and key not in _HIDDEN and value >= 0.05:  # less rounds to nothing
+        if key.endswith("_seconds") and key not in _HIDDEN and value >= 0.05:  # smaller values round to 0.0
             parts.append((key, f"{key.removesuffix('_seconds')} {value:.1f} s"))
     return "  ".join(
         _COLORS[key] + text + _RESET if color and key in _COLORS else text for key, text in parts
@@ -64,7 +64,7 @@ def format_line(step: int, total_steps: int, values: Mapping[str, Any], *, color
 
 
 def _duration(seconds: float) -> str:
-    """About so long.
+    """Format a duration, rounded.
 
     >>> _duration(90), _duration(36000)
     ('2 min', '10.0 h')
@@ -73,8 +73,8 @@ def _duration(seconds: float) -> str:
 
 
 class Console:
-    """Prints lines; on a terminal also a bar with the time that is left, which the lines do not tear, and
-    elsewhere that time once."""
+    """Prints lines above a progress bar with the remaining time; without a terminal, prints that time
+    once."""
 
     def __init__(self, total_steps: int, *, resume_step: int = 0, color: bool = True):
         terminal = sys.stdout.isatty()
@@ -94,10 +94,8 @@ class Console:
         if seconds := values.get("step_seconds"):
             self._timed += 1
             left = seconds * (self._total_steps - step)
-            if (
-                self._timed == 2 and self._bar is None and left >= 60
-            ):  # the first is slower, and a bar tells it
-                self.say(f"at this speed the steps left take about {_duration(left)}")
+            if self._timed == 2 and self._bar is None and left >= 60:  # the first step is slower
+                self.say(f"at this speed the remaining steps take about {_duration(left)}")
 
     def say(self, text: str) -> None:
         """Print ``text`` above the bar."""

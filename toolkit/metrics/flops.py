@@ -1,9 +1,8 @@
-"""Model FLOPs per token and peak rates of devices, for MFU. Imports no torch.
+"""Model FLOPs per token and peak FLOP/s of devices, for MFU. Imports no torch.
 
-The convention is PaLM's and torchtitan's: 6 per parameter outside the embedding table, plus
-12 · layers · heads · head dim · sequence for attention over the full square, masked or not; where a window
-is shorter than the sequence, its length stands in for the sequence's. What is recomputed by activation
-checkpointing does not count.
+As in PaLM and torchtitan: 6 per parameter outside the embedding table, plus 12 · layers · heads · head dim ·
+sequence length for full attention, masked or not. A sliding window shorter than the sequence replaces its
+length. Recomputation for activation checkpointing does not count.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from toolkit.models.parameters import head_parameters, table
 
 
 def model_flops(args: ModelArgs, finetune: Finetune, *, seq_len: int, causal: bool = False) -> float:
-    """FLOPs of a run's step for one token: fewer than :func:`flops_per_token` where a part is trained."""
+    """FLOPs per token of a training step: below :func:`flops_per_token` if only a part is trained."""
     if not finetune.chooses:
         return flops_per_token(args, seq_len=seq_len, causal=causal)
     from toolkit.metrics.flops_finetune import fine_tuning_flops
@@ -25,10 +24,10 @@ def model_flops(args: ModelArgs, finetune: Finetune, *, seq_len: int, causal: bo
 
 
 def flops_per_token(args: ModelArgs, *, seq_len: int, causal: bool = False) -> float:
-    """FLOPs of forward and backward for one token.
+    """FLOPs per token of forward and backward.
 
-    ``causal`` counts only what is seen, half of the square without a window: some systems publish that. A
-    tied head counts as an untied one, for its matmul is the same.
+    ``causal`` counts only unmasked attention, half of it without a window, as some systems report. A tied
+    head counts like an untied one: its matmul is the same.
     """
     parameters = sum(table(args).block_sizes) + args.dim + head_parameters(args)
     seen = min(seq_len, args.sliding_window or seq_len)
@@ -36,8 +35,8 @@ def flops_per_token(args: ModelArgs, *, seq_len: int, causal: bool = False) -> f
     return float(6 * parameters + (square - square * seen // (2 * seq_len) if causal else square))
 
 
-# Dense bf16 tensor-core peak in TFLOP/s, accumulating in fp32, from the vendors' data sheets and white
-# papers (half of the figure where they give the one with sparsity). The first that fits wins.
+# Dense bf16 tensor-core peak in TFLOP/s with fp32 accumulation, from the vendors' data sheets and white
+# papers (half of a figure that includes sparsity). The first match wins.
 _PEAK_TFLOPS = (
     ("GB300", 2500.0),  # GB200 and GB300 NVL72 data sheets: 360 PFLOP/s sparse over 72
     ("GB200", 2500.0),
@@ -48,7 +47,7 @@ _PEAK_TFLOPS = (
     ("H200", 989.0),
     ("H100 NVL", 835.0),
     ("H100 PCIe", 756.0),
-    ("H100", 989.0),  # SXM, whose driver says "NVIDIA H100 80GB HBM3"
+    ("H100", 989.0),  # SXM, which the driver calls "NVIDIA H100 80GB HBM3"
     ("H800 PCIe", 756.0),
     ("H800", 989.0),
     ("H20", 148.0),
@@ -67,14 +66,14 @@ _PEAK_TFLOPS = (
     ("RTX 4090", 165.2),
     ("RTX 5090", 209.5),
 )
-# Cut-down relatives that carry the name, and slices of a device.
+# Slower variants with the same name, and MIG slices.
 OTHERS = re.compile(r"\b(laptop|mobile|max-q|ti|d|super|mig)\b", re.IGNORECASE)
 
 
 def peak_flops(device_name: str, dtype: str = "bfloat16") -> float | None:
-    """Peak FLOP/s of one device by the name that its driver gives, or None where it is not known.
+    """Peak FLOP/s of a device by its driver's name, or None if unknown.
 
-    Only bfloat16 has a peak here: what fp32 matmuls reach depends on whether TF32 is allowed.
+    Known for bfloat16 only: the peak of fp32 matmuls depends on whether TF32 is allowed.
     """
     if dtype != "bfloat16" or OTHERS.search(device_name):
         return None

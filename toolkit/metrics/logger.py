@@ -1,4 +1,4 @@
-"""Report a run's steps through one object: console, ``metrics.jsonl``, TensorBoard, W&B."""
+"""Log the steps of a run to the console, ``metrics.jsonl``, TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ if TYPE_CHECKING:
     from toolkit.metrics.prometheus import PrometheusFile
     from toolkit.metrics.wandb import WandB
 
-_EVENTS, _PROM = "TensorBoard's events", "metrics.prometheus_file"
-_OTHERS = "metrics.rank-N.jsonl of an earlier run"
+_TENSORBOARD, _PROM = "TensorBoard's events", "metrics.prometheus_file"
+_OTHER_RANKS = "metrics.rank-N.jsonl of an earlier run"
 _CONSOLE_LOST = "console_lost"
 
 
 class MetricLogger:
-    """Reports the metrics of a run into ``folder``.
+    """Logs the metrics of a run into ``folder``.
 
-    Rank 0 prints and writes ``metrics.jsonl`` and ``<save_tb_folder>/``; other ranks do nothing, or with
-    ``save_for_all_ranks`` write ``metrics.rank-N.jsonl`` and ``<save_tb_folder>/rank-N/`` of what they log.
-    ``resume_step`` is the step of the checkpoint that the run goes on from, 0 for a new run: what the files
-    hold beyond it is dropped. A new run sets aside the files of those ranks that write none among its
-    ``world_size``. ``config_text`` becomes TensorBoard text, and ``config`` that of the run at Weights &
-    Biases, to which they send their metrics with ``enable_wandb``.
+    Rank 0 prints and writes ``metrics.jsonl`` and ``<save_tb_folder>/``. Other ranks do nothing, or with
+    ``save_for_all_ranks`` write ``metrics.rank-N.jsonl`` and ``<save_tb_folder>/rank-N/``. ``resume_step`` is
+    the step of the loaded checkpoint, 0 for a new run; later records in the files are dropped. A new run
+    renames old files of ranks that it does not write. ``config_text`` goes to TensorBoard and ``config`` to
+    Weights & Biases, which is on with ``enable_wandb``.
 
-    A file that cannot be written is told once and does not stop the training; that the console cannot is told
-    in ``metrics.jsonl``, as "console_lost" of the next record.
+    A file that cannot be written never stops the run and is reported once; a lost console is reported as
+    "console_lost" in the next record of ``metrics.jsonl``.
     """
 
     def __init__(
@@ -50,27 +49,27 @@ class MetricLogger:
         config: Mapping[str, Any] | None = None,
     ):
         folder = Path(folder)
-        chief = rank == 0
-        self._told: set[str] = set()
+        is_rank_0 = rank == 0
+        self._reported: set[str] = set()
         color = not options.disable_color_printing
-        self._console = Console(total_steps, resume_step=resume_step, color=color) if chief else None
+        self._console = Console(total_steps, resume_step=resume_step, color=color) if is_rank_0 else None
         self._lines: JsonLines | None = None
         self._tensorboard: TensorBoard | None = None
         self._wandb: WandB | None = None
         self._prometheus: PrometheusFile | None = None
-        if not (chief or options.save_for_all_ranks):
+        if not (is_rank_0 or options.save_for_all_ranks):
             return
-        self._name = name = "metrics.jsonl" if chief else f"metrics.rank-{rank}.jsonl"
+        self._name = name = "metrics.jsonl" if is_rank_0 else f"metrics.rank-{rank}.jsonl"
         self._lines = self._attempt(name, lambda: JsonLines(folder / name, resume_step=resume_step))
-        if chief and resume_step == 0:
+        if is_rank_0 and resume_step == 0:
             writers = world_size if options.save_for_all_ranks else 1
-            self._attempt(_OTHERS, lambda: _set_others_aside(folder, writers))
+            self._attempt(_OTHER_RANKS, lambda: _set_aside_others(folder, writers))
         if options.enable_tensorboard:
             events = expand_user(options.save_tb_folder, inside=folder)
             self._tensorboard = TensorBoard(
-                events if chief else events / f"rank-{rank}",
+                events if is_rank_0 else events / f"rank-{rank}",
                 resume_step=resume_step,
-                config_text=config_text if chief else "",
+                config_text=config_text if is_rank_0 else "",
             )
         if options.prometheus_file:
             from toolkit.metrics.prometheus import open_prometheus
@@ -79,19 +78,23 @@ class MetricLogger:
         if options.enable_wandb:
             from toolkit.metrics.wandb import WandB
 
-            about: Any = {"resume_step": resume_step, "config": config or {}, "say": self.say}
-            ranks = rank if options.save_for_all_ranks else None
-            self._wandb = WandB(folder, rank=ranks, **about)
+            self._wandb = WandB(
+                folder,
+                resume_step=resume_step,
+                config=config or {},
+                say=self.say,
+                rank=rank if options.save_for_all_ranks else None,
+            )
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Report ``values`` (numbers or None) of ``step``, in the keys of ``metrics.jsonl``."""
+        """Log ``values`` (numbers or None) of ``step`` under the keys of ``metrics.jsonl``."""
         if self._console is not None:
             self._console.log(step, values)
         lines, tensorboard = self._lines, self._tensorboard
         if lines is not None:
             self._attempt(self._name, lambda: lines.write({"step": step, **values, **self._console_lost()}))
         if tensorboard is not None:
-            self._attempt(_EVENTS, lambda: tensorboard.write(step, values))
+            self._attempt(_TENSORBOARD, lambda: tensorboard.write(step, values))
         if (prometheus := self._prometheus) is not None:
             self._attempt(_PROM, lambda: prometheus.write(step, values))
         if self._wandb is not None:
@@ -103,39 +106,39 @@ class MetricLogger:
             self._console.say(printable(text))
 
     def advance(self, step: int) -> None:
-        """Move the progress bar; called every step, logged or not."""
+        """Move the progress bar; call it every step, logged or not."""
         if self._console is not None:
             self._console.advance(step)
 
     def close(self) -> None:
-        """Flush and close everything; the bar disappears."""
+        """Flush and close all outputs and remove the progress bar."""
         if self._lines is not None:
             self._attempt(self._name, self._lines.close)
         if self._tensorboard is not None:
-            self._attempt(_EVENTS, self._tensorboard.close)
-        for part in (self._wandb, self._console):
-            if part is not None:
-                part.close()
+            self._attempt(_TENSORBOARD, self._tensorboard.close)
+        for output in (self._wandb, self._console):
+            if output is not None:
+                output.close()
 
-    def _attempt(self, what: str, write: Callable[[], Any]) -> Any:
+    def _attempt(self, name: str, write: Callable[[], Any]) -> Any:
         try:
             return write()
         except OSError as error:
-            if what not in self._told:
-                self.say(f"{what} cannot be written: {error}; the training goes on without")
-                self._told.add(what)
+            if name not in self._reported:
+                self.say(f"{name} cannot be written: {error}; training continues without it")
+                self._reported.add(name)
             return None
 
     def _console_lost(self) -> dict[str, str]:
-        """Return what the next record is to say of a console that was lost, once."""
+        """The field of the next record that reports a lost console, once."""
         reason = standard_streams.lost() if self._console is not None else ""
-        if not reason or _CONSOLE_LOST in self._told:
+        if not reason or _CONSOLE_LOST in self._reported:
             return {}
-        self._told.add(_CONSOLE_LOST)
+        self._reported.add(_CONSOLE_LOST)
         return {_CONSOLE_LOST: reason}
 
 
-def _set_others_aside(folder: Path, writers: int) -> None:
+def _set_aside_others(folder: Path, writers: int) -> None:
     for rank, path in rank_files(folder).items():
         if rank >= writers:
             set_aside(path)

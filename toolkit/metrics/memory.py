@@ -1,4 +1,4 @@
-"""Memory of this process: the device's where there is one, else what is resident."""
+"""Measure the memory of this process: on its CUDA device, else resident on the host."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 GIB = 2**30
 
 
-def memory(device: torch.device) -> dict[str, float]:
+def memory_usage(device: torch.device) -> dict[str, float]:
     """Memory in GiB under the keys of ``metrics.jsonl``.
 
-    On CUDA: ``memory_gib`` is the most that tensors took since the last call, ``memory_reserved_gib``
-    the most that torch held, ``memory_retries`` and ``memory_ooms`` how often the allocator had to
-    flush its cache or failed, since the start. On CPU: ``memory_gib`` is resident now and
-    ``memory_peak_gib`` the most since the start.
+    On CUDA, ``memory_gib`` and ``memory_reserved_gib`` are the peaks of allocated and reserved memory since
+    the last call; ``memory_retries`` and ``memory_ooms`` count the allocator's cache flushes and failures
+    since the start. On CPU, ``memory_gib`` is resident memory now and ``memory_peak_gib`` its peak since the
+    start.
     """
     if device.type != "cuda":
-        now, peak = resident()
+        now, peak = resident_bytes()
         return {"memory_gib": now / GIB, "memory_peak_gib": peak / GIB}
     stats = torch.cuda.memory_stats(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -32,11 +32,11 @@ def memory(device: torch.device) -> dict[str, float]:
     }
 
 
-def resident() -> tuple[int, int]:
-    """(now, peak) resident bytes."""
+def resident_bytes() -> tuple[int, int]:
+    """Current and peak resident memory in bytes."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:  # not Linux: only the peak is on offer
+    except OSError:  # not Linux: only the peak is available
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return peak, peak

@@ -1,4 +1,4 @@
-"""Snapshots of the CUDA allocator's history, and what to do when memory runs out."""
+"""Write snapshots of the CUDA allocator's history, periodically and when memory runs out."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from toolkit.compat import memory_snapshot, record_memory_history
 
 _ENTRIES = 100_000
-"""Allocations and frees that a snapshot remembers, as torchtitan's: some hundred MB at most."""
+"""Allocations and frees in a snapshot, as in torchtitan: at most a few hundred MB."""
 
 
 class MemorySnapshots:
-    """Every ``freq`` steps, and when memory runs out, each rank writes its allocations with their stacks.
+    """Writes each rank's allocations with their stacks, every ``freq`` steps and when memory runs out.
 
-    The files, ``<folder>/iteration_<step>/rank<rank>_memory_snapshot.pickle``, are for
-    https://pytorch.org/memory_viz. At the end of memory the folder is ``iteration_<step>_exit``, of
-    the last step that was done. CUDA only: torch has no such history for the CPU.
+    View the files, ``<folder>/iteration_<step>/rank<rank>_memory_snapshot.pickle``, at
+    https://pytorch.org/memory_viz. When memory runs out the folder is ``iteration_<step>_exit``, with the
+    last completed step. CUDA only: torch records no such history on the CPU.
     """
 
     def __init__(self, folder: Path, *, freq: int, rank: int):

@@ -1,4 +1,4 @@
-"""A torch.profiler trace every so many steps, and where the time of the traced step went."""
+"""Write torch.profiler traces at intervals and report how the traced step spent its time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from toolkit.config.job import Profiling
-from toolkit.metrics.trace_analysis import split
+from toolkit.metrics.trace_analysis import split_steps
 
 
 class StepProfiler:
-    """Traces ``profiler_active`` steps up to every ``profile_freq``-th one.
-
-    The profiler runs ``profiler_warmup`` steps before them, of which it keeps nothing.
+    """Traces ``profiler_active`` steps up to every ``profile_freq``-th one, after ``profiler_warmup`` steps.
 
     Each rank writes ``<folder>/iteration_<step>/rank<rank>_trace.json`` (for chrome://tracing or
-    ui.perfetto.dev); rank 0 also says how the time of the step was split. A trace that the end of
-    the run cuts short is not written. Steps are counted from ``first_step``, and anew after a roll-back,
-    so that a run that goes on traces the steps that it would have traced.
+    ui.perfetto.dev); rank 0 also reports how the step spent its time. An incomplete trace at the end of the
+    run is dropped. Steps count from ``first_step``, and again after a rollback, so that a resumed run traces
+    the same steps.
     """
 
     def __init__(
@@ -40,7 +38,7 @@ class StepProfiler:
     ):
         self._folder, self._rank, self._device, self._say = folder, rank, device, say
         self._step, self._next = 0, first_step
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it announces each trace in its own words
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints its own line for each trace
         warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
         active, warmup = options.profiler_active, options.profiler_warmup
         self._cycle = schedule(wait=options.profile_freq - active - warmup, warmup=warmup, active=active)
@@ -63,13 +61,13 @@ class StepProfiler:
 
     def after_step(self, step: int) -> None:
         if self._device.type == "cuda" and self._profile.current_action.name != "NONE":
-            # the kernels that a step left running are part of it, not of the next
+            # kernels that still run belong to this step, not to the next
             torch.cuda.synchronize(self._device)
         if step == self._next:
             self._step = step
             self._profile.step()
             self._step = 0
-        else:  # the run was rolled back, and this step counted as another
+        else:  # the run was rolled back and counts this step again
             self._profile.__exit__(None, None, None)
             self._profile = self._new_profile(step + 1)
             self._profile.__enter__()
@@ -84,7 +82,7 @@ class StepProfiler:
         self._profile.__exit__(kind, error, trace)
 
     def _write(self, profiled: Any) -> None:
-        if not self._step:  # the run ends
+        if not self._step:  # the run is ending
             return
         path = self._folder / f"iteration_{self._step}" / f"rank{self._rank}_trace.json"
         try:
@@ -99,11 +97,11 @@ class StepProfiler:
     def _report(self, path: Path) -> str:
         try:
             events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        except (OSError, ValueError):  # torch does not raise where the disk is full
-            return f"the trace of step {self._step} was not written; is there room in {path.parent}?"
-        found = split(events)
-        if found is None:
+        except (OSError, ValueError):  # torch does not raise when the disk is full
+            return f"the trace of step {self._step} was not written; is the disk of {path.parent} full?"
+        split = split_steps(events)
+        if split is None:
             return f"profiled step {self._step}: the profiler recorded nothing; trace in {path.parent}"
         last = self._step
-        which = f"step {last}" if found.steps == 1 else f"steps {last - found.steps + 1} to {last}, a step"
-        return f"profiled {which}: {found.wall:.1f} ms, of which\n{found}\n  traces in {path.parent}"
+        which = f"step {last}" if split.steps == 1 else f"steps {last - split.steps + 1} to {last}, per step"
+        return f"profiled {which}: {split.wall:.1f} ms\n{split}\n  traces in {path.parent}"

@@ -1,4 +1,4 @@
-"""The profiler and memory snapshots of a run, loaded where they are on."""
+"""Step hook that runs the profiler and memory snapshots."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit.config.job import Profiling as ProfilingOptions
+from toolkit.config.job import Profiling
 from toolkit.config.local_paths import expand_user
 from toolkit.metrics.memory_snapshot import MemorySnapshots
 from toolkit.metrics.profiler import StepProfiler
 from toolkit.step_hooks import StepHook, StepResult
 
 
-def snapshot_folder(options: ProfilingOptions, folder: Path) -> Path | None:
-    """Where the memory snapshots of a run in ``folder`` are; None where it writes none."""
+def snapshot_folder(options: Profiling, folder: Path) -> Path | None:
+    """Folder of the memory snapshots of a run in ``folder``, or None if they are disabled."""
     if not options.enable_memory_snapshot:
         return None
     return expand_user(options.save_memory_snapshot_folder, inside=folder)
 
 
-class Profiling(StepHook):
-    """Runs what ``options`` ask for, ``apart`` from the steps."""
+class ProfilingHook(StepHook):
+    """Runs the enabled tools and excludes their time from the step time with ``exclude``."""
 
     def __init__(
         self,
-        options: ProfilingOptions,
+        options: Profiling,
         folder: Path,
         *,
         first_step: int,
         device: torch.device,
         say: Callable[[str], None],
-        apart: Callable[[str], AbstractContextManager[None]],
+        exclude: Callable[[str], AbstractContextManager[None]],
     ):
         rank = dist.get_rank()
-        self._apart = apart
+        self._exclude = exclude
         self._stack = ExitStack()
         self._tools: list[StepProfiler | MemorySnapshots] = []
         if options.enable_profiling:
@@ -46,16 +46,16 @@ class Profiling(StepHook):
             self._tools.append(
                 StepProfiler(options, traces, first_step=first_step, rank=rank, device=device, say=say)
             )
-        if snapshots_in := snapshot_folder(options, folder):
-            self._tools.append(MemorySnapshots(snapshots_in, freq=options.profile_freq, rank=rank))
+        if snapshots := snapshot_folder(options, folder):
+            self._tools.append(MemorySnapshots(snapshots, freq=options.profile_freq, rank=rank))
 
-    def __enter__(self) -> Profiling:
+    def __enter__(self) -> ProfilingHook:
         for tool in self._tools:
             self._stack.enter_context(tool)
         return self
 
     def after_step(self, step: int, result: StepResult) -> None:
-        with self._apart("profiler"):
+        with self._exclude("profiler"):
             for tool in self._tools:
                 tool.after_step(step)
 

@@ -1,4 +1,4 @@
-"""The newest numbers of a run as a text file of Prometheus, for the textfile collector of node_exporter."""
+"""Write the latest metrics as a Prometheus text file for node_exporter's textfile collector."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PREFIX = "llama_toolkit_"
 
 
 class PrometheusFile:
-    """Replaces ``path`` as a whole with gauges of the newest value of each key of ``metrics.jsonl``.
+    """Rewrites ``path`` with a gauge of the latest value of each key of ``metrics.jsonl``.
 
-    They are labelled with ``run`` and ``rank``; ``llama_toolkit_time_seconds`` is when they were written. A
-    value that is not finite is NaN; one that was not logged of late stays.
+    Gauges are labeled with ``run`` and ``rank``; ``llama_toolkit_time_seconds`` is the time of writing.
+    Non-finite values become NaN; values that are not logged anymore stay.
     """
 
     def __init__(self, path: Path, *, run: str, rank: int):
@@ -31,7 +31,7 @@ class PrometheusFile:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add the numbers among ``values`` of ``step`` and write the file.
+        """Update the gauges with the numeric ``values`` of ``step`` and write the file.
 
         Raises:
             OSError: the folder cannot be written to.
@@ -43,18 +43,17 @@ class PrometheusFile:
             name = PREFIX + re.sub(r"\W", "_", key, flags=re.ASCII)
             number = repr(value) if math.isfinite(value) else "NaN"
             lines += [f"# TYPE {name} gauge", f"{name}{self._labels} {number}"]
-        # The collector reads all files that end in .prom, also those that are being written.
+        # The collector reads every file that ends in .prom, even while it is written.
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
         temporary.replace(self.path)
 
 
 def open_prometheus(options: Metrics, folder: Path, rank: int) -> PrometheusFile:
-    """The file of ``rank`` that ``prometheus_file`` names, in ``folder`` unless its path is absolute; that
-    of another rank than 0 has the number in its name, before the ending.
+    """Open ``prometheus_file``, relative to ``folder``; ranks other than 0 add their number to its stem.
 
     Raises:
-        OSError: its folder cannot be made.
+        OSError: its folder cannot be created.
     """
     assert options.prometheus_file
     path = folder / expand_user(options.prometheus_file)

@@ -1,4 +1,4 @@
-"""Tokens per second, MFU and where the time of a step goes."""
+"""Measure tokens per second, MFU and the time of a step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from toolkit.models.common.args import ModelArgs
 class SpeedMeter:
     """Measures the steps between two readings.
 
-    Time under :meth:`apart` (checkpoint, validation, compile) belongs to no step: it is reported
-    beside them as ``<name>_seconds``, and neither tokens/s nor MFU suffer from it.
-    ``flops_per_step`` and ``peak_flops`` (all devices together) may be None: then ``mfu`` is null.
-    ``mark`` is around each range, "data" and what is apart, with its name.
+    Time under :meth:`exclude` (checkpoint, validation, compile) does not count as step time: it is reported
+    as ``<name>_seconds`` and does not lower tokens/s and MFU. ``mfu`` is None unless ``flops_per_step`` and
+    ``peak_flops`` (of all devices together) are given. ``mark`` wraps each measured range with its name.
     """
 
     def __init__(
@@ -38,47 +37,47 @@ class SpeedMeter:
         self._reset()
 
     def step(self, tokens: int) -> None:
-        """One global batch of ``tokens`` (all ranks') is done."""
+        """Count one finished global batch of ``tokens`` (on all ranks)."""
         self._steps += 1
         self._tokens += tokens
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around what waits for data: part of the step, and told as ``data_seconds``."""
+    def data_wait(self) -> Iterator[None]:
+        """Measure waiting for data, which is part of the step and reported as ``data_seconds``."""
         started = self._clock()
         with self.mark("data"):
             yield
         self._data += self._clock() - started
 
     @contextmanager
-    def apart(self, name: str) -> Iterator[None]:
-        """Around what is not training."""
+    def exclude(self, name: str) -> Iterator[None]:
+        """Exclude the body from the step time and report it as ``<name>_seconds``."""
         started = self._clock()
         with self.mark(name):
             yield
-        self.add_apart(name, self._clock() - started)
+        self.add_excluded(name, self._clock() - started)
 
-    def add_apart(self, name: str, seconds: float) -> None:
-        """Count ``seconds`` that have passed as not training."""
+    def add_excluded(self, name: str, seconds: float) -> None:
+        """Exclude ``seconds`` that have passed from the step time."""
         if seconds:
-            self._apart[name] = self._apart.get(name, 0.0) + seconds
+            self._excluded[name] = self._excluded.get(name, 0.0) + seconds
 
     def read(self) -> dict[str, float | None]:
-        """Means over the steps since the last reading, which ends here.
+        """Return the means over the steps since the last reading and start a new one.
 
-        Keys: ``tokens_per_second`` (all ranks), ``step_seconds``, ``data_seconds`` (both a step),
-        ``mfu`` (0 to 1 or None) and ``<name>_seconds`` of what ran apart.
+        Keys: ``tokens_per_second`` (all ranks), ``step_seconds`` and ``data_seconds`` (per step), ``mfu`` (0
+        to 1 or None) and ``<name>_seconds`` of excluded time.
         """
-        seconds = self._clock() - self._started - sum(self._apart.values())
+        seconds = self._clock() - self._started - sum(self._excluded.values())
         rate = self._tokens / seconds if seconds > 0 else 0.0
         steps = max(1, self._steps)
-        least = self._seconds_at_peak
+        ideal = self._seconds_at_peak
         reading = {
             "tokens_per_second": rate,
             "step_seconds": seconds / steps,
             "data_seconds": self._data / steps,
-            "mfu": self._steps * least / seconds if least and seconds > 0 else None,
-        } | {f"{name}_seconds": spent for name, spent in self._apart.items()}
+            "mfu": self._steps * ideal / seconds if ideal and seconds > 0 else None,
+        } | {f"{name}_seconds": spent for name, spent in self._excluded.items()}
         self._reset()
         return reading
 
@@ -87,7 +86,7 @@ class SpeedMeter:
         self._steps = 0
         self._tokens = 0
         self._data = 0.0
-        self._apart: dict[str, float] = {}
+        self._excluded: dict[str, float] = {}
 
 
 def build_speed_meter(
@@ -101,8 +100,8 @@ def build_speed_meter(
     finetune: Finetune,
     mark: Callable[[str], AbstractContextManager[object]],
 ) -> SpeedMeter:
-    """Build the meter of a run's steps, each of ``samples`` rows of ``seq_len`` tokens, whether they are
-    learnt or not; it knows no peak of a device that is not in our table."""
+    """Build the meter of a run whose steps have ``samples`` rows of ``seq_len`` tokens, padding included. MFU
+    is None for a device without a known peak."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     peak = options.peak_tflops
     per_device = peak * 1e12 if peak else peak_flops(name, str(dtype).removeprefix("torch."))

@@ -1,4 +1,4 @@
-"""How long each part of the start-up took. Imports no torch."""
+"""Time the phases of startup. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-class Phases:
-    """Times named phases and prints a line for each as it ends, where ``enabled``.
+class StartupTimer:
+    """Times named phases and prints a line as each ends, if ``enabled``.
 
     ::
 
-        phases = Phases(enabled=rank == 0)
-        with phases("tokenizer"):
+        timer = StartupTimer(enabled=rank == 0)
+        with timer("tokenizer"):
             ...
     """
 
@@ -23,24 +23,24 @@ class Phases:
         self.enabled = enabled
         before = process_seconds()
         if before is not None:
-            self._ended("interpreter and imports", before)
+            self._report("interpreter and imports", before)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the body; a phase that fails is not reported, its error is. Phases do not nest."""
+        """Time the body. A phase that raises is not reported. Phases do not nest."""
         started = time.perf_counter()
         yield
-        self._ended(name, time.perf_counter() - started)
+        self._report(name, time.perf_counter() - started)
 
-    def _ended(self, name: str, seconds: float) -> None:
+    def _report(self, name: str, seconds: float) -> None:
         if self.enabled:
             print(f"  {name:<24} {seconds:7.2f} s", flush=True)
 
 
 def process_seconds() -> float | None:
-    """Seconds since this process started, interpreter start and imports included; None off Linux."""
+    """Seconds since this process started, including interpreter startup and imports; None outside Linux."""
     try:
-        # the command, field 2, may hold spaces and brackets: count from its end
+        # the command, field 2, may contain spaces and brackets: count from its end
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])
     except OSError:

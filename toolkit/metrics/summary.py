@@ -1,4 +1,4 @@
-"""The last words of a run: what came out of it, where it lies and what to try next. Imports no torch."""
+"""Summarize a finished run: its results and where they are. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 AVERAGED = 10
 
 
-def last(history: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    """The last ten logged values of ``key``, or of a short run the last quarter."""
+def last_values(history: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """The last ten logged values of ``key``, or the last quarter of a short run."""
     values = [record[key] for record in history if record.get(key) is not None]
     return values[-min(AVERAGED, max(1, len(values) // 4)) :]
 
@@ -26,27 +26,27 @@ def summary(
     trained: str = "",
     of_tokens: bool = True,
 ) -> str:
-    """A line for each result of the records that were logged, in order.
+    """Return one line per result of the logged ``history``.
 
-    ``trained`` tells which part of the model was trained, for a fine-tuning run, whose memory is told too.
-    The loss is a mean ``of_tokens``, and so has a perplexity, or not; that of a batch that was skipped is
-    left out.
+    ``trained`` describes the trained part of the model in a fine-tuning run, for which peak memory is
+    reported too. The perplexity is included if the loss is a mean ``of_tokens``. Skipped batches do not
+    count.
     """
-    refused = {record["step"] for record in history if record.get("event") == "SKIPPED"}
-    accepted = [record for record in history if record["step"] not in refused]
+    skipped = {record["step"] for record in history if record.get("event") == "SKIPPED"}
+    accepted = [record for record in history if record["step"] not in skipped]
     losses = [record["loss"] for record in accepted if "loss" in record]
     validation = {it["step"]: it["validation_loss"] for it in history if "validation_loss" in it}
     lines = [f"finished {steps} steps"]
     if losses:
-        end = last(accepted, "loss")
+        end = last_values(accepted, "loss")
         lines.append(
             f"  training loss    {losses[0]:.3f} → {mean(end):.3f} (mean of the last {len(end)} logged)"
         )
     if validation:
         lines.append(f"  validation loss  {_change(validation, of_tokens)}")
-    forgotten = {it["step"]: it["base_corpus_loss"] for it in history if "base_corpus_loss" in it}
-    if forgotten:
-        lines.append(f"  base corpus      {_change(forgotten, True)}")
+    base_corpus = {it["step"]: it["base_corpus_loss"] for it in history if "base_corpus_loss" in it}
+    if base_corpus:
+        lines.append(f"  base corpus      {_change(base_corpus, True)}")
     scores = [record for record in history if "validation_accuracy" in record]
     if scores:
         accuracy, f1 = scores[-1]["validation_accuracy"], scores[-1]["validation_f1"]
@@ -55,7 +55,7 @@ def summary(
         peak = max(max(it.get("memory_peak_gib", 0), it.get("memory_gib", 0)) for it in history)
         lines += [f"  trained          {trained}", f"  peak memory      {peak:.2f} GiB on rank 0"]
     if losses:
-        speed = mean(last(history, "tokens_per_second"))
+        speed = mean(last_values(history, "tokens_per_second"))
         lines.append(f"  speed            {speed:,.0f} tokens/s")
     if tensorboard:
         lines.append(f"  curves           tensorboard --logdir {tensorboard}")
@@ -65,7 +65,7 @@ def summary(
 
 
 def _change(losses: Mapping[int, float], of_tokens: bool) -> str:
-    """The last of ``losses`` by step; beside it that from before the first step, and the lowest."""
+    """Format the initial, final and lowest of ``losses`` by step."""
     final = [*losses.values()][-1]
     if 0 not in losses:
         return f"{final:.3f}"
@@ -77,5 +77,5 @@ def _change(losses: Mapping[int, float], of_tokens: bool) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """The perplexity of a mean loss in nats a token; infinity above 700, where fp64 soon ends."""
+    """Perplexity of a mean loss in nats per token; infinity above 700, close to the overflow of fp64."""
     return math.exp(loss) if loss < 700 else math.inf

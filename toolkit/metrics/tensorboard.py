@@ -1,4 +1,4 @@
-"""TensorBoard scalars and the configuration as text, in one folder for a run and all its resumptions."""
+"""Write TensorBoard scalars and the configuration, in one folder for a run and its resumptions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ _SPEED = ("tokens_per_second", "mfu", "slowest_rank")
 
 
 class TensorBoard:
-    """Writes events into ``folder``; those beyond ``resume_step`` of an earlier run are purged from view.
+    """Writes events into ``folder``; TensorBoard hides earlier events after ``resume_step``.
 
-    torch's writer is imported at the first event: it costs a tenth of a second, which the way to the
-    first step need not pay.
+    torch's writer is imported at the first event, which saves a tenth of a second at startup.
     """
 
     def __init__(self, folder: Path, *, resume_step: int = 0, config_text: str = ""):
@@ -24,7 +23,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add the numbers among ``values`` at ``step``, each under the tag of :func:`tag`."""
+        """Add the numeric ``values`` of ``step``, each under its :func:`tag`."""
         writer = self._open()
         for key, value in values.items():
             if isinstance(value, int | float):
@@ -39,30 +38,29 @@ class TensorBoard:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            _hush_its_thread()
+            _silence_writer_thread()
             start = self._resume_step
             self._writer = SummaryWriter(str(self._folder), purge_step=start + 1 if start else 0)
             if self._config_text:
-                # four spaces before each line: TensorBoard shows Markdown, and this is code
+                # four spaces before each line make a Markdown code block, which TensorBoard renders
                 indented = "\n".join("    " + line for line in self._config_text.splitlines())
                 self._writer.add_text("config", indented, start)
         return self._writer
 
 
-def _hush_its_thread() -> None:
-    """Print no traceback of the thread that writes: its error is raised by the next call, and told."""
+def _silence_writer_thread() -> None:
+    """Silence the traceback of TensorBoard's thread: the next call raises its error again."""
     before = threading.excepthook
 
-    def hook(raised: threading.ExceptHookArgs) -> None:
-        if not type(raised.thread).__module__.startswith("tensorboard."):
-            before(raised)
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not type(args.thread).__module__.startswith("tensorboard."):
+            before(args)
 
     threading.excepthook = hook
 
 
 def tag(key: str) -> str:
-    """The TensorBoard tag of a key of ``metrics.jsonl``: train/, validation/, base_corpus/, speed/
-    or memory/."""
+    """TensorBoard tag of a key of ``metrics.jsonl``: train/, validation/, base_corpus/, speed/ or memory/."""
     if key in _SPEED or key.endswith("_seconds"):
         return "speed/" + key
     for group in ("validation", "base_corpus", "memory"):

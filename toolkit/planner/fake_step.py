@@ -199,8 +199,8 @@ def fake_run(
     device = torch.device("cpu")
     batch = _batch(config, layout)
     with pretended(rank, layout.world_size), ExitStack() as stack:
-        if target in loss.PIECE:
-            stack.enter_context(mock.patch.dict(loss.PIECE, cpu=loss.PIECE[target]))
+        if target in loss.CHUNK_LOGITS:
+            stack.enter_context(mock.patch.dict(loss.CHUNK_LOGITS, cpu=loss.CHUNK_LOGITS[target]))
         stack.enter_context(mock.patch.object(grad_clip, "_norm_by_pieces", _norm))
         stack.enter_context(mock.patch.object(activation_offload, "HostCopy", _OnTheHost))
         stack.enter_context(mock.patch.object(fsdp, "SKIPPING", ("cpu",) if target == "cuda" else ()))

@@ -49,7 +49,7 @@ class OutputHead(nn.Module):
             weight_VD,
             labels.flatten(),
             chunk_tokens=self.loss_chunk_tokens,
-            again=weight_VD.requires_grad or loss is not head_loss,
+            recompute=weight_VD.requires_grad or loss is not head_loss,
         )
         return losses_T.sum() if self.reduction == "sum" else losses_T
 

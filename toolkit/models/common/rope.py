@@ -50,7 +50,7 @@ def rotate(x_BSHE: Tensor, rotations: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return _turned(x_BSHE, rotations)
-    if _turn.takes(x_BSHE):
+    if _turn.applies_to(x_BSHE):
         return _turn(x_BSHE, rotations)
     x_BSHP2 = x_BSHE.to(rotations.dtype).unflatten(-1, (-1, 2))
     turned_BSHP2 = torch.view_as_real(torch.view_as_complex(x_BSHP2) * torch.view_as_complex(rotations))
