@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from toolkit.cpu import cores
+from toolkit.hardware import cores
 from toolkit.models.common.attention import AttentionBackend, attention_backend
 
 BACKENDS = {"cuda": ("sdpa", "flash", "flex", "varlen"), "cpu": ("sdpa", "blockwise")}

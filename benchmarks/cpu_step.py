@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from toolkit.build import build_model
 from toolkit.config import Config
-from toolkit.cpu import keep_freed_memory
+from toolkit.cpu.memory import keep_freed_memory
 from toolkit.data.batch_size import batch_shape
 from toolkit.distributed.process_group import DTYPES
 from toolkit.models.common.args import ModelArgs

@@ -30,10 +30,10 @@ import torch
 
 from benchmarks.machine import describe
 from tests.models.test_transformers import theirs
-from toolkit.cpu import cores
 from toolkit.generation.compiled import compiler_for
 from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator
+from toolkit.hardware import cores
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention_choice import attention_choice
 from toolkit.models.common.decoder import Decoder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from toolkit.cpu import cores
+from toolkit.hardware import cores
 
 
 def describe(device: str = "cpu") -> str:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from toolkit.build import build_model
 from toolkit.config import Config
-from toolkit.cpu import keep_freed_memory
+from toolkit.cpu.memory import keep_freed_memory
 from toolkit.distributed.dtensor import local_part
 from toolkit.distributed.process_group import DTYPES
 from toolkit.finetune.parameters import added_shapes, is_added

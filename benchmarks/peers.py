@@ -14,7 +14,7 @@ before the steps or after them, whichever is most. Ours keeps freed memory, as i
 malloc is as glibc has it. Memory is measured in other processes: after two
 steps, which make the optimizer's state, the peak of resident memory (VmHWM) is reset, and it is that of two
 more steps, less what the process held before it made the model: what was imported. Of a page that ranks share
-(`parallelism.fsdp_shared_memory`) each has a part. It is that of the rank that has most. There malloc gives
+(`training.cpu_fast_paths`) each has a part. It is that of the rank that has most. There malloc gives
 freed blocks of a MiB and more back at once, else holes in the heap hide what is held.
 """
 

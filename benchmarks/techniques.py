@@ -32,7 +32,7 @@ import torch
 from benchmarks.machine import describe
 from benchmarks.startup import ROOT
 from tests.helpers import free_port
-from toolkit.cpu import cores, cpu_multiplies_bf16
+from toolkit.hardware import cores, cpu_multiplies_bf16
 from toolkit.models.parameters import parameter_count
 from toolkit.models.registry import resolve
 

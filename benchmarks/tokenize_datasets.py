@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from benchmarks.tokenize_corpus import COMPARED, cpu_seconds, fingerprints
-from toolkit.cpu import cores
+from toolkit.hardware import cores
 
 
 def measure(corpus: Path, tokenizer: Path, cache: str) -> None:

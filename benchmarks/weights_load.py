@@ -29,8 +29,8 @@ from benchmarks.machine import describe
 from tests.helpers import run_world
 from toolkit.build import build_model
 from toolkit.config import Config
-from toolkit.cpu import cores
 from toolkit.distributed.dtensor import local_part
+from toolkit.hardware import cores
 from toolkit.metrics.memory import resident_bytes
 from toolkit.parallel.mesh import build_mesh
 from toolkit.weights.load import load_weights, open_alike

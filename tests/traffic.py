@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.parallel.shared_memory import SharedMemory
+from toolkit.cpu.shared_memory import SharedMemory
 
 Sent = dict[str, int]
 """Bytes of whole tensors by operation and ranks, such as "all_gather 0 1"."""

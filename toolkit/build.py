@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from toolkit import fused
+from toolkit import cpu, fused
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
 from toolkit.config.training import Loss
 from toolkit.distributed.process_group import DTYPES, native_dtype
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.rms_norm import RMSNorm
 from toolkit.models.from_config import attention_named
 from toolkit.models.meta_decoder import meta_decoder
 from toolkit.models.parameters import init_rule, is_classifier_head
@@ -81,6 +80,7 @@ def build_model(
         ConfigError: a custom decoder or converter changes the model's parameters.
     """
     fused.enable(config.training.fused_parts if device.type == "cuda" else ())
+    cpu.enable(config.training.cpu_fast_paths)
     if compiles(config, device):
         from toolkit.parallel.compile import keep_for_two_backwards, limit_recompilation, use_cache
         from toolkit.parallel.pipeline_schedules import may_split_backward
@@ -105,9 +105,6 @@ def build_model(
             attention=attention_named(config, device.type),
             loss_chunk_tokens=config.training.loss_chunk_tokens,
         )
-        for module in model.modules():
-            if isinstance(module, RMSNorm):
-                module.in_pieces = config.model.norm == "auto"
         if modules:
             from toolkit.parallel.pipeline_parallel import cut
 

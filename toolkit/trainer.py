@@ -15,7 +15,7 @@ import torch.distributed as dist
 from toolkit.build import build_model, compiles, compute_dtype
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
-from toolkit.cpu import keep_freed_memory
+from toolkit.cpu.memory import keep_freed_memory
 from toolkit.data.batch_size import batch_shape
 from toolkit.data.build_loader import training_loader
 from toolkit.data.run_data import RunData
@@ -110,7 +110,7 @@ class Trainer:
         config = self.config
         self.args = model_args(config, tokenizer_vocab=self.data.n_words)
         self.param_dtype = compute_dtype(config, self.device)
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and config.training.cpu_fast_paths:
             keep_freed_memory()
         self.model_parts = build_model(
             config,

@@ -30,7 +30,6 @@ from toolkit.checkpoint.manifest import (
     unsound_steps,
 )
 from toolkit.checkpoint.retention import steps_in, superseded
-from toolkit.cpu import cores
 from toolkit.errors import (
     EXIT_DATA,
     EXIT_ERROR,
@@ -40,6 +39,7 @@ from toolkit.errors import (
     one_line,
     report,
 )
+from toolkit.hardware import cores
 from toolkit.io import standard_streams
 from toolkit.models.on_disk import EXPORTS
 from tools.arguments import any_path

@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from toolkit import cpu
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.distributed import process_group
 from toolkit.distributed.agreement import Ranks
@@ -85,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--batch-size", type=count, default=8, metavar="N", help="prompts at a time (default: 8)")
     add("--compile", action="store_true", help="the step of a token, for long texts; one process")
-    add("--no-prepack", action="store_true", help="leave matrices in rows, which is slower on a CPU")
+    add("--no-cpu-fast-paths", action="store_true", help="on a CPU, compute by torch's operators alone")
     add("--json", action="store_true", help="a line for each prompt: prompt, text, tokens")
     add("--debug", action="store_true", help="show tracebacks")
     return parser
@@ -189,6 +190,7 @@ def _run(arguments: argparse.Namespace) -> None:
     def check(tokenizer: Tokenizer | None, args: ModelArgs) -> None:
         named.update(_named_ids(fitting_tokenizer(tokenizer, args), arguments.stop_token))
 
+    cpu.enable(not arguments.no_cpu_fast_paths)
     loaded = load_as_asked(arguments, add_bos=arguments.add_bos_token, check=check)
     tokenizer = needed_tokenizer(loaded)
     prompts = Ranks().on_rank_0(lambda: of_rank_0)
@@ -201,7 +203,7 @@ def _run(arguments: argparse.Namespace) -> None:
         if number:
             loaded.select(name)
         printer.adapter = name if len(adapters) > 1 else ""
-        generator = loaded.generator(compiled=arguments.compile, prepack=not arguments.no_prepack)
+        generator = loaded.generator(compiled=arguments.compile)
         made += _generate(arguments, generator, printer, encoded, sampling, stop_ids)
     seconds = time.monotonic() - start
     if printer.shown:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.small_llama import VOCAB, build, small
+from toolkit import cpu
 from toolkit.config.finetune import Finetune, PrefixTuning
+from toolkit.cpu import token_attention
 from toolkit.errors import ConfigError, DataError
 from toolkit.finetune.converters import apply_finetune
 from toolkit.generation import generator as module
-from toolkit.generation import kv_cache
 from toolkit.generation.compiled import Step, compiler_for
 from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator
@@ -86,7 +87,7 @@ def test_a_chunk_after_others(
     args: ModelArgs, attention: str, products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens that come several at a time, to rows of unequal lengths: the logits of each row by itself."""
-    monkeypatch.setattr(kv_cache, "_in_products", lambda *_: products)
+    monkeypatch.setattr(token_attention, "takes", lambda *_: products)
     model = build(args, attention=attention)
     rows = [torch.arange(30) * 7 % VOCAB, torch.arange(25) * 11 % VOCAB]
     padding = [0, 5]
@@ -113,7 +114,7 @@ def test_a_window_does_not_hide_a_prefix(
     padding: tuple[int, int], products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One token at a time, the logits are those of the whole rows, which see the prefix everywhere."""
-    monkeypatch.setattr(kv_cache, "_in_products", lambda *_: products)
+    monkeypatch.setattr(token_attention, "takes", lambda *_: products)
     model = build(WINDOWED)
     options = Finetune(adapter="prefix_tuning", prefix_tuning=PrefixTuning(num_virtual_tokens=3))
     apply_finetune(model, options, frozen_dtype=torch.float64)
@@ -136,12 +137,12 @@ def test_a_window_does_not_hide_a_prefix(
 def test_products_of_a_token_where_torchs_kernel_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 without tiles, or of many columns whose keys several heads share."""
     query, shared, own = (torch.empty(1, 1, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 8))
-    monkeypatch.setattr(kv_cache, "has_tiles", lambda: False)
-    assert kv_cache._in_products(query, own, 100)
-    assert not kv_cache._in_products(query.float(), own.float(), 100)
-    monkeypatch.setattr(kv_cache, "has_tiles", lambda: True)
-    assert kv_cache._in_products(query, shared, 10_000)
-    assert not kv_cache._in_products(query, shared, 100) and not kv_cache._in_products(query, own, 10_000)
+    monkeypatch.setattr(token_attention, "has_tiles", lambda: False)
+    assert token_attention.takes(query, own, 100)
+    assert not token_attention.takes(query.float(), own.float(), 100)
+    monkeypatch.setattr(token_attention, "has_tiles", lambda: True)
+    assert token_attention.takes(query, shared, 10_000)
+    assert not token_attention.takes(query, shared, 100) and not token_attention.takes(query, own, 10_000)
 
 
 @pytest.mark.parametrize("args", [ARGS, WINDOWED], ids=["all", "window"])
@@ -307,9 +308,11 @@ def test_what_is_not_packed() -> None:
         assert not can_pack(Decoder(ARGS))
 
 
-def test_matrices_stay_as_they_are_where_that_is_asked_for() -> None:
+def test_matrices_stay_as_they_are_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = Loaded(build(ARGS, torch.float32), ARGS, None, None)
-    plain = loaded.generator(prepack=False).generate(PROMPTS, max_new_tokens=10)
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "_enabled", False)
+        plain = loaded.generator().generate(PROMPTS, max_new_tokens=10)
     assert can_pack(loaded.model)
     assert loaded.generator().generate(PROMPTS, max_new_tokens=10) == plain
     assert not can_pack(loaded.model)

@@ -58,8 +58,8 @@ def _config(folder: Path, tables: dict[str, Any]) -> Config:
     return small_config(
         folder,
         model={"attention": "sdpa", "n_layers": 4} | tables.get("model", {}),
-        training=CLIPPED | tables.get("training", {}),
-        parallelism={"fsdp_shared_memory": False} | tables.get("parallelism", {}),  # which a GPU has not
+        training={"cpu_fast_paths": False} | CLIPPED | tables.get("training", {}),  # which a GPU has not
+        parallelism=tables.get("parallelism", {}),
         **{name: table for name, table in tables.items() if name not in ("model", "training", "parallelism")},
     )
 

@@ -8,6 +8,7 @@ import io
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch.profiler import ProfilerActivity, profile
@@ -20,6 +21,7 @@ from toolkit.config import Config
 from toolkit.distributed.dtensor import local
 from toolkit.distributed.process_group import DTYPES
 from toolkit.optim.optimizer_state import optimizer_tensors
+from toolkit.parallel import fsdp
 from toolkit.parallel.dims import degrees
 from toolkit.planner.allocations import StepMemory, watched
 from toolkit.planner.fake_step import step_memory
@@ -33,7 +35,6 @@ SIZES: meshes.Settings = {
     "training.steps": 1,
     "validation.enable": False,
     "data.document_mask": False,  # attention within short documents takes less than is forecast
-    "parallelism.fsdp_shared_memory": False,  # its regions are no tensors
     **meshes.WORDS["float32"],
 }
 
@@ -95,7 +96,9 @@ def _real(folder: str, layouts: list[str]) -> dict[str, Any]:
     found = {}
     for layout in layouts:
         config = _config(folder, layout)
-        with in_layout(layout), contextlib.redirect_stdout(io.StringIO()):
+        # Regions of shared memory are no tensors.
+        gloo = patch.object(fsdp, "share_memory", lambda *_: None)
+        with in_layout(layout), contextlib.redirect_stdout(io.StringIO()), gloo:
             trainer = small_trainer(config)
             found[layout] = (trainer.args, *_measured(trainer))
     return found

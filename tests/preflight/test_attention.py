@@ -6,7 +6,7 @@ import pytest
 
 from tests.preflight.bad_attention import H100
 from tests.preflight.bad_runs import CPU, configure
-from toolkit.cpu import lacks_c_compiler
+from toolkit.hardware import lacks_c_compiler
 from toolkit.models.common.attention_choice import attention_choice
 from toolkit.preflight import check, notes
 

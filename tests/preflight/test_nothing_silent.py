@@ -37,7 +37,6 @@ SWITCH = {
     "optimizer.implementation": "optimizer.name=AdamW8bit",
     "parallelism.fsdp_backward_prefetch": "parallelism.sharding_strategy=NO_SHARD",
     "parallelism.fsdp_forward_prefetch": "parallelism.sharding_strategy=NO_SHARD",
-    "parallelism.fsdp_shared_memory": "parallelism.sharding_strategy=NO_SHARD",
 }
 """Keys that act at the defaults of the others, and what turns them off."""
 
@@ -76,7 +75,7 @@ ACTS = {
     "model.rope_scaling_factor",
     "model.tie_embeddings",
     "model.attention",
-    "model.norm",
+    "training.cpu_fast_paths",
     "model.add_bos_token",
     "model.additional_special_tokens",
     "optimizer.name",

@@ -614,20 +614,7 @@ def test_what_cannot_be_used_ends_in_3(flag: str, error: type[Exception], folder
         (["--training.steps=400", "--lr_scheduler.decay_ratio=0.8"], 1, CPU, "cut to the 200 after"),
         (["--parallelism.fsdp_wrap_policy=size"], 2, CPU, "a block has 852,480"),
         (["--parallelism.fsdp_sync_each_batch=false"], 2, CPU, "nothing without several micro-batches"),
-        (["--model.norm=torch"], 1, V100, "norm does nothing without a CPU"),
-        (["--model.norm=torch", "--compile.enable"], 1, CPU, "without blocks that are not compiled"),
-        (
-            ["--parallelism.fsdp_shared_memory=false"],
-            1,
-            CPU,
-            "shared_memory does nothing without parameters",
-        ),
-        (
-            ["--parallelism.fsdp_shared_memory=false", "--parallelism.fsdp_reshard_after_forward=2"],
-            4,
-            CPU,
-            "fsdp_shared_memory does nothing without gathers among all shards",
-        ),
+        (["--training.cpu_fast_paths=false"], 1, V100, "cpu_fast_paths does nothing without a CPU"),
         (
             ["--parallelism.fsdp_backward_prefetch=2"],
             1,

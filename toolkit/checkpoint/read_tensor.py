@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from toolkit.checkpoint.dcp_storage import METADATA, read_metadata, tensor_place, tensors_of
 from toolkit.checkpoint.load import share
 from toolkit.checkpoint.manifest import ADVICE, check_files, read_manifest
-from toolkit.cpu import cores
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, first_few
+from toolkit.hardware import cores
 from toolkit.io.tensor_file import Region, TensorPlace, new_output, read_region, whole
 
 

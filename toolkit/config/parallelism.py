@@ -76,8 +76,6 @@ class Parallelism(Table):
     fsdp_skip_on_one_rank: Annotated[bool, Needs("a GPU"), Needs("a single rank")] = True
     """On one GPU, leave parameters that are already stored in the compute dtype out of FSDP, which would copy
     them twice per step. Does not apply with model.converters."""
-    fsdp_shared_memory: Annotated[bool, Needs("a CPU"), _SHARDED, Needs("gathers among all shards")] = True
-    """On CPUs, gather and reduce through shared memory within a machine; false uses gloo's sockets."""
     tensor_parallel_degree: Degree = 1
     """Ranks over which matrices, and the sequence between blocks, are split. Must divide the matrices and all
     heads."""

@@ -11,6 +11,7 @@ NO_EXPRESSION = (
     "schedules by expression have been removed: register a function (docs/extending.md, "
     "A learning-rate schedule)"
 )
+_FAST_PATHS = "training.cpu_fast_paths = false turns off this and the other fast paths of CPUs"
 _NO_TORCHFT = "fault tolerance through torchft is not supported"
 _NO_MODULE = "a module that job.custom_import names registers tables and keys"
 _NO_QUANTISED = "quantised Hugging Face weights are only published for mixture-of-experts models"
@@ -19,6 +20,8 @@ _Refused = dict[str, tuple[bool | int | str | list[str] | None, str]]
 
 REMOVED: _Refused = {
     "model.matmul": ("auto", "fp32 matmuls by oneDNN have been removed; bfloat16 has them in torch"),
+    "model.norm": ("auto", _FAST_PATHS),
+    "parallelism.fsdp_shared_memory": (True, _FAST_PATHS),
     "lr_scheduler.expression": (None, NO_EXPRESSION),
 }
 """Keys of the release before."""

@@ -97,9 +97,6 @@ class Model(Table):
     """Share one matrix between the embedding and the output head."""
     attention: Literal["auto", "sdpa", "flex", "varlen", "flash", "blockwise"] = "auto"
     """Attention backend. auto uses the one in the flavor's name (8B_flex), else the best for the device."""
-    norm: Annotated[Literal["auto", "torch"], Needs("a CPU"), Needs("blocks that are not compiled")] = "auto"
-    """RMSNorm implementation. auto: on CPUs, in chunks of tokens that fit the cache; torch: torch's
-    operator."""
 
     def overrides(self) -> dict[str, Any]:
         """Return the keys that override the preset's shape; None keeps the preset's value."""
@@ -247,6 +244,9 @@ class Training(Table):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to train on. auto: the GPUs that nvidia-smi lists, else the CPU. A rank that finds another
     device than the preflight did stops with an error."""
+    cpu_fast_paths: Annotated[bool, Needs("a CPU")] = True
+    """On CPUs, use the toolkit's own attention and RMSNorm, exchange FSDP's shards through shared memory and
+    keep freed memory; false uses torch's operators, gloo's sockets and malloc's defaults."""
     dtype: Literal["bfloat16", "float32", "float64"] = "float32"
     """Data type of parameters and optimizer state."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32", "float64"] = "auto"

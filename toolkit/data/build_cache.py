@@ -19,7 +19,6 @@ from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from toolkit.cpu import cores
 from toolkit.data import text_files
 from toolkit.data.corpus import CLASSIFICATION, PREFERENCE, Corpus
 from toolkit.data.token_files import WEIGHTS
@@ -27,6 +26,7 @@ from toolkit.data.tokenize import Encoded, Encoder, TextEncoder, TokenizeBar
 from toolkit.data.tokenize_helpers import encode_all
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
+from toolkit.hardware import cores
 from toolkit.io.atomic import sync_file, sync_folder
 from toolkit.io.block_hashes import HashedFile
 

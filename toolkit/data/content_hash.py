@@ -22,9 +22,9 @@ from typing import Any
 
 from toolkit.compat import file_digest
 from toolkit.config.local_paths import open_regular, read_bytes
-from toolkit.cpu import cores
 from toolkit.data.corpus import Corpus
 from toolkit.errors import DataError, Problem, printable
+from toolkit.hardware import cores
 from toolkit.io.json_fields import MAX_BYTES, parse_json
 
 SETTLED_SECONDS = 2.0  # a younger file could change again within its time stamp's resolution

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from toolkit.compat import gloo_options, process_groups
-from toolkit.cpu import cpu_multiplies_bf16
 from toolkit.distributed.collectives import bound_transfers
 from toolkit.errors import DeviceError, Problem
+from toolkit.hardware import cpu_multiplies_bf16
 from toolkit.launcher.environment import SUPERVISED, rank_environment
 
 GLOO = "gloo_one_thread"

@@ -27,15 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit import compat
-from toolkit.models.common.attention import AttentionBackend, AttentionMask, Prefix, has_tiles
+from toolkit.cpu import token_attention
+from toolkit.models.common.attention import AttentionBackend, AttentionMask, Prefix
 from toolkit.models.common.attention_sdpa import SDPA, scaled_dot_product
 from toolkit.models.common.decoder import Decoder, TransformerBlock
-
-_COLUMNS = 64
-"""In products a token attends to so many columns or a multiple, the last ones masked: oneDNN compiles a
-product for each number of columns, at ten times the product's time."""
-_MANY = 1 << 20
-"""Numbers of keys from which products are faster than torch's kernel with tiles, where heads share keys."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ class KVCache:
         multiple of 64, or the capacity, and dynamic for a compiler; on CUDA the capacity, for a graph."""
         if self.padding.device.type != "cpu":
             return self.columns, self.column, self.padding
-        columns = torch.arange(min(_rounded(self.length + 1), self.capacity))
+        columns = torch.arange(min(token_attention.rounded(self.length + 1), self.capacity))
         compat.mark_dynamic(columns, 0)
         return columns, self.column, self.padding
 
@@ -183,13 +178,13 @@ class _CachedAttention(AttentionBackend):
                 buffer[:, :, :first] = x_PKE.transpose(0, 1)
         if q_BSHE.shape[1] == 1:
             begin = first + mask.oldest if mask.oldest else 0
-            products = _in_products(q_BSHE, k_BSKE, end - begin)
-            last = min(begin + _rounded(end - begin), k_BKTE.shape[2]) if products else end
+            products = token_attention.takes(q_BSHE, k_BSKE, end - begin)
+            last = min(begin + token_attention.rounded(end - begin), k_BKTE.shape[2]) if products else end
             keys, values = k_BKTE[:, :, begin:last], v_BKTE[:, :, begin:last]
             if first and begin:  # a window does not hide the prefix
                 keys = torch.cat([k_BKTE[:, :, :first], keys], dim=2)
                 values = torch.cat([v_BKTE[:, :, :first], values], dim=2)
-            attend = partial(_attend_in_products, unseen=last - end) if products else _attend_one
+            attend = partial(token_attention.attend, unseen=last - end) if products else _attend_one
             return attend(q_BSHE, keys, values, seen)
         if mask.start:
             k_BSKE, v_BSKE = (x[:, :, first:end].transpose(1, 2) for x in (k_BKTE, v_BKTE))
@@ -200,7 +195,8 @@ class _CachedAttention(AttentionBackend):
         """The buffers, with at least ``end`` columns, ``first`` of them for the prefix."""
         if self.keys is None or self.values is None:
             columns = max(first + self.capacity, end)
-            columns = columns if self.cache.fixed else _rounded(columns)  # a mask of fixed buffers is of all
+            if not self.cache.fixed:  # a mask of fixed buffers is of all
+                columns = token_attention.rounded(columns)
             shape = (self.rows, like.shape[2], columns, like.shape[3])
             # Zeros, since what is masked must be finite too.
             self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
@@ -214,43 +210,12 @@ class _CachedAttention(AttentionBackend):
         return self.keys, self.values
 
 
-def _in_products(q_B1HE: Tensor, k_B1KE: Tensor, columns: int) -> bool:
-    """Say if attention of a token to so many columns is two plain products: on CPUs in bfloat16, for which
-    torch's own kernel takes up to five times as long; where there are tiles of AMX only for many columns, of
-    heads that share keys (benchmarks/LOG.md)."""
-    if q_B1HE.is_cuda or q_B1HE.dtype != torch.bfloat16:
-        return False
-    shared = q_B1HE.shape[2] > k_B1KE.shape[2]
-    return not has_tiles() or (shared and k_B1KE.numel() * columns > _MANY)
-
-
-def _rounded(columns: int) -> int:
-    return -(-columns // _COLUMNS) * _COLUMNS
-
-
 def _attend_one(q_B1HE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of one new token a row to all of its row. Heads that share keys count as queries of one head,
     so that shared keys are read once and any kernel takes them."""
     q_BKGE = q_B1HE.squeeze(1).unflatten(1, (k_BKTE.shape[1], -1))
     out_BKGE = scaled_dot_product(q_BKGE, k_BKTE, v_BKTE, mask)
     return out_BKGE.flatten(1, 2)[:, None]
-
-
-def _attend_in_products(
-    q_B1HE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, *, unseen: int
-) -> Tensor:
-    """The same, save for the last ``unseen`` columns, of which ``mask`` says nothing. Keys are the first
-    factor, since a product with a transposed second one copies it."""
-    q_BKGE = q_B1HE.squeeze(1).unflatten(1, (k_BKTE.shape[1], -1))
-    products = q_BKGE.new_empty(()), k_BKTE.flatten(0, 1), q_BKGE.flatten(0, 1).mT
-    scores_NTG = torch.baddbmm(*products, beta=0, alpha=q_BKGE.shape[-1] ** -0.5)
-    scores_BKGT = scores_NTG.mT.unflatten(0, q_BKGE.shape[:2])
-    seen_BKGT = scores_BKGT[..., : k_BKTE.shape[2] - unseen]
-    if mask is not None:
-        seen_BKGT.masked_fill_(~mask, -torch.inf)
-    if unseen:
-        scores_BKGT[..., -unseen:] = -torch.inf
-    return (scores_BKGT.softmax(-1) @ v_BKTE).flatten(1, 2)[:, None]
 
 
 def _block(module: torch.nn.Module) -> TransformerBlock:

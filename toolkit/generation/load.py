@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from toolkit import cpu
 from toolkit.checkpoint.manifest import saved_settings
 from toolkit.config.parallelism import Parallelism
-from toolkit.cpu import lacks_cpp_compiler
 from toolkit.data.tokenizers.files import vocabulary_size
 from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from toolkit.distributed.agreement import Ranks
@@ -28,6 +28,7 @@ from toolkit.generation.adapters import Adapters
 from toolkit.generation.compiled import compiler_for
 from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator
+from toolkit.hardware import lacks_cpp_compiler
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention_choice import attention_choice
 from toolkit.models.common.decoder import Decoder
@@ -71,12 +72,12 @@ class Loaded:
             free_gathered(self.model)
         self.adapters.select(self.model, adapter, self.mesh.tp if self.mesh else None)
 
-    def generator(self, *, compiled: bool = False, prepack: bool = True) -> Generator:
+    def generator(self, *, compiled: bool = False) -> Generator:
         """Generates ids of the tokenizer, on all ranks alike; ``compiled`` is worth its half minute for long
         texts.
 
-        On a CPU matrices are reordered for it unless ``prepack`` is false, and the model's blocks hand them
-        out no more; not where another adapter may be merged into them. Compiled code has them once more.
+        On a CPU matrices are reordered for it, and the model's blocks hand them out no more; not where
+        another adapter may be merged into them. Compiled code has them once more.
 
         Raises:
             ConfigError: a sharded model is not compiled, nor is one for a CPU without a C++ compiler.
@@ -89,7 +90,7 @@ class Loaded:
             fix = "install g++, name another in CXX, or leave --compile out"
             raise ConfigError(Problem(lacks, fix, "--compile", True))
         plain = self.mesh is None and not compiled and self.adapters is None
-        if prepack and plain and can_pack(self.model):
+        if plain and can_pack(self.model):
             pack(self.model)
         group = dist.group.WORLD if self.mesh else None
         return Generator(
@@ -145,7 +146,14 @@ def load_model(
     if check:
         check(tokenizer, source.args)
     prefix = any(it.options.adapter == "prefix_tuning" for it in of_base.adapters.values())
-    attention = attention_choice("auto", "", device=device.type, documents=False, prefix=prefix)
+    attention = attention_choice(
+        "auto",
+        "",
+        device=device.type,
+        documents=False,
+        prefix=prefix,
+        cpu_fast_paths=cpu.is_enabled(),
+    )
     model = meta_decoder(source.args, attention=attention).to(dtype)
     notes = [note_of(source), _shard(model, mesh, device, dtype) if mesh is not None else ""]
     model.to_empty(device=device).requires_grad_(False)

@@ -10,7 +10,7 @@ from typing import IO
 
 import numpy as np
 
-from toolkit.cpu import cores
+from toolkit.hardware import cores
 
 BLOCK_BYTES = 4 << 20
 SAMPLED = 8

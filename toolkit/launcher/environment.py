@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from toolkit.config.types import MAX_RANKS
-from toolkit.cpu import cores
 from toolkit.errors import ConfigError, Problem
+from toolkit.hardware import cores
 
 _DIGITS = 18
 SUPERVISED = "TOOLKIT_SUPERVISED"

@@ -78,6 +78,7 @@ def attention_named(config: Config, device: str) -> str:
         device=device,
         documents=config.data.document_mask,
         prefix=config.finetune.adapter == "prefix_tuning",
+        cpu_fast_paths=config.training.cpu_fast_paths,
     )
 
 

@@ -23,8 +23,10 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from toolkit import cpu
 from toolkit.config.parallelism import Parallelism
 from toolkit.config.training import Training
+from toolkit.cpu.shared_memory import share_memory
 from toolkit.distributed.process_group import DTYPES, GLOO
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.table import EMBEDDING
@@ -87,7 +89,7 @@ def apply_fsdp(
         reshard_after_forward=_reshard(when, last=True),
         ignored_params=kept,
     )
-    if parallelism.fsdp_shared_memory and mesh.device_type == "cpu" and not isinstance(when, int):
+    if cpu.is_enabled() and mesh.device_type == "cpu" and not isinstance(when, int):
         _share_memory(model, mesh)
     if _reduces_alone(mesh):
         for module in model.modules():
@@ -171,8 +173,6 @@ def _share_memory(model: nn.Module, mesh: DeviceMesh) -> None:
     """Communicate through shared memory within a group of gloo's that is on one machine; else leave it."""
     group = mesh.get_group(mesh.ndim - 1)
     if group.size() > 1 and dist.get_backend(group) == GLOO:
-        from toolkit.parallel.shared_memory import share_memory
-
         share_memory(model, group)
 
 

@@ -111,7 +111,7 @@ def _alike(config: Config, args: ModelArgs, *, tp: int, cp: int, rows: int, chec
         sizes["loss_chunk_tokens"] = 0
     return config.model_copy(
         update={
-            "model": Model(attention="sdpa", norm=config.model.norm),
+            "model": Model(attention="sdpa"),
             "training": config.training.model_copy(update=sizes),
             "parallelism": Parallelism(
                 tensor_parallel_degree=tp,

@@ -273,14 +273,14 @@ def _simplified(config: Config, target: str, *, cp: int) -> Config:
     attention = config.model.attention
     if target == "cuda" and attention != "sdpa":  # which takes masks of parts of sequences
         attention = "blockwise" if cp > 1 else "sdpa"
-    changes: dict[str, Any] = {"fsdp_shared_memory": False}
+    parallelism = config.parallelism
     if not takes_ring(config.parallelism, device=target, documents=config.data.document_mask):
-        changes["context_parallel_rotate_method"] = "allgather"
+        parallelism = parallelism.model_copy(update={"context_parallel_rotate_method": "allgather"})
     return config.model_copy(
         update={
             "compile": config.compile.model_copy(update={"enable": False}),
             "model": config.model.model_copy(update={"attention": attention}),
-            "parallelism": config.parallelism.model_copy(update=changes),
+            "parallelism": parallelism,
         }
     )
 

@@ -5,7 +5,6 @@ Shapes: B batch, S sequence, H heads, K key/value heads (H a multiple of K), E h
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -48,12 +47,6 @@ class AttentionBackend:
     def reach(self, length: int) -> int | None:
         """The window, or None where it hides nothing among ``length`` tokens."""
         return self.window if self.window is not None and self.window < length else None
-
-
-@cache
-def has_tiles() -> bool:
-    """Say if this CPU multiplies tiles of bfloat16 (AMX), as torch's attention then does."""
-    return bool(torch.cpu.get_capabilities().get("amx_tile"))
 
 
 _CLASSES = {

@@ -1,120 +1,16 @@
-"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), on CPUs a piece of the tokens at a time.
-
-torch has a kernel of its own for CUDA; on a CPU its norm is four operators and its gradient about fifteen,
-each of which reads and writes all tokens in fp32. A piece stays in the cache of a core from the first of them
-to the last, and for backward the input is kept, and a number a token.
-
-Shapes: T tokens, or heads of them, R of a piece, D numbers of each.
-"""
+"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 
-from toolkit.compat import weight_norm_backward
-
-_PIECE = 1 << 16
-"""Numbers of a piece for each thread: three pieces in fp32 are less than a MiB."""
-_FEWEST = 1 << 15
-"""Numbers from which on pieces are faster than torch's operators."""
-# Before 2.12 torch cannot split the backward of a function of parameters, as zero-bubble pipelines do.
-_FUNCTIONS_OF_PARAMETERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+from toolkit.cpu import rms_norm
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm of the last dimension, of which torch.compile fuses the operators by itself.
-
-    Attributes:
-        in_pieces: whether a CPU computes a piece at a time.
-    """
-
-    in_pieces = True
+    """torch's RMSNorm of the last dimension, by pieces where a CPU computes it faster so."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if (
-            self.in_pieces
-            and x.device.type == "cpu"
-            and x.numel() >= _FEWEST
-            and _FUNCTIONS_OF_PARAMETERS
-            and not torch.compiler.is_compiling()
-        ):
-            return rms_norm(x, self.weight, self.eps)[0]
+        if rms_norm.takes(x):
+            return rms_norm.rms_norm(x, self.weight, self.eps)[0]
         return super().forward(x)
-
-
-# Operators of their own, so that a forecast sees one and knows what it keeps.
-@torch.library.custom_op("toolkit::rms_norm", mutates_args=())
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / √(mean(x²) + eps) · weight of the last dimension, in at least fp32, in the dtype of ``x``; and, of
-    each token, √(Σx² + D·eps), (T, 1)."""
-    out, norm_T1 = _like(x), _norms(x)
-    precise_D = weight_D.to(norm_T1.dtype)
-    for x_RD, out_RD, norm_R1 in _pieces(x, out, norm_T1):
-        precise_RD = x_RD.to(norm_R1.dtype)
-        torch.linalg.vector_norm(precise_RD, dim=-1, keepdim=True, out=norm_R1)
-        norm_R1.square_().add_(x_RD.shape[1] * eps).sqrt_()
-        result_RD = out_RD if out_RD.dtype == norm_R1.dtype else precise_RD
-        torch.mul(precise_RD, x_RD.shape[1] ** 0.5 / norm_R1, out=result_RD).mul_(precise_D)
-        if result_RD is not out_RD:
-            out_RD.copy_(result_RD)
-    return out, norm_T1
-
-
-@torch.library.custom_op("toolkit::rms_norm_backward", mutates_args=())
-def rms_norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, norm_T1: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the weight."""
-    out, scale_T1 = _like(x), torch.full_like(norm_T1, x.shape[-1] ** 0.5)
-    precise_D = weight_D.to(norm_T1.dtype)
-    of_weight_D = torch.zeros_like(precise_D)
-    for grad_RD, x_RD, out_RD, norm_R1, scale_R1 in _pieces(grad, x, out, norm_T1, scale_T1):
-        grad_RD, x_RD = grad_RD.to(precise_D.dtype), x_RD.to(precise_D.dtype)
-        product_RD = grad_RD * x_RD
-        of_weight_D += product_RD.mul_(scale_R1 / norm_R1).sum(0)
-        torch.mul(grad_RD, precise_D, out=product_RD)
-        # Of scale · x / norm, as weight normalisation has it, whose kernel is one pass.
-        of_x_RD, _ = weight_norm_backward(product_RD, x_RD, scale_R1, norm_R1, 0)
-        out_RD.copy_(of_x_RD)
-    return out, of_weight_D.to(weight_D.dtype)
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _norms(x: Tensor) -> Tensor:
-    """Room for a number of each token, in at least fp32."""
-    precise = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(x.numel() // x.shape[-1], 1, dtype=precise)
-
-
-def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Some rows (R, D) of each, one piece after the other."""
-    width = tensors[0].shape[-1]
-    rows = max(1, _PIECE * torch.get_num_threads() // width)
-    return zip(*(x.reshape(-1, x.shape[-1]).contiguous().split(rows) for x in tensors), strict=True)
-
-
-@rms_norm.register_fake
-def _(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _like(x), _norms(x)
-
-
-@rms_norm_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight_D: Tensor, norm_T1: Tensor) -> tuple[Tensor, Tensor]:
-    return _like(x), torch.empty_like(weight_D)
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:2], output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
-    return *rms_norm_backward(grad, *ctx.saved_tensors), None
-
-
-rms_norm.register_autograd(_backward, setup_context=_keep)

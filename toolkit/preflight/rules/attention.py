@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from toolkit.cpu import lacks_c_compiler
 from toolkit.errors import Problem
+from toolkit.hardware import lacks_c_compiler
 from toolkit.models.common.attention_choice import flavor_attention
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 

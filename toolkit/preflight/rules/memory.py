@@ -6,8 +6,8 @@ import shutil
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-from toolkit.cpu import lacks_cpp_compiler
 from toolkit.errors import Problem, closest, install_command
+from toolkit.hardware import lacks_cpp_compiler
 from toolkit.launcher.environment import is_number
 from toolkit.preflight.planned_run import PlannedRun, rule, torch_before
 

@@ -21,13 +21,11 @@ FACTS: dict[str, Callable[[PlannedRun], bool]] = {
     "a single rank": lambda run: run.world_size == 1,
     "several ranks": lambda run: run.world_size > 1,
     "parameters sharded over several ranks": lambda run: not run.mesh or run.mesh.dp_shard * run.mesh.cp > 1,
-    "gathers among all shards": lambda run: not isinstance(_reshard(run), int),
     "one stage per rank, or resharding": lambda run: (
         not run.stages or len(run.stages.modules) == run.pp or _reshard(run) != "never"
     ),
     "stages cut by counts of layers": lambda run: run.config.parallelism.module_fqns_per_model_part is None,
     "several micro-batches per step": lambda run: not run.batch or run.batch.accumulation > 1,
-    "blocks that are not compiled": lambda run: not run.config.compile.blocks,
     "a base corpus": lambda run: run.config.validation.base_corpus.named,
     "NNODES=MIN:MAX, MIN below MAX": lambda run: len({*node_range(os.environ)}) > 1,
 }

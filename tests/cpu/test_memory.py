@@ -32,7 +32,7 @@ def told(code: str, **environ: str) -> list[int]:
     return [int(number) for number in line.split()[1:]]
 
 
-KEEP = "from toolkit.cpu import keep_freed_memory\nkept = int(keep_freed_memory())\n"
+KEEP = "from toolkit.cpu.memory import keep_freed_memory\nkept = int(keep_freed_memory())\n"
 # It takes some rounds until holes for all are there, since aligned blocks are cut out of larger ones.
 THEN = "for _ in range(8): faults()\nprint('told', kept, faults())"
 

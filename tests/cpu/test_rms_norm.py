@@ -7,12 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.helpers import run_world
-from tests.training import small_config
-from toolkit.build import build_model
-from toolkit.models.common import rms_norm
-from toolkit.models.from_config import model_args
-from toolkit.parallel.mesh import build_mesh
+from toolkit.cpu import rms_norm
+from toolkit.models.common.rms_norm import RMSNorm
 
 EPS = 1e-5
 
@@ -49,7 +45,7 @@ def test_pieces_are_what_torch_computes(shape: tuple[int, ...], monkeypatch: pyt
         return found
 
     monkeypatch.setattr(rms_norm, "_pieces", counted)
-    found = with_gradients(rms_norm.RMSNorm(shape[-1], eps=EPS), *given)
+    found = with_gradients(RMSNorm(shape[-1], eps=EPS), *given)
     assert len(lengths) == 2 and min(lengths) > 2, "forward and backward are not in pieces"
     expected = with_gradients(nn.RMSNorm(shape[-1], eps=EPS), *given)
     for mine, torchs in zip(found, expected, strict=True):
@@ -63,7 +59,7 @@ def test_pieces_round_no_more_than_torch(dtype: torch.dtype) -> None:
     truth = with_gradients(nn.RMSNorm(96, eps=EPS), x.requires_grad_(), nn.Parameter(weight), grad)
     distances = [
         [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
-        for found in (with_gradients(norm(96, eps=EPS), *given) for norm in (rms_norm.RMSNorm, nn.RMSNorm))
+        for found in (with_gradients(norm(96, eps=EPS), *given) for norm in (RMSNorm, nn.RMSNorm))
     ]
     # Both compute in fp32 and round the results once: sums in another order are all that differs.
     assert all(mine <= 1.05 * torchs + 1e-7 for mine, torchs in zip(*distances, strict=True)), distances
@@ -72,7 +68,7 @@ def test_pieces_round_no_more_than_torch(dtype: torch.dtype) -> None:
 def test_a_transposed_input_is_read_as_it_lies() -> None:
     x, weight, grad = inputs(500, 3, 64)
     turned = x.detach().transpose(0, 1).requires_grad_()
-    found = with_gradients(rms_norm.RMSNorm(64, eps=EPS), turned, weight, grad.transpose(0, 1))
+    found = with_gradients(RMSNorm(64, eps=EPS), turned, weight, grad.transpose(0, 1))
     expected = with_gradients(nn.RMSNorm(64, eps=EPS), x, weight, grad)
     for mine, torchs in zip(found[:2], expected[:2], strict=True):
         torch.testing.assert_close(mine, torchs.transpose(0, 1), rtol=1e-11, atol=1e-11)
@@ -88,7 +84,7 @@ def test_the_input_and_a_number_a_token_are_kept_for_backward() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        rms_norm.RMSNorm(96, eps=EPS)(x)  # a weight of its own, in fp32
+        RMSNorm(96, eps=EPS)(x)  # a weight of its own, in fp32
     assert sorted(tensor.numel() for tensor in kept) == [96, 600, x.numel()]
     assert x.data_ptr() in [tensor.data_ptr() for tensor in kept]
 
@@ -96,7 +92,7 @@ def test_the_input_and_a_number_a_token_are_kept_for_backward() -> None:
 def test_few_numbers_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rms_norm, "rms_norm", None)
     x, weight, _ = inputs(8, 96)
-    norm = rms_norm.RMSNorm(96, eps=EPS)
+    norm = RMSNorm(96, eps=EPS)
     norm.weight = weight
     assert torch.equal(norm(x), F.rms_norm(x, (96,), weight, EPS))
 
@@ -104,18 +100,6 @@ def test_few_numbers_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_compiler_gets_operators_that_it_can_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rms_norm, "rms_norm", None)
     given = inputs(600, 96)
-    compiled = torch.compile(rms_norm.RMSNorm(96, eps=EPS).double(), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(RMSNorm(96, eps=EPS).double(), backend="aot_eager", fullgraph=True)
     expected = F.rms_norm(given[0], (96,), torch.ones(96, dtype=torch.float64), EPS)
     torch.testing.assert_close(compiled(given[0]), expected, rtol=1e-12, atol=1e-12)
-
-
-def _in_pieces(norm: str) -> set[bool]:
-    config, cpu = small_config("unused", model={"norm": norm}), torch.device("cpu")
-    args, mesh = model_args(config, tokenizer_vocab=96), build_mesh(cpu, dp_shard=1)
-    [model] = build_model(config, args, mesh, cpu, param_dtype=torch.float32, seed=0, storage=False).models
-    return {module.in_pieces for module in model.modules() if isinstance(module, rms_norm.RMSNorm)}
-
-
-@pytest.mark.parametrize("norm", ["auto", "torch"])
-def test_the_option_turns_pieces_off(norm: str) -> None:
-    assert run_world(_in_pieces, 1, norm) == [{norm == "auto"}]

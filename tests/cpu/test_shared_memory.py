@@ -24,7 +24,8 @@ from tests.parallel.sharded import (
     sharded,
     step,
 )
-from toolkit.parallel.shared_memory import Gather, NotShared, Reduce, SharedMemory
+from toolkit import cpu
+from toolkit.cpu.shared_memory import Gather, NotShared, Reduce, SharedMemory
 
 SHARD = 1000
 CPU = torch.device("cpu")
@@ -151,11 +152,12 @@ def _other_memory(*_: Any) -> bytes:
 def _ways() -> dict[str, str]:
     """The classes that communicate for a model, by configuration."""
     found = {}
-    for name, how in {
-        "default": EXACT,
-        "off": changed(EXACT, fsdp_shared_memory=False),
-        "over 2": changed(EXACT, fsdp_reshard_after_forward=2),
-    }.items():
+    for name, how, fast in (
+        ("default", EXACT, True),
+        ("off", EXACT, False),
+        ("over 2", changed(EXACT, fsdp_reshard_after_forward=2), True),
+    ):
+        cpu.enable(fast)
         model: Any = sharded(UNTIED, how)
         state = model.layers["0"]._get_fsdp_state()
         [group] = state._fsdp_param_groups if SINCE_2_13 else [state._fsdp_param_group]

@@ -1,0 +1,209 @@
+"""Attention on CPUs as plain batched products, a block of queries at a time with just the keys that it sees.
+
+torch's own kernel for CPUs computes far below the rate of its matmul, which these products are (`python -m
+benchmarks.attention` times the two). A block's scores, for as many heads as a cache has room for, are made,
+normalised and used before those of the next. What causality hides is computed within a block's own columns
+alone, and a block begins with the first column that its first query sees, of its document and its window;
+short rows go through the products together. Backward has queries, keys and values alone kept for it and makes
+the scores again, as flash attention does (Dao et al. 2022, arXiv:2205.14135). Where a processor multiplies
+bfloat16 by tiles (AMX), torch's kernel is faster forward, of whole rows, and is taken for that.
+
+Scores and weights are rounded to the dtype of the queries, as in transformers' eager attention. Products add
+up in fp32 or fp64, and over blocks so do the gradients of keys and values.
+
+Shapes: B rows, R of them at once, Q queries, S keys, of which the last Q are the queries' own, H heads, K
+key/value heads, G = H / K, E head dim; a block has N pairs of row and key head, for its own Q queries M = G·Q
+rows of scores, and W keys, of which the last Q are the queries' own; some queries see the first L no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toolkit.compat import softmax_backward
+
+_QUERY_BYTES = 256
+"""Queries of a block times the bytes of a number: 128 in bfloat16, 64 in fp32. Fewer waste less on what
+causality hides, more make wider products, which gain most in bfloat16."""
+_SCORE_BYTES = 1 << 21
+"""Bytes of scores that are there at once, a thread."""
+
+
+@cache
+def has_tiles() -> bool:
+    """Say if this CPU multiplies tiles of bfloat16 (AMX), as torch's attention then does."""
+    return bool(torch.cpu.get_capabilities().get("amx_tile"))
+
+
+def document_starts(documents_BS: Tensor) -> Tensor:
+    """The column (B, S) at which each token's run of equal ids begins, int64."""
+    columns_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
+    begins_BS = torch.ones_like(documents_BS, dtype=torch.bool)
+    begins_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+    return (columns_S * begins_BS).cummax(dim=1).values
+
+
+# Operators of their own: torch.compile leaves the loops alone, and activation checkpointing knows the name.
+@torch.library.custom_op("toolkit::blockwise_attention", mutates_args=())
+def attend(q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | None) -> Tensor:
+    """softmax(q kᵀ / √E) v, (B, Q, H, E), over the keys from ``starts_BQ`` on, or all, up to each query's."""
+    whole = starts_BQ is None and q_BQHE.shape[1] == k_BSKE.shape[1]
+    if whole and q_BQHE.dtype == torch.bfloat16 and has_tiles():
+        q_BHQE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BQHE, k_BSKE, v_BSKE))
+        out_BHQE = F.scaled_dot_product_attention(q_BHQE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=True)
+        return out_BHQE.transpose(1, 2).contiguous()
+    out_BQHE = torch.empty_like(q_BQHE, memory_format=torch.contiguous_format)
+    heads = k_BSKE.shape[2]
+    for rows in _rows_at_once(q_BQHE, k_BSKE):
+        q_RKGQE, out_RKGQE = (_by_key_head(x[rows], heads) for x in (q_BQHE, out_BQHE))
+        k_RKES, v_RKSE = _transposed(k_BSKE[rows]), v_BSKE[rows].transpose(1, 2).contiguous()
+        for block in _blocks(q_RKGQE, k_RKES, None if starts_BQ is None else starts_BQ[rows]):
+            weights_NMW = block.weights(block.of_queries(q_RKGQE), block.columns(k_RKES))
+            block.write(out_RKGQE, torch.bmm(weights_NMW, block.rows(v_RKSE)))
+            del weights_NMW  # before the next block has its own
+    return out_BQHE
+
+
+@torch.library.custom_op("toolkit::blockwise_attention_backward", mutates_args=())
+def attend_backward(
+    grad_BQHE: Tensor, q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values."""
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BQHE, k_BSKE, v_BSKE)]
+    heads, head_dim = k_BSKE.shape[2:]
+    scale, precise = head_dim**-0.5, torch.promote_types(q_BQHE.dtype, torch.float32)
+    for rows in _rows_at_once(q_BQHE, k_BSKE):
+        given = (x[rows] for x in (q_BQHE, grad_BQHE, grads[0]))
+        q_RKGQE, grad_RKGQE, grad_q_RKGQE = (_by_key_head(x, heads) for x in given)
+        k_RKES, v_RKES = _transposed(k_BSKE[rows]), _transposed(v_BSKE[rows])
+        k_RKSE = k_BSKE[rows].transpose(1, 2).contiguous()
+        grad_k_RKES, grad_v_RKES = torch.zeros(2, *k_RKES.shape, dtype=precise)
+        for block in _blocks(q_RKGQE, k_RKES, None if starts_BQ is None else starts_BQ[rows]):
+            q_NME, grad_NME = block.of_queries(q_RKGQE), block.of_queries(grad_RKGQE)
+            weights_NMW = block.weights(q_NME, block.columns(k_RKES))
+            block.columns(grad_v_RKES).add_(torch.bmm(grad_NME.mT, weights_NMW))
+            grad_scores_NMW = torch.bmm(grad_NME, block.columns(v_RKES))  # of weights, then in place
+            softmax_backward(grad_scores_NMW, weights_NMW, -1, weights_NMW.dtype, grad_input=grad_scores_NMW)
+            block.columns(grad_k_RKES).add_(_scaled_product(q_NME.mT, grad_scores_NMW, scale))
+            block.write(grad_q_RKGQE, _scaled_product(grad_scores_NMW, block.rows(k_RKSE), scale))
+            del weights_NMW, grad_scores_NMW  # before the next block has its own
+        for grad_BSKE, grad_RKES in zip(grads[1:], (grad_k_RKES, grad_v_RKES), strict=True):
+            grad_BSKE[rows].flatten(2).copy_(grad_RKES.to(grad_BSKE.dtype).flatten(1, 2).mT)
+    return grads[0], grads[1], grads[2]
+
+
+@attend.register_fake
+def _(q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | None) -> Tensor:
+    return torch.empty_like(q_BQHE, memory_format=torch.contiguous_format)
+
+
+@attend_backward.register_fake
+def _(
+    grad_BQHE: Tensor, q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | None
+) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BQHE, k_BSKE, v_BSKE))
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad_BQHE: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    return *attend_backward(grad_BQHE, *ctx.saved_tensors), None
+
+
+attend.register_autograd(_backward, setup_context=_keep_inputs)
+
+
+class _Block(NamedTuple):
+    """Some key heads of some rows, some queries of theirs, the keys that these see, and what is added to the
+    scores of the last keys, and of the first where any is hidden: −∞ where a query must not see a key."""
+
+    heads: slice
+    queries: slice
+    keys: slice
+    later_QQ: Tensor
+    earlier_R11QL: Tensor | None
+
+    def of_queries(self, x_RKGQE: Tensor) -> Tensor:
+        """The queries' part as rows of a product, (N, M, E)."""
+        return x_RKGQE[:, self.heads, :, self.queries].flatten(2, 3).flatten(0, 1)
+
+    def rows(self, x_RKSE: Tensor) -> Tensor:
+        """The keys' part, (N, W, E), a view."""
+        return x_RKSE[:, self.heads, self.keys].flatten(0, 1)
+
+    def columns(self, x_RKES: Tensor) -> Tensor:
+        """The keys' part, (N, E, W), a view."""
+        return x_RKES[:, self.heads, :, self.keys].flatten(0, 1)
+
+    def write(self, whole_RKGQE: Tensor, part_NME: Tensor) -> None:
+        """Put the queries' part into the whole."""
+        part = whole_RKGQE[:, self.heads, :, self.queries]
+        part.copy_(part_NME.view(part.shape))
+
+    def weights(self, q_NME: Tensor, k_NEW: Tensor) -> Tensor:
+        """The softmax (N, M, W) of the scores, zero for what is hidden."""
+        scores_NMW = _scaled_product(q_NME, k_NEW, q_NME.shape[-1] ** -0.5)
+        scores_NGQW = scores_NMW.unflatten(1, (-1, len(self.later_QQ)))
+        scores_NGQW[..., -len(self.later_QQ) :].add_(self.later_QQ)
+        if self.earlier_R11QL is not None:
+            of_first = scores_NGQW[..., : self.earlier_R11QL.shape[-1]]
+            of_first.unflatten(0, (len(self.earlier_R11QL), -1)).add_(self.earlier_R11QL)
+        return torch.softmax(scores_NMW, dim=-1)
+
+
+def _score_bytes() -> int:
+    return _SCORE_BYTES * torch.get_num_threads()
+
+
+def _rows_at_once(q_BQHE: Tensor, k_BSKE: Tensor) -> Iterator[slice]:
+    """Rows whose scores, of a block of queries and all heads, are few enough to be there at once, or one."""
+    rows, queries, heads, _ = q_BQHE.shape
+    size = heads * min(queries, _QUERY_BYTES // q_BQHE.itemsize) * k_BSKE.shape[1] * q_BQHE.itemsize
+    step = max(1, _score_bytes() // size)
+    return (slice(first, first + step) for first in range(0, rows, step))
+
+
+def _blocks(q_RKGQE: Tensor, k_RKES: Tensor, starts_RQ: Tensor | None) -> Iterator[_Block]:
+    """The blocks of some rows, whose queries are the last of their keys."""
+    rows, heads, group, queries, _ = q_RKGQE.shape
+    first, size, hidden = k_RKES.shape[-1] - queries, q_RKGQE.itemsize, float("-inf")
+    of_block = min(queries, _QUERY_BYTES // size)
+    later_QQ = q_RKGQE.new_full((of_block, of_block), hidden).triu_(1)
+    for begin in range(0, queries, of_block):
+        end, start, earlier_R11QL = min(begin + of_block, queries), 0, None
+        if starts_RQ is not None:
+            start, last = int(starts_RQ[:, begin].min()), int(starts_RQ[:, end - 1].max())
+            if last > start:
+                earlier = torch.arange(start, last) < starts_RQ[:, None, None, begin:end, None]
+                earlier_R11QL = q_RKGQE.new_zeros(earlier.shape).masked_fill_(earlier, hidden)
+        keys, own_QQ = slice(start, first + end), later_QQ[: end - begin, : end - begin]
+        of_head = size * rows * group * (end - begin) * (keys.stop - start)
+        at_once = max(1, _score_bytes() // of_head)
+        for head in range(0, heads, at_once):
+            yield _Block(slice(head, head + at_once), slice(begin, end), keys, own_QQ, earlier_R11QL)
+
+
+def _by_key_head(x_RQHE: Tensor, heads: int) -> Tensor:
+    """The view (R, K, G, Q, E)."""
+    return x_RQHE.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
+
+
+def _transposed(x_RSKE: Tensor) -> Tensor:
+    """A copy (R, K, E, S), each row of two dimensions when it is made, for which torch has a fast path."""
+    out_RKES = x_RSKE.new_empty(*(x_RSKE.shape[dim] for dim in (0, 2, 3, 1)))
+    for out_KES, x_SKE in zip(out_RKES, x_RSKE, strict=True):
+        out_KES.flatten(0, 1).copy_(x_SKE.flatten(1).T)
+    return out_RKES
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale · a b of batches of matrices."""
+    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
