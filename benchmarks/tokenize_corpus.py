@@ -39,8 +39,8 @@ import numpy as np
 from toolkit.data.sources import open_corpus
 from toolkit.data.token_cache import tokenized
 from toolkit.data.tokenizers.files import find
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.data.tokenizers.to_json import tokenizer_json
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

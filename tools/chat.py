@@ -32,7 +32,6 @@ from collections.abc import Collection, Sequence
 import torch.distributed as dist
 
 from toolkit.config.values import parse
-from toolkit.data.chat.base import ChatFormat, Message
 from toolkit.data.chat.formats import chat_format, check_asked
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.distributed import process_group
@@ -45,6 +44,7 @@ from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
 from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.chat_format import ChatFormat, Message
 from toolkit.models.registry import chat_formats
 from tools.cli import (
     add_model_arguments,

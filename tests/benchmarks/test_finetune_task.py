@@ -13,7 +13,7 @@ import torch
 from benchmarks import finetune_task as task
 from tests.models.small_llama import build
 from toolkit.config import load_config
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.finetune.parameters import count_trained
 from toolkit.generation.load import Loaded
 from toolkit.models.from_config import model_args

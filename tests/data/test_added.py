@@ -19,8 +19,7 @@ from toolkit.data.chat.formats import chat_format
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder
 from toolkit.data.chat.shapes import Shape
 from toolkit.data.tokenizers.added import extended
-from toolkit.data.tokenizers.files import vocabulary_size
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer, vocabulary_size
 from toolkit.errors import DataError
 from toolkit.generation.load import load_model
 

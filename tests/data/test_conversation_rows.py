@@ -33,7 +33,7 @@ from toolkit.data.corpus import Corpus
 from toolkit.data.packing import PADDING
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import MixturePart, TokenCache, open_cache
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import DataError
 from toolkit.loss import IGNORED_LABEL
 

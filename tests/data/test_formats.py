@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from toolkit.data.chat.base import ChatFormat
 from toolkit.data.chat.formats import chat_format
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder
 from toolkit.data.chat.shapes import Shape
 from toolkit.data.chat.template import ChatTemplate
-from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
+from toolkit.models.common.chat_format import ChatFormat
 from toolkit.models.llama.chat import Llama2Format, Llama3Format
 
 pytestmark = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")

@@ -31,7 +31,7 @@ from toolkit.data.labelled_texts import LabelledTexts
 from toolkit.data.run_data import RunData, from_text
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import TokenCache, open_cache
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import DataError
 from toolkit.storage import remote_path
 from toolkit.storage.remote_calls import StorageError

@@ -35,7 +35,8 @@ from toolkit.config.training import ConversationFormat
 from toolkit.data.chat.formats import chat_format
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder, token_weights
 from toolkit.data.chat.shapes import FORMATS, PREFERENCE, Conversation, Shape
-from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import EXIT_CONFIG, EXIT_FINISHED, DataError
 from toolkit.models.llama.chat import Llama2Format, Llama3Format
 from tools import make_chat_data

@@ -21,7 +21,8 @@ from toolkit.data.corpus import CLASSIFICATION, PREFERENCE
 from toolkit.data.labelled_texts import LabelledTextEncoder, LabelledTexts
 from toolkit.data.sources import open_corpus
 from toolkit.data.tokenize import TextEncoder
-from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
 CASES = 200

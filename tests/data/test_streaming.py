@@ -34,7 +34,7 @@ from toolkit.data.sources import open_corpus
 from toolkit.data.streaming import Encoders, Shard, StreamedLoader, streamed_loader
 from toolkit.data.tokenize import TextEncoder
 from toolkit.data.tokenize_helpers import Helper
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import DataError
 from toolkit.preflight import check
 from toolkit.storage.remote_path import RemotePath

@@ -17,7 +17,7 @@ from toolkit.data.chat.shapes import Shape
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizers.added import extended
 from toolkit.data.tokenizers.files import TOOL_USE
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import EXIT_FINISHED, DataError
 from toolkit.weights.hf_assets import tokenizer_companions
 from tools import prepare_data

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.data.tokenizers.files import find
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.data.tokenizers.to_json import tokenizer_json
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
 
 ASSETS = Path(os.environ.get("TOOLKIT_ASSETS", ""))
 needs_assets = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")

@@ -26,7 +26,7 @@ from toolkit.data.build import run_tokenizer
 from toolkit.data.corpus import Corpus
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import TokenCache, open_cache
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import DataError
 from toolkit.io import block_hashes
 

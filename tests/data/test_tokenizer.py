@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.data.unicode_strings import unicode_strings
 from toolkit.data.tokenizers import tiktoken_tokenizer as module
-from toolkit.data.tokenizers.files import vocabulary_size
-from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer, vocabulary_size
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
 IN_TREE = Path(__file__).parents[1] / "assets"
@@ -233,6 +233,6 @@ def test_long_input_to_tiktoken(text: str) -> None:
 
 def test_import_is_light() -> None:
     heavy = "{'torch', 'numpy', 'tiktoken', 'sentencepiece', 'tokenizers'}"
-    code = f"import sys, toolkit.data.tokenizers.tokenizer; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, toolkit.data.tokenizers.load_tokenizer; print(sorted({heavy} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.strip() == "[]"

@@ -14,9 +14,9 @@ import tiktoken
 from tests.data.unicode_strings import unicode_strings
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizers.added import extended
-from toolkit.data.tokenizers.files import find, vocabulary_size
+from toolkit.data.tokenizers.files import find
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer, vocabulary_size
 from toolkit.data.tokenizers.tiktoken_ranks import form_of, read_ranks, special_tokens
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
 from toolkit.errors import DataError
 from toolkit.models.llama.tokenizer import llama3_names
 

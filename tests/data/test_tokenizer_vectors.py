@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
 FOLDER = Path(os.environ.get("TOOLKIT_ASSETS", ""), "tokenizers")

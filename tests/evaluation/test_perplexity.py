@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tests.helpers import run_world
 from tests.models.small_llama import build, small
-from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 from toolkit.evaluation import perplexity
 from toolkit.evaluation.perplexity import Evaluator, Row, documents, first_token, rolling_windows, text_loss

@@ -18,7 +18,7 @@ from tests.helpers import run_world
 from tests.models.small_llama import build, small
 from tests.training import small_config
 from toolkit.config.finetune import Finetune
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
 from toolkit.finetune.base import base_of

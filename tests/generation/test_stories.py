@@ -229,7 +229,7 @@ def test_tp_must_divide() -> None:
 @pytest.mark.parametrize("kind", ["llama3", "llama2", "hf_llama3_1"])
 def test_streamed_text_is_the_whole_text(kind: str) -> None:
     """Whatever is cut between tokens: characters of several bytes, spaces, emoji joined from several."""
-    from toolkit.data.tokenizers.tokenizer import load_tokenizer
+    from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(ASSETS / "tokenizers" / kind)
     text = "naïve 日本語 — 👩‍👩‍👧‍👦 and 𝔘𝔫𝔦, two  spaces,\n\tతెలుగు; end. " + "x" * 20 + " ꙮ"

@@ -21,7 +21,7 @@ from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.data.chat import render
 from toolkit.data.chat.formats import chat_format
 from toolkit.data.sources import open_corpus
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import DataError
 from toolkit.preflight import __main__ as preflight
 from tools import checkpoint, convert_weights

@@ -19,7 +19,7 @@ from tests.weights.stories import empty_model
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.config.schema import added
 from toolkit.data.chat.formats import chat_format
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
 from toolkit.generation.generator import Generator

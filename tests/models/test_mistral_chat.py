@@ -11,7 +11,7 @@ import pytest
 
 from toolkit.data.chat.formats import chat_format
 from toolkit.data.chat.template import ChatTemplate
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import DataError
 from toolkit.models.llama.chat import Llama2Format
 from toolkit.models.mistral.chat import MistralFormat

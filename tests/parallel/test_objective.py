@@ -21,7 +21,7 @@ from tests.meshes import PAIR_TEMPLATE
 from tests.training import small_config, small_trainer
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder
 from toolkit.data.chat.shapes import Shape
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.models.common.decoder import Decoder
 
 Row = dict[str, Any]

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import run_world
-from toolkit.data.chat.base import Message
 from toolkit.data.chat.formats import chat_format
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED, DataError
 from toolkit.generation.load import Loaded, load_model, needed_tokenizer
 from toolkit.generation.sampling import Sampling
 from toolkit.io import standard_streams
+from toolkit.models.common.chat_format import Message
 from toolkit.models.llama.chat import Llama2Format
 from tools import chat
 from tools.chat import Dialog, Terminal, main, talk

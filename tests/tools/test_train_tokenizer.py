@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, ConfigError
 from tools import make_embedded_corpus, train_tokenizer
 

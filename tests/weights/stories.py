@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.training import small_config
 from toolkit.build import build_model
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh

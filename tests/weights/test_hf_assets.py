@@ -10,7 +10,7 @@ import pytest
 
 from tests.preflight.bad_weights import write_model
 from toolkit.data.tokenizers.added import extended
-from toolkit.data.tokenizers.tokenizer import load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.weights.hf_assets import tokenizer_companions, tokenizer_of
 from toolkit.weights.open import open_weights
 from tools.convert_weights import main

@@ -13,7 +13,8 @@ from toolkit.data.run_data import BASE_CORPUS, RunData
 from toolkit.data.sources import open_corpus
 from toolkit.data.token_cache import tokenized
 from toolkit.data.token_files import TokenCache
-from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from toolkit.data.chat.sft import ChatOptions

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from toolkit import cpu
 from toolkit.checkpoint.manifest import saved_settings
 from toolkit.config.parallelism import Parallelism
-from toolkit.data.tokenizers.files import vocabulary_size
-from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer, vocabulary_size
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import ConfigError, DataError, Problem
 from toolkit.finetune.adapter import Adapter

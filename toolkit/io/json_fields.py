@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,15 @@ def read_object(path: Path, *, at_most: int = MAX_BYTES) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     return parse_object(content, path)
+
+
+def read_if_there(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no such file.
+
+    Raises:
+        DataError: it is something else.
+    """
+    return read_object(path) if os.path.lexists(path) else {}
 
 
 class Fields:

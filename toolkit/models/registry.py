@@ -13,7 +13,7 @@ from toolkit.models.common.attention_choice import flavor_attention
 from toolkit.models.common.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from toolkit.data.chat.base import ChatFormat
+    from toolkit.models.common.chat_format import ChatFormat
     from toolkit.models.common.tiktoken_form import TiktokenForm
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -16,7 +16,7 @@ from toolkit.data.build import CorpusOptions, corpora
 from toolkit.data.corpus import Corpus
 from toolkit.data.file_kinds import SourceError
 from toolkit.data.sources import open_corpus
-from toolkit.data.tokenizers.files import vocabulary_size
+from toolkit.data.tokenizers.load_tokenizer import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
 from toolkit.models.common.args import ModelArgs

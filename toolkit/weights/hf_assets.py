@@ -13,8 +13,9 @@ from toolkit.checkpoint.manifest import saved_settings
 from toolkit.config.local_paths import expand_user
 from toolkit.data.tokenizers.added import extended
 from toolkit.data.tokenizers.files import CANDIDATES, TEMPLATE, TOOL_USE, adds_bos, find
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.data.tokenizers.to_json import post_processor, tokenizer_json
-from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 from toolkit.io.json_fields import read_object
 from toolkit.models.common.hf_config import GENERATION_CONFIG

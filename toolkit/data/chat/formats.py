@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.config.local_paths import expand_user
-from toolkit.data.chat.base import ChatFormat
 from toolkit.data.chat.template import (
     ChatTemplate,
     compiled,
@@ -25,6 +24,7 @@ from toolkit.data.chat.template import (
 from toolkit.data.chat.think_block import no_empty_thinking
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
+from toolkit.models.common.chat_format import ChatFormat
 from toolkit.models.registry import chat_formats
 
 

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from toolkit.data.chat.base import ChatFormat, Message, Turns
 from toolkit.data.chat.empty_masks import NO_LOSS
 from toolkit.data.chat.formats import chat_format
 from toolkit.data.chat.shapes import Conversation, Shape
@@ -26,6 +25,7 @@ from toolkit.data.token_files import WEIGHTS
 from toolkit.data.tokenize import Encoded
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
+from toolkit.models.common.chat_format import ChatFormat, Message, Turns
 
 VERSION = 4  # raise it when conversations become other ids or weights
 

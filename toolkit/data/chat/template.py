@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.config.local_paths import read_text
-from toolkit.data.chat.base import ChatFormat, Message, Rendered, Turns, Unwritten
 from toolkit.data.chat.render import BEGIN, END, LimitedTemplate, RenderError
 from toolkit.data.chat.think_block import DIALOG, SWITCH, AnswerPrompts, Render, no_empty_thinking
 from toolkit.data.chat.unwritten import UnwrittenKeys
-from toolkit.data.tokenizers.files import TEMPLATE, TOOL_USE, declared, read_json
+from toolkit.data.tokenizers.files import TEMPLATE, TOOL_USE, declared
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
+from toolkit.io.json_fields import read_if_there
+from toolkit.models.common.chat_format import ChatFormat, Message, Rendered, Turns, Unwritten
 
 TRAINING_DAY = datetime(2024, 7, 26)
 """The day that a template is told in training, so that a cache does not depend on when it was made."""
@@ -59,6 +60,8 @@ class ChatTemplate(ChatFormat):
     ``tool_use``, if there is one. With ``mask_empty_thinking`` an answer begins behind the empty think block
     that the template writes.
     """
+
+    _tokenizer: Tokenizer
 
     def __init__(
         self,
@@ -334,7 +337,7 @@ def template_beside(tokenizer: Tokenizer, **options: Any) -> ChatTemplate | None
     texts = {kind: read_template(file) for kind, file in files.items() if os.path.lexists(file)}
     names = {kind: str(files[kind]) for kind in texts}
     if "default" not in texts:
-        held = read_json(config).get("chat_template")
+        held = read_if_there(config).get("chat_template")
         entries = held if isinstance(held, list) else [{"name": "default", "template": held}]
         for entry in entries:
             kind, text = (entry.get(key) if isinstance(entry, dict) else None for key in ("name", "template"))

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from toolkit.data.chat.base import Message, Rendered
 from toolkit.errors import DataError
+from toolkit.models.common.chat_format import Message, Rendered
 
 SWITCH = "enable_thinking"
 """The variable by which templates open an answer for a model that thinks, or with an empty think block."""

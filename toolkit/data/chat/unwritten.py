@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from toolkit.data.chat.base import Message, Unwritten, further_keys
 from toolkit.errors import DataError
+from toolkit.models.common.chat_format import Message, Unwritten, further_keys
 
 _MAX_KNOWN = 10_000
 

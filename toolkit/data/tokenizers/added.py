@@ -19,7 +19,8 @@ from typing import Any
 
 from toolkit.data.cache_folder import local_cache
 from toolkit.data.tokenizers.files import TEMPLATE, TOOL_USE, declared, find
-from toolkit.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
+from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
 CONFIG, TOKENIZER_JSON = "tokenizer_config.json", "tokenizer.json"

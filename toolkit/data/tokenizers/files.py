@@ -13,9 +13,6 @@ in which other releases of transformers have them.
 A tokenizer.json beside a SentencePiece model is taken where it puts a space before the first word of a
 prompt alone: the model would put one after each special token of a dialog; and where it has added tokens that
 are not special, as ``<think>``, which any text may hold and of which the model knows nothing.
-
-The tokenizer libraries are imported where one is needed, so that the preflight can ask for a
-vocabulary's size in some tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -32,9 +29,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.config.local_paths import expand_user, read_bytes
 from toolkit.config.types import MAX_SIZE
-from toolkit.data.tokenizers.tiktoken_ranks import form_of
+from toolkit.data.tokenizers.json_files import first_added
 from toolkit.errors import DataError
-from toolkit.io.json_fields import MAX_BYTES, Fields, parse_object, read_object
+from toolkit.io.json_fields import MAX_BYTES, Fields, parse_object, read_if_there
 
 if TYPE_CHECKING:
     from toolkit.storage.remote_path import RemotePath
@@ -153,7 +150,7 @@ def kind_of(content: bytes, path: Path) -> Kind:
 def _says_more(path: Path) -> bool:
     """Say if a tokenizer.json, where there is one, puts a space before the first word of a prompt alone, or
     has added tokens that are not special."""
-    described = read_json(path)
+    described = read_if_there(path)
     pre, added = described.get("pre_tokenizer"), described.get("added_tokens")
     parts = pre.get("pretokenizers", [pre]) if isinstance(pre, dict) else []
     return _any(parts, "prepend_scheme", "first") or _any(added, "special", False)
@@ -162,26 +159,6 @@ def _says_more(path: Path) -> bool:
 def _any(found: Any, key: str, value: Any) -> bool:
     """Say if ``found`` is a list with an object of which ``key`` is ``value``."""
     return isinstance(found, list) and any(isinstance(it, dict) and it.get(key) == value for it in found)
-
-
-def vocabulary_size(path: str | Path) -> int:
-    """Entries of the tokenizer at ``path`` (largest id + 1), without building it: a peek for checks.
-
-    Raises:
-        DataError: as :func:`find`, or a JSON file that is no tokenizer, or a tiktoken file of another model.
-    """
-    files = find(path)
-    if files.kind == "json":
-        from toolkit.data.tokenizers.json_files import json_vocabulary_size
-
-        return json_vocabulary_size(files)
-    added = max(files.added.values(), default=-1) + 1
-    if files.kind == "tiktoken":
-        lines = files.content.count(b"\n") + (not files.content.endswith(b"\n"))
-        return max(lines + form_of(lines, files.path).n_special, added)
-    from toolkit.data.tokenizers.sentencepiece_tokenizer import sentencepiece_processor
-
-    return max(sentencepiece_processor(files).get_piece_size(), added)
 
 
 def adds_bos(files: TokenizerFiles, bos_id: int | None) -> bool:
@@ -204,22 +181,11 @@ def adds_bos(files: TokenizerFiles, bos_id: int | None) -> bool:
     described = (
         parse_object(files.content, files.path)
         if files.kind == "json"
-        else read_json(files.folder / "tokenizer.json")
+        else read_if_there(files.folder / "tokenizer.json")
     )
     if described:
-        from toolkit.data.tokenizers.json_files import first_added
-
         return first_added(described.get("post_processor"), files.folder) == bos_id
-    return read_json(files.folder / "tokenizer_config.json").get("add_bos_token", True) is not False
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no such file.
-
-    Raises:
-        DataError: it is something else.
-    """
-    return read_object(path) if os.path.lexists(path) else {}
+    return read_if_there(files.folder / "tokenizer_config.json").get("add_bos_token", True) is not False
 
 
 def declared(folder: Path) -> dict[str, Any]:
@@ -229,16 +195,16 @@ def declared(folder: Path) -> dict[str, Any]:
     Raises:
         DataError: one of them is no JSON object.
     """
-    config = read_json(folder / "tokenizer_config.json")
+    config = read_if_there(folder / "tokenizer_config.json")
     lists = config.get("added_tokens_decoder") is not None
-    return config if lists else config | read_json(folder / "special_tokens_map.json")
+    return config if lists else config | read_if_there(folder / "special_tokens_map.json")
 
 
 def _listed_elsewhere(folder: Path) -> dict[str, Any]:
     """Added tokens by id, where tokenizer_config.json lists none: releases of transformers before 4.34 have
     them in added_tokens.json, and those from 5 on in tokenizer.json."""
-    found = {str(token): name for name, token in read_json(folder / "added_tokens.json").items()}
-    described = read_json(folder / "tokenizer.json").get("added_tokens")
+    found = {str(token): name for name, token in read_if_there(folder / "added_tokens.json").items()}
+    described = read_if_there(folder / "tokenizer.json").get("added_tokens")
     tokens = described if isinstance(described, list) else []
     return found | {str(token.get("id")): token for token in tokens if isinstance(token, dict)}
 

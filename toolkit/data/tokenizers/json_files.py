@@ -9,26 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.types import MAX_SIZE
-from toolkit.data.tokenizers.files import TokenizerFiles
 from toolkit.errors import DataError
 from toolkit.io.json_fields import parse_object
 
 
-def json_vocabulary_size(files: TokenizerFiles) -> int:
+def json_vocabulary_size(data: bytes, path: Path) -> int:
     """Largest id + 1 in the vocabulary and the added tokens of a ``tokenizer.json``."""
-    content = parse_object(files.content, files.path)
+    content = parse_object(data, path)
     model, added = content.get("model"), content.get("added_tokens") or []
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocabulary, dict | list):
-        raise DataError(
-            f"{files.path} is no tokenizer.json of Hugging Face tokenizers: it has no model.vocab"
-        )
+        raise DataError(f"{path} is no tokenizer.json of Hugging Face tokenizers: it has no model.vocab")
     if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
-        raise DataError(f"{files.path}: added_tokens must be a list of objects")
+        raise DataError(f"{path}: added_tokens must be a list of objects")
     ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))]
     ids += [token.get("id") for token in added]
     if not {*map(type, ids)} <= {int} or not 0 <= min(ids, default=0) <= max(ids, default=0) <= MAX_SIZE:
-        raise DataError(f"{files.path}: ids of tokens must be whole numbers from 0 to {MAX_SIZE}")
+        raise DataError(f"{path}: ids of tokens must be whole numbers from 0 to {MAX_SIZE}")
     return max(ids, default=-1) + 1
 
 

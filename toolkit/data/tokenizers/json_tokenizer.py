@@ -24,7 +24,7 @@ class JsonTokenizer(Tokenizer):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
 
-        size = json_vocabulary_size(files)
+        size = json_vocabulary_size(files.content, files.path)
         with tokenizers_errors(files.path):
             self._backend = tokenizers.Tokenizer.from_buffer(files.content)
         self._backend.no_truncation()

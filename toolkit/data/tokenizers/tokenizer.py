@@ -1,7 +1,7 @@
 """Tokenizers: tiktoken, SentencePiece and Hugging Face files behind one small interface.
 
-``load_tokenizer(folder)`` looks into the folder (:mod:`toolkit.data.tokenizers.files` has the order and
-the kinds) and gives a :class:`Tokenizer`. Ids are exactly those of the library that defines the kind.
+:func:`toolkit.data.tokenizers.load_tokenizer.load_tokenizer` looks into a folder (``files.py`` has the order
+and the kinds) and gives a :class:`Tokenizer`. Ids are exactly those of the library that defines the kind.
 
 Rules common to all kinds:
 
@@ -19,10 +19,8 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
-from toolkit.data.tokenizers.files import TokenizerFiles, adds_bos, find
+from toolkit.data.tokenizers.files import TokenizerFiles, adds_bos
 from toolkit.errors import DataError
 
 # Names by which a role is known when tokenizer_config.json does not say. The end of a document is
@@ -31,27 +29,6 @@ _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|endoftext|>")
 _EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
 _PAD_NAMES = ("<|finetune_right_pad_id|>", "<|finetune_right_pad|>", "<pad>", "[PAD]")
 _STOP_NAMES = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|eom|>", "<|eot|>")
-
-
-def load_tokenizer(path: str | Path, *, add_bos: bool | None = None) -> Tokenizer:
-    """The tokenizer in a folder (``model.hf_assets_path``), or in the file itself; ``add_bos`` has plain
-    texts begin with BOS, or not, whatever the folder says.
-
-    Raises:
-        DataError: none there, or a file that is damaged or of no known kind, or without the BOS asked for.
-    """
-    files = replace(find(path), add_bos=add_bos)
-    if files.kind == "tiktoken":
-        from toolkit.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
-
-        return TiktokenTokenizer(files)
-    if files.kind == "sentencepiece":
-        from toolkit.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
-
-        return SentencePieceTokenizer(files)
-    from toolkit.data.tokenizers.json_tokenizer import JsonTokenizer
-
-    return JsonTokenizer(files)
 
 
 class Tokenizer(ABC):

@@ -15,7 +15,7 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.table import Row, decoder_rows, dense_block
 
 if TYPE_CHECKING:
-    from toolkit.data.chat.base import ChatFormat
+    from toolkit.models.common.chat_format import ChatFormat
     from toolkit.models.common.hf_config import HFConfig
     from toolkit.models.common.hub import Hub
     from toolkit.models.common.tiktoken_form import TiktokenForm

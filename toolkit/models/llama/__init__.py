@@ -9,7 +9,7 @@ from toolkit.models.common.spec import MetaParams, ModelSpec
 from toolkit.models.llama.args import PRESETS, ffn_rule
 
 if TYPE_CHECKING:
-    from toolkit.data.chat.base import ChatFormat
+    from toolkit.models.common.chat_format import ChatFormat
     from toolkit.models.common.hf_config import HFConfig
     from toolkit.models.common.hub import Hub
     from toolkit.models.common.tiktoken_form import TiktokenForm

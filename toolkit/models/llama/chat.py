@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.data.chat.base import ChatFormat, Message, Turns, exchanges, special_ids, texts
-from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
+from toolkit.models.common.chat_format import (
+    ChatFormat,
+    ChatTokenizer,
+    Message,
+    Turns,
+    exchanges,
+    special_ids,
+    texts,
+)
 
 _ROLES_LLAMA3 = ("system", "user", "assistant", "ipython")
 
@@ -21,10 +28,10 @@ class Llama3Format(ChatFormat):
     name = fingerprint = "llama3"
 
     @classmethod
-    def fits(cls, tokenizer: Tokenizer) -> bool:
+    def fits(cls, tokenizer: ChatTokenizer) -> bool:
         return "<|start_header_id|>" in tokenizer.special_tokens
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: ChatTokenizer):
         self._tokenizer = tokenizer
         names = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
         self._bos, self._start, self._end, self._eot = special_ids(tokenizer, names, self.name)
@@ -62,10 +69,10 @@ class Llama2Format(ChatFormat):
     name = fingerprint = "llama2"
 
     @classmethod
-    def fits(cls, tokenizer: Tokenizer) -> bool:
+    def fits(cls, tokenizer: ChatTokenizer) -> bool:
         return tokenizer.kind == "sentencepiece" and "[INST]" not in tokenizer.special_tokens
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: ChatTokenizer):
         if tokenizer.bos_id is None or tokenizer.eos_id is None:
             raise DataError(f"Llama 2's chat format needs BOS and EOS, which {tokenizer.path} has not")
         self._tokenizer = tokenizer

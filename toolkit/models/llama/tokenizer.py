@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toolkit.data.tokenizers.files import read_json
+from toolkit.io.json_fields import read_if_there
 from toolkit.models.common.tiktoken_form import TiktokenForm
 
 LLAMA3_PATTERN = (
@@ -55,7 +55,7 @@ def _llama4_names(count: int) -> list[str]:
 
 def _is_llama3_0(folder: Path) -> bool:
     """Say if the model files of ``folder`` are of Llama 3.0: the later ones have scaled RoPE."""
-    hugging_face, meta = read_json(folder / "config.json"), read_json(folder / "params.json")
+    hugging_face, meta = read_if_there(folder / "config.json"), read_if_there(folder / "params.json")
     if hugging_face.get("model_type") == "llama":
         rope = hugging_face.get("rope_parameters")
         return not (hugging_face.get("rope_scaling") or (isinstance(rope, dict) and rope.get("factor")))

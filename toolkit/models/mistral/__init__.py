@@ -10,7 +10,7 @@ from toolkit.models.common.spec import ModelSpec
 from toolkit.models.mistral.args import PRESETS
 
 if TYPE_CHECKING:
-    from toolkit.data.chat.base import ChatFormat
+    from toolkit.models.common.chat_format import ChatFormat
     from toolkit.models.common.hf_config import HFConfig
     from toolkit.models.common.hub import Hub
 

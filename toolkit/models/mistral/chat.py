@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.data.chat.base import ChatFormat, Message, Turns, exchanges
-from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
+from toolkit.models.common.chat_format import ChatFormat, ChatTokenizer, Message, Turns, exchanges
 
 _MARKS = ("[INST]", "[/INST]")
 
@@ -27,10 +26,10 @@ class MistralFormat(ChatFormat):
     name = fingerprint = "mistral"
 
     @classmethod
-    def fits(cls, tokenizer: Tokenizer) -> bool:
+    def fits(cls, tokenizer: ChatTokenizer) -> bool:
         return all(mark in tokenizer.special_tokens for mark in _MARKS)
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: ChatTokenizer):
         if tokenizer.bos_id is None or tokenizer.eos_id is None:
             raise DataError(f"Mistral's chat format needs BOS and EOS, which {tokenizer.path} has not")
         self._tokenizer = tokenizer

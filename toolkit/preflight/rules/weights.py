@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from toolkit.config.local_paths import expand_user
-from toolkit.data.tokenizers.files import vocabulary_size
+from toolkit.data.tokenizers.load_tokenizer import vocabulary_size
 from toolkit.errors import DataError, Problem, first_few, install_command
 from toolkit.io.json_fields import read_object
 from toolkit.models.common.args import ModelArgs

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
-from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
 Message = Mapping[str, Any]
 Unwritten = tuple[int | None, str]
 """A key of the message with this index, or of no message (``tools``), of which a format writes nothing."""
+
+
+class ChatTokenizer(Protocol):
+    """The part of a tokenizer that a format uses (:class:`~toolkit.data.tokenizers.tokenizer.Tokenizer`)."""
+
+    path: Path
+    kind: Any
+    special_tokens: dict[str, int]
+    bos_id: int | None
+    eos_id: int | None
+    stop_ids: tuple[int, ...]
+
+    def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]: ...
+
+    def encode_after(self, special: int, text: str) -> list[int]: ...
 
 
 class Turns(NamedTuple):
@@ -56,11 +71,11 @@ class ChatFormat(ABC):
     stop_ids: tuple[int, ...]
     fingerprint: str
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: ChatTokenizer):
         self._tokenizer = tokenizer
 
     @classmethod
-    def fits(cls, tokenizer: Tokenizer) -> bool:
+    def fits(cls, tokenizer: ChatTokenizer) -> bool:
         """Say if dialogs are laid out so for the models of ``tokenizer``, as far as its tokens tell."""
         return False
 
@@ -89,7 +104,7 @@ class ChatFormat(ABC):
         return (*([(None, "tools")] if tools else []), *keys)
 
 
-def special_ids(tokenizer: Tokenizer, names: Sequence[str], wanted_by: str) -> list[int]:
+def special_ids(tokenizer: ChatTokenizer, names: Sequence[str], wanted_by: str) -> list[int]:
     """Ids of the special tokens ``names``.
 
     Raises:
