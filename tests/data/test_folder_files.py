@@ -86,9 +86,14 @@ def test_a_folder_without_splits_is_taken_whole_whatever_is_asked_for(tmp_path: 
     write(tmp_path / "b.parquet", ROWS[:20])
     write(tmp_path / "a.jsonl", ROWS[:20])
     (tmp_path / "dataset_infos.json").write_text('{"default": {\n')
+    for name in ("C.JSONL", "d.jsonl.zstd", "e.pq"):
+        (tmp_path / name).touch()
     source = open_corpus("x", str(tmp_path), split="validation")
     assert [file.name for file in source.files] == ["a.jsonl", "b.parquet"] and not source.choices
-    assert source.notes == (f"{tmp_path}: left out: dataset_infos.json (no data)",)
+    assert source.notes == (
+        f"{tmp_path}: left out: C.JSONL, d.jsonl.zstd, e.pq (not a kind of file that is read), "
+        "dataset_infos.json (no data)",
+    )
     (tmp_path / "only").mkdir()
     (tmp_path / "only" / "a.csv").write_text("text\n")
     problem = check_source("x", str(tmp_path / "only"))

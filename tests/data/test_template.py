@@ -27,6 +27,7 @@ WITH_TOOLS = "{{ tools | tojson }}\n" + UNMARKED
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 ASKED = [{"role": "user", "content": "q?"}, {"role": "assistant", "content": "yes"}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+TEXT_CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 CALLS = [
     {"role": "user", "content": "q?", "name": "bob"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -142,6 +143,19 @@ def test_think_blocks_of_templates_that_trl_ships(tmp_path: Path, name: str) -> 
         assert "think" not in learnt and learnt.count("yes") == 2
 
 
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_token_that_ends_the_dialog_ends_its_last_answer_alone(tmp_path: Path, turns: int) -> None:
+    """Where no turn has special tokens, what is between the answers is not learnt."""
+    template = (
+        "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}### assistant:{% else %}{{ eos_token }}{% endif %}"
+    )
+    folder = other_tokenizer(tmp_path)
+    assert _learnt(folder, ASKED * turns, template=template) == " yes\n" * turns + "<|end_of_text|>"
+    follows = [*ASKED, ASKED[0]]
+    assert _learnt(folder, follows, template=template) == " yes\n"
+
+
 def test_a_template_that_ends_no_turn_is_noted_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,9 +178,12 @@ def test_a_template_that_ends_no_turn_is_noted_once(
         assert said.count("in 3 of 3 conversations no answer ends with a special token") == 1
         assert "put {{ eos_token }} behind each answer" in said
         assert "in 1 of 3 conversations the chat format writes nothing of 'name'" in said
-    file.write_text(template.replace("\n{% endfor", "{{ eos_token }}\n{% endfor"))
-    assert prepare_data.main(words) == EXIT_FINISHED
-    assert "no answer ends" not in capsys.readouterr().err
+    ended = template.replace("\n{% endfor", "{{ eos_token }}\n{% endfor")
+    marked = "{% generation %}{{ m.content }}{{ eos_token }}\n{% endgeneration %}{% endfor"
+    for text in (ended, ended.replace("{{ m.content }}{{ eos_token }}\n{% endfor", marked)):
+        file.write_text(text)
+        assert prepare_data.main(words) == EXIT_FINISHED
+        assert "no answer ends" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -180,12 +197,22 @@ def test_a_template_that_ends_no_turn_is_noted_once(
             r"message 2 \(assistant\) has tool_calls",
         ),
         (
+            [CALLS[0], {**CALLS[1], "tool_calls": [TEXT_CALL]}, *CALLS[2:]],
+            UNMARKED.replace(
+                "{{ message.content }}",
+                "{% for call in message.tool_calls or [] %}{{ call.function.name }}"
+                "{% if call.function.arguments is mapping %}{{ call.function.arguments | tojson }}{% endif %}"
+                "{% endfor %}{{ message.content }}",
+            ),
+            r"message 2 \(assistant\) has arguments of tool_calls",
+        ),
+        (
             [{"role": "system", "content": "Be kind."}, *ASKED],
             UNMARKED.replace("in messages", "in messages if message.role != 'system'"),
             r"message 1 \(system\) has content",
         ),
     ],
-    ids=["calls", "calls of a family", "second call", "system"],
+    ids=["calls", "calls of a family", "second call", "arguments as text", "system"],
 )
 def test_what_a_template_leaves_out_is_rejected(
     tmp_path: Path, messages: list[dict[str, Any]], template: str, said: str
@@ -220,4 +247,4 @@ def test_what_matters_less_is_noted_and_a_structure_is_rendered_once(
     }
     whole = 1 + 2 * 2  # the dialog, and for each answer what is before it and up to its end
     keys = ("name", "tool_calls", "content", "tool_call_id")
-    assert n[1] == whole and n[2] == whole + 1 + len(keys) + 1 and n[3] == 1 + 2
+    assert n[1] == whole and n[2] == whole + 1 + len(keys) + 2 and n[3] == 1 + 2

@@ -30,7 +30,8 @@ _NO_DATA = re.compile(
     r"(config|state|dataset_(info|infos|dict))\.json|(?i:readme|licen[cs]e|copying|notice|citation)\..*"
 )
 _LIKE_DATA = re.compile(
-    r"(?i).*\.(csv|tsv|ndjson|arrow|feather|orc|avro|xlsx?|html?|xml|md|pdf|zip|tar|tgz|7z|gz|bz2|xz|zst|lz4)"
+    r"(?i).*\.(csv|tsv|jsonl?|ndjson|jsonlines|txt|text|parquet|pq|arrow|feather|orc|avro|xlsx?|html?|xml|md|pdf"
+    r"|zip|tar|tgz|7z|gz|bz2|xz|lzma|zstd?|lz4)"
 )
 _SHOWN = 3
 

@@ -20,6 +20,7 @@ from toolkit.data.chat.empty_masks import NO_LOSS
 from toolkit.data.chat.formats import chat_format
 from toolkit.data.chat.shapes import Conversation, Shape
 from toolkit.data.chat.template import ChatTemplate
+from toolkit.data.chat.unwritten import ARGUMENTS
 from toolkit.data.text_files import Piece
 from toolkit.data.token_files import WEIGHTS
 from toolkit.data.tokenize import Encoded
@@ -27,7 +28,7 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 from toolkit.models.common.chat_format import ChatFormat, Message, Turns
 
-VERSION = 4  # raise it when conversations become other ids or weights
+VERSION = 5  # raise it when conversations become other ids or weights
 
 
 @dataclass(frozen=True)
@@ -134,10 +135,15 @@ class ConversationEncoder:
             turns = self.form.encode_turns(messages, tools)
         else:
             turns = self.form.encode_turns(messages)
-        if turns.answers and not any(turns.ids[end - 1] in self._ends for _, end in turns.answers if end):
+        if turns.answers and not any(self._ends_turn(turns.ids[begin:end]) for begin, end in turns.answers):
             remarks.add(_NO_END)
         self.remarks.update(remarks)
         return turns
+
+    def _ends_turn(self, ids: Sequence[int]) -> bool:
+        """Say if an answer ends with a special token, perhaps before white space."""
+        last = next((at for at in reversed(range(len(ids))) if ids[at] in self._ends), None)
+        return last is not None and not self.tokenizer.decode(ids[last + 1 :]).strip()
 
     def _remark(self, messages: Sequence[Message], index: int | None, key: str) -> str:
         """Remark for the user on a key that the format does not write.
@@ -152,10 +158,12 @@ class ConversationEncoder:
                 "named tool_use beside the tokenizer, or leave the column out"
             )
         role = messages[index]["role"]
-        if key == "tool_calls" or (key == "content" and role != "assistant"):
+        if key in ("tool_calls", ARGUMENTS) or (key == "content" and role != "assistant"):
+            as_object = ", give them as an object" if key == ARGUMENTS else ""
             raise DataError(
                 f"message {index + 1} ({role}) has {key}, of which the chat format {self.form.name} writes "
-                "nothing\n  fix:  set data.chat_template to a template that does, or remove the message"
+                f"nothing\n  fix:  set data.chat_template to a template that does{as_object}, or remove the "
+                "message"
             )
         beside = " beside tool_calls" if key == "content" else ""
         return f"the chat format writes nothing of {key!r}{beside}"

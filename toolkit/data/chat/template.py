@@ -19,7 +19,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, partial
-from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -228,12 +227,22 @@ class ChatTemplate(ChatFormat):
                 f"chat template {self.name}: message {index + 1} does not begin with the generation prompt, "
                 f"or what is before it changes with it\n  fix:  {_MARK_IT}"
             )
-        alone = [name for name, place in through.named() if place >= begin]
-        here = [(name, place) for name, place in full.named() if place >= begin]
-        common = list(takewhile(lambda pair: pair[0] == pair[1][0], zip(alone, here, strict=False)))
+        alone, here = (
+            [(name, place) for name, place in it.named() if place >= begin] for it in (through, full)
+        )
+        common, ends_dialog = [], False
+        for (name, place), (other, at) in zip(alone, here, strict=False):
+            text = through.text[begin:place]
+            more = full.text[begin:at].removeprefix(text) if full.text.startswith(text, begin) else ""
+            ends_dialog = name == other and bool(more.strip())  # other messages stand before it
+            if name != other or ends_dialog:
+                break
+            common.append((name, at))
         if common:  # what follows them ends the whole dialog, or is the next message
-            name, place = common[-1][1]
+            name, place = common[-1]
             return begin, place + len(name)
+        if ends_dialog:
+            return begin, alone[0][1]
         if alone or not full.text.startswith(through.text):
             raise DataError(
                 f"chat template {self.name}: the end of message {index + 1} cannot be told\n"

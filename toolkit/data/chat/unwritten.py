@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.errors import DataError
 from toolkit.models.common.chat_format import Message, Unwritten, further_keys
 
+ARGUMENTS = "arguments of tool_calls"
+"""What is said in place of a key where a call is written without its arguments."""
 _MAX_KNOWN = 10_000
 
 
@@ -36,7 +38,7 @@ class UnwrittenKeys:
                     message["role"],
                     bool((message.get("content") or "").strip()),
                     *further_keys(message),
-                    len(_calls(message)),
+                    *(type(_arguments(call)) for call in _calls(message)),
                 )
                 for message in messages
             ),
@@ -53,6 +55,19 @@ class UnwrittenKeys:
 def _calls(message: Message) -> list[Any]:
     calls = message.get("tool_calls")
     return calls if isinstance(calls, list) else []
+
+
+def _arguments(call: Mapping[str, Any]) -> Any:
+    """The arguments of a call, None where there are none."""
+    function = call.get("function")
+    return (function if isinstance(function, Mapping) else call).get("arguments") or None
+
+
+def _without_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        return {**call, "function": _without_arguments(function)}
+    return {**call, "arguments": type(call["arguments"])()}
 
 
 def _renders(
@@ -85,5 +100,9 @@ def _lacking(
                 variants += [(key, {**less, key: some}) for some in fewer]
             else:
                 variants.append((key, less))
+        for at, call in enumerate(calls):
+            if _arguments(call):
+                bare = [*calls[:at], _without_arguments(call), *calls[at + 1 :]]
+                variants.append((ARGUMENTS, {**message, "tool_calls": bare}))
         for key, lesser in variants:
             yield (index, key), [*messages[:index], lesser, *messages[index + 1 :]], tools
