@@ -28,7 +28,7 @@ import torch
 from toolkit.config import load_config
 from toolkit.data.chat.formats import chat_format
 from toolkit.finetune.parameters import count_trained
-from toolkit.generation.load import Loaded, load_model, needed_tokenizer
+from toolkit.generation.load import LoadedModel, load_model, require_tokenizer
 
 BASE, CONFIG = "train_configs/debug_model.toml", "train_configs/chat_debug.toml"
 BASE_STEPS, STEPS = 300, 600
@@ -146,14 +146,14 @@ def accuracy(said: Sequence[str], rows: Sequence[Item]) -> float:
     return sum(answer == item.answer for answer, item in zip(said, rows, strict=True)) / len(rows)
 
 
-def load(place: Path) -> Loaded:
+def load(place: Path) -> LoadedModel:
     """The model of a run's folder."""
     return load_model(place, device=torch.device("cpu"), dtype=torch.float32)
 
 
-def answers(loaded: Loaded, rows: Sequence[Item], *, batch_size: int = 125) -> list[str]:
+def answers(loaded: LoadedModel, rows: Sequence[Item], *, batch_size: int = 125) -> list[str]:
     """Answers of a model, likeliest token after likeliest token."""
-    tokenizer = needed_tokenizer(loaded)
+    tokenizer = require_tokenizer(loaded)
     form = chat_format(tokenizer)
     prompts = [form.encode(item.messages()[:1]) for item in rows]
     made = loaded.generator().generate(

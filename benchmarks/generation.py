@@ -31,7 +31,7 @@ import torch
 from benchmarks.machine import describe
 from tests.models.test_transformers import theirs
 from toolkit.generation.compiled import compiler_for
-from toolkit.generation.cpu_prepack import can_pack, pack
+from toolkit.generation.cpu_prepack import can_prepack, prepack_model
 from toolkit.generation.generator import Generator
 from toolkit.hardware import cores
 from toolkit.models.common.args import ModelArgs
@@ -76,8 +76,8 @@ def model_of(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> Decod
 
 def our_maker(args: ModelArgs, dtype: torch.dtype, device: torch.device, compiled: bool) -> Make:
     model = model_of(args, dtype, device)
-    if can_pack(model) and not compiled:
-        pack(model)
+    if can_prepack(model) and not compiled:
+        prepack_model(model)
     generator = Generator(model, compiler=compiler_for(device, constant=True) if compiled else None)
     return lambda prompts, count: generator.generate(prompts, max_new_tokens=count)
 

@@ -23,7 +23,7 @@ from toolkit.models.from_config import model_args
 from toolkit.parallel.dims import degrees
 from toolkit.planner.allocations import StepMemory
 from toolkit.planner.fake_step import step_memory
-from toolkit.planner.machines import machine_named
+from toolkit.planner.machines import find_machine
 from toolkit.planner.time import StepTime, step_time
 
 GIB = 2**30
@@ -277,7 +277,7 @@ LAYOUTS = [
 
 def forecast(layout: Layout) -> StepTime:
     config, args, mesh = _planned(layout)
-    machine = machine_named(layout.gpu)
+    machine = find_machine(layout.gpu)
     if layout.network:
         machine = replace(machine, network=layout.network)
     return step_time(config, args, mesh, machine, param_dtype=torch.bfloat16)
@@ -314,12 +314,13 @@ def row(number: int) -> str:
         assert layout.tokens
         distance, published, said = each / layout.tokens - 1, "–", "–" if float8 else f"{mfu:.1%}"
     exposed = sum(ours.exposed.values()) / ours.seconds
-    room = machine_named(layout.gpu).memory
+    capacity = find_machine(layout.gpu).memory
     cells = [
         str(number), layout.name, f"{layout.ranks:,} {layout.gpu}", published, said,
         f"{layout.tokens:,.0f}" if layout.tokens else "–", f"{each:,.0f}", f"{distance:+.0%}",
         f"{exposed:.0%} / {ours.bubble / ours.seconds:.0%}",
-        f"{peak / GIB:.1f} of {room / GIB:.0f}{'' if peak <= room else ': does not fit'}", f"{spent:.0f}",
+        f"{peak / GIB:.1f} of {capacity / GIB:.0f}{'' if peak <= capacity else ': does not fit'}",
+        f"{spent:.0f}",
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 

@@ -37,7 +37,7 @@ def compare_sent(folder: Path, results: dict[str, Kept]) -> None:
     for layout, kept in results.items():
         if "failure" not in kept:
             planned = mesh_runs.planned(folder, layout)
-            kept["planned"] = max(sum(exchange.sent for exchange in rank) for rank in planned)
+            kept["planned"] = max(sum(exchange.sent_bytes for exchange in rank) for rank in planned)
             expected = [mesh_runs.added_up(rank) for rank in planned]
             kept["unplanned"] = "compiled" not in layout.split() and kept["sent"] != expected
 

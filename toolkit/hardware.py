@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +95,30 @@ def _select_gpus(rows: list[list[str]], names: list[str]) -> list[list[str]]:
             break
         found += matches
     return found
+
+
+_simulated: str | None = None
+
+
+@contextmanager
+def simulate(device: str) -> Iterator[None]:
+    """Let fake tensors on the CPU stand for tensors on the device type ``device``."""
+    global _simulated
+    before, _simulated = _simulated, device
+    try:
+        yield
+    finally:
+        _simulated = before
+
+
+def is_simulated() -> bool:
+    """Report whether tensors are fake and stand for those of :func:`simulate`."""
+    return _simulated is not None
+
+
+def device_type(actual: str) -> str:
+    """The simulated device type, else the ``actual`` one."""
+    return _simulated or actual
 
 
 @functools.cache  # nvidia-smi takes from a tenth of a second to a few seconds

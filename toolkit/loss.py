@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.fused import Fused
+from toolkit.hardware import device_type
 
 IGNORED_LABEL = -100
 
@@ -76,13 +77,13 @@ cache with their copies."""
 
 def _row_chunks(x: Tensor) -> Iterator[slice]:
     """Split the rows of ``x`` into chunks of bounded size."""
-    rows = max(1, CHUNK_LOGITS.get(x.device.type, torch.get_num_threads() << 17) // x.shape[1])
+    rows = max(1, CHUNK_LOGITS.get(device_type(x.device.type), torch.get_num_threads() << 17) // x.shape[1])
     return (slice(first, first + rows) for first in range(0, max(1, len(x)), rows))
 
 
 def _scale_rows(x: Tensor, by_T: Tensor) -> Tensor:
     """Scale each row of ``x`` in the dtype of ``by_T``; ``x`` may be overwritten."""
-    if by_T.numel() and by_T.stride(0) == 0 and x.device.type not in CHUNK_LOGITS:
+    if by_T.numel() and by_T.stride(0) == 0 and device_type(x.device.type) not in CHUNK_LOGITS:
         return x.mul_(by_T[0])  # the gradient of a sum; a CPU multiplies and rounds once, in one pass
     if _fused_scale_rows.applies_to(x):
         return _fused_scale_rows(x, by_T)

@@ -1,4 +1,4 @@
-"""Arguments of programs: paths, counts, and flags for the keys that problems name. Imports no torch."""
+"""Argument types of the programs: paths, counts, and flags for config keys in messages. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.errors import ConfigError, Problem, ToolkitError, redact
 
 
 def local_path_text(text: str, *, storage: bool = False) -> str:
-    """The type of an argument that is a path, or several; with ``storage`` a URL of object storage, too."""
+    """Check an argument with one or several paths; with ``storage`` also URLs of object storage."""
     if found := path_problem(text, storage=storage):
         rule, fix = found
         raise argparse.ArgumentTypeError(f"{redact(text)!r}: {rule}\n  fix:  {fix}")
@@ -26,17 +26,17 @@ def local_path_text(text: str, *, storage: bool = False) -> str:
 
 
 def local_path(text: str) -> Path:
-    """The type of an argument that is one path; ~ stands for the home folder."""
+    """Convert an argument to a local path, with ~ expanded."""
     return expand_user(local_path_text(text))
 
 
 def any_path(text: str) -> Path:
-    """The type of an argument that is one path, here or in object storage."""
+    """Convert an argument to a path, local or in object storage."""
     return expand_user(local_path_text(text, storage=True))
 
 
 def output_file(text: str) -> Path:
-    """The type of an argument that is a file to write; where none can be, that is told before the work."""
+    """Convert an argument to a file to write; an unwritable one is reported before the work."""
     path = local_path(text)
     if problem := output_problem(path):
         raise argparse.ArgumentTypeError(f"{path} cannot be written: {problem}")
@@ -44,7 +44,7 @@ def output_file(text: str) -> Path:
 
 
 def output_problem(path: Path) -> str:
-    """Say why no file can be written at ``path``; empty where one can."""
+    """Return why no file can be written at ``path``, or "" if one can."""
     if path.is_dir():
         return "it is a folder"
     place = path if path.exists() else path.parent
@@ -53,21 +53,21 @@ def output_problem(path: Path) -> str:
 
 
 def count(text: str) -> int:
-    """The type of an argument that is a number of things."""
+    """Convert an argument to a count of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return int(text)
 
 
 def ranks(text: str) -> int:
-    """The type of an argument that is a number of ranks, or of what there is one of a rank."""
+    """Convert an argument to a number of ranks, or of something that each rank has one of."""
     if not text.isdecimal() or not 1 <= int(text) <= MAX_RANKS:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {MAX_RANKS}, not {text!r}")
     return int(text)
 
 
 def add_custom_import(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that imports a module with a family of models."""
+    """Add the argument that imports a module with custom models."""
     parser.add_argument(
         "--custom-import",
         type=_imported,
@@ -87,9 +87,9 @@ def _imported(name: str) -> str:
 
 @contextmanager
 def flags_named(flags: Mapping[str, str]) -> Iterator[None]:
-    """Make the problems that are raised inside name a program's flags where they name keys of the config.
+    """Replace config keys by a program's flags in the problems that are raised inside.
 
-    ``flags`` is key → flag, and a key with its table stands for itself alone, too.
+    ``flags`` maps keys to flags; a key with its table matches without the table too.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Talk with a model.
+"""Chat with a model.
 
     python -m tools.chat MODEL
     python -m tools.chat MODEL --system "You are a pirate." --temperature 0
@@ -6,18 +6,17 @@
     python -m tools.chat MODEL --chat-template-kwargs enable_thinking=false
     torchrun --nproc-per-node 2 -m tools.chat MODEL --tp 2
 
-MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a run's folder for its newest. An
-adapter, a checkpoint or a folder of PEFT's, brings its base; --adapter puts some on MODEL, of which the first
-answers until /adapter NAME takes another, or /adapter alone the model without any; the dialog goes on.
-A line is a message; /reset forgets the dialog but for the system prompt, /quit, /exit or the end of the input
-ends. Ctrl-C ends an answer. Where input is no terminal, a message that cannot be answered ends it all.
-Dialogs that outgrow the model's context lose their oldest turns.
+MODEL is a Hugging Face folder, a Meta folder, a step-N checkpoint, or a run's folder (its newest checkpoint).
+An adapter (a checkpoint or PEFT folder) loads its base; --adapter adds adapters to MODEL. The first one
+answers until /adapter NAME switches to another, or /adapter to the base; the dialog continues. Each line is a
+message; /reset clears the dialog except the system prompt; /quit, /exit or the end of the input exits. Ctrl-C
+stops an answer. Without a terminal, a message that cannot be answered is an error. Dialogs that exceed the
+model's context lose their oldest turns.
 
-The format is that of the template beside the tokenizer, else Llama 3's, Mistral's or Llama 2's by the
-tokenizer; --format names another. A template has the variables with which a run was trained on it, or
-those of --chat-template-kwargs. Messages are text: "<|eot_id|>" in one is no token. Answers go to standard
-output.
-Exit codes: 0 done, 2 the arguments, 3 model, tokenizer or template cannot be used.
+The format is the template next to the tokenizer, else that of Llama 3, Mistral or Llama 2, by the tokenizer;
+--format selects another. Template variables are those of the run's training, or --chat-template-kwargs.
+Special tokens in messages, such as "<|eot_id|>", are plain text. Answers go to standard output.
+Exit codes: 0 done, 2 invalid arguments, 3 unusable model, tokenizer or template.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from toolkit.distributed import process_group
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_FINISHED, DataError, ToolkitError, printable, report
 from toolkit.generation.generator import Generator
-from toolkit.generation.load import Loaded, fitting_tokenizer, needed_tokenizer
+from toolkit.generation.load import LoadedModel, check_tokenizer, require_tokenizer
 from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
@@ -53,17 +52,18 @@ from tools.cli import (
     sampling_as_asked,
 )
 
-HELP = "/reset forgets the dialog, /quit or /exit ends"
+HELP = "/reset clears the dialog, /quit or /exit ends"
 _ADAPTER = "/adapter"
 _ENDS = ("/quit", "/exit")
 _YEAR = 365 * 24 * 3600
 
 
 class Dialog:
-    """The turns so far, within the context of a model. Answers end at the format's ``stop_ids`` and at these.
+    """The turns of a dialog, within the context of a model. Answers end at the format's ``stop_ids`` and at
+    these.
 
-    ``answer`` gives the pieces of the model's answer and keeps it. The draws of a turn depend on the seed
-    and on how many turns there were, so that a dialog with the same seed is the same again.
+    ``answer`` streams the model's answer and records it. Sampling depends on the seed and the number of the
+    turn, so that a dialog with the same seed is reproducible.
     """
 
     def __init__(
@@ -89,19 +89,19 @@ class Dialog:
         self._generator = generator
 
     def reset(self) -> None:
-        """Forget all but the system prompt."""
+        """Clear the dialog except the system prompt."""
         self.turns, self.forgotten = [], 0
 
     def answer(self, question: str) -> abc.Generator[str, None, None]:
-        """The answer as it comes; closing the generator ends it.
+        """Stream the answer; closing the generator ends it.
 
         Raises:
-            DataError: the question alone is too long. After an error it is not kept.
+            DataError: the question alone is too long. A failed question is not recorded.
         """
         before = list(self.turns), self.forgotten
         self.turns.append({"role": "user", "content": question})
         try:
-            yield from self._pieces(self._fitting_prompt())
+            yield from self._pieces(self._prompt_that_fits())
         except BaseException as error:
             if isinstance(error, Exception) or self.turns[-1]["role"] == "user":  # Ctrl-C before an answer
                 self.turns, self.forgotten = before
@@ -132,8 +132,8 @@ class Dialog:
             text = self._tokenizer.decode(ids, skip_special=True).strip()
             self.turns.append({"role": "assistant", "content": text})
 
-    def _fitting_prompt(self) -> list[int]:
-        """Ids of the dialog, without its oldest turns where it would leave no room for an answer."""
+    def _prompt_that_fits(self) -> list[int]:
+        """Encode the dialog, without its oldest turns if it leaves no room for an answer."""
         context = self._generator.model.args.max_seq_len
         room = min(self._max_new_tokens, context // 4)
         while True:
@@ -168,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _variables(text: str) -> dict[str, bool | str]:
-    """The value of a flag, read as data.chat_template_kwargs."""
+    """Parse a flag like data.chat_template_kwargs."""
     found = parse(text, dict[str, bool | str])
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE,…")
@@ -176,12 +176,12 @@ def _variables(text: str) -> dict[str, bool | str]:
 
 
 class Terminal:
-    """Standard input and output of rank 0, of which the other ranks are told the lines."""
+    """Standard input and output of rank 0, which broadcasts the lines to the other ranks."""
 
     def __init__(self) -> None:
         self.distributed = dist.is_initialized()
         self.here = not self.distributed or dist.get_rank() == 0
-        # A dialog may rest for days.
+        # A dialog may pause for days.
         group = process_group.patient_group(timeout_seconds=_YEAR) if self.distributed else None
         self._ranks = Ranks(group)
         self.interactive = self._ranks.on_rank_0(lambda: sys.stdin.isatty())
@@ -190,7 +190,7 @@ class Terminal:
             sys.stdin.reconfigure(encoding=encoding, errors="replace")
 
     def line(self) -> str | None:
-        """The next message, None at the end of the input; the same on every rank."""
+        """Read the next message, None at the end of the input; the same on every rank."""
         return self._ranks.on_rank_0(self._input)
 
     def _input(self) -> str | None:
@@ -208,11 +208,11 @@ class Terminal:
             print(f"({printable(text)})", file=sys.stderr, flush=True)
 
 
-def _switch(loaded: Loaded | None, dialog: Dialog, asked: str, terminal: Terminal) -> None:
-    """Use the adapter that was ``asked`` for, "" for none."""
+def _switch(loaded: LoadedModel | None, dialog: Dialog, asked: str, terminal: Terminal) -> None:
+    """Switch to the adapter ``asked`` for, "" for none."""
     names = list(loaded.adapters.adapters) if loaded and loaded.adapters else []
     if asked and asked not in names:
-        known = f"there are {', '.join(names)}" if names else "none was named with --adapter"
+        known = f"there are {', '.join(names)}" if names else "none was given with --adapter"
         terminal.note(f"no adapter is called {asked}: {known}")
         return
     if loaded and names:
@@ -221,11 +221,11 @@ def _switch(loaded: Loaded | None, dialog: Dialog, asked: str, terminal: Termina
     terminal.note(f"the adapter {asked} answers" if asked else "the model answers without an adapter")
 
 
-def talk(dialog: Dialog, terminal: Terminal, loaded: Loaded | None = None) -> None:
-    """Messages in and answers out until /quit, /exit or the end of the input.
+def talk(dialog: Dialog, terminal: Terminal, loaded: LoadedModel | None = None) -> None:
+    """Answer messages until /quit, /exit or the end of the input.
 
     Raises:
-        DataError: a message cannot be answered, and nobody is there to give another.
+        DataError: a message cannot be answered, and there is no terminal to enter another.
     """
     while (line := terminal.line()) is not None and line.strip() not in _ENDS:
         if line.strip() == "/reset":
@@ -249,7 +249,7 @@ def talk(dialog: Dialog, terminal: Terminal, loaded: Loaded | None = None) -> No
             terminal.note(str(error))
             continue
         except KeyboardInterrupt:
-            if terminal.distributed:  # the other ranks go on, and would wait
+            if terminal.distributed:  # the other ranks continue, and would wait
                 raise
             answer.close()
         terminal.say("")
@@ -265,10 +265,10 @@ def _run(asked: argparse.Namespace) -> None:
         check_asked(asked.format, given)
 
     def check(tokenizer: Tokenizer | None, args: ModelArgs) -> None:
-        chat_format(fitting_tokenizer(tokenizer, args), asked.format, variables=given)
+        chat_format(check_tokenizer(tokenizer, args), asked.format, variables=given)
 
     loaded = load_as_asked(asked, check=check)
-    tokenizer = needed_tokenizer(loaded)
+    tokenizer = require_tokenizer(loaded)
     variables = loaded.chat_template_kwargs if given is None else given
     form = chat_format(tokenizer, asked.format, variables=variables)
     dialog = Dialog(
@@ -288,7 +288,7 @@ def _run(asked: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for and return the exit code."""
+    """Run the program with ``argv`` and return the exit code."""
     asked = _parser().parse_args(argv)
     try:
         _run(asked)

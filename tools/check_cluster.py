@@ -3,13 +3,13 @@
     NGPU=8 NNODES=2 NODE_RANK=I MASTER_ADDR=HOST python -m tools.check_cluster CONFIG [--table.key value …]
     torchrun --nproc_per_node=8 --nnodes=2 … -m tools.check_cluster CONFIG [--table.key value …]
 
-The same command on each machine, as for run_train.sh, or under torchrun. Ranks meet as those of a run do, on
-NCCL or gloo, and lay out the mesh of CONFIG; nothing is trained. Launchers that are not alike are refused by
-name, as for a run; under torchrun the table's verdict names them. For each dimension of the mesh all its
-groups reduce at the same time, as they do in a step; the rate is NCCL's bus bandwidth, 2 (n - 1) / n bytes
-a second, of the slowest group. Each machine writes a file into job.dump_folder, syncs it and reads it again,
-from its memory where that still holds it. The last line is the verdict; exit code 1 says that
-machines differ or cannot do what a run needs.
+Run the same command on each machine, as for run_train.sh, or under torchrun. Ranks form a process group as in
+a run, on NCCL or gloo, and build the mesh of CONFIG; nothing is trained. Mismatched launchers are rejected by
+name, as in a run; under torchrun the verdict reports them. All groups of a mesh dimension all-reduce at the
+same time, as in a step; the rate is NCCL's bus bandwidth, 2 (n - 1) / n bytes per second, of the slowest
+group. Each machine writes a file into job.dump_folder, syncs it and reads it again, possibly from the page
+cache. The last line is the verdict; exit code 1 means that machines differ or do not meet the requirements of
+a run.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from tools.arguments import count
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 ROUNDS = 5
 GPU_MIB, CPU_MIB = 256, 16
-"""MiB of a reduction, large enough for the full rate."""
+"""Size of an all-reduce in MiB, large enough for the full rate."""
 SLOW = 2.0
-"""Times that the rate of a machine is below the median's for which the verdict names it."""
+"""Ratio of the median to a machine's rate from which the verdict reports the machine."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """Facts of one machine, found by its first rank."""
+    """Facts of one machine, collected by its first rank."""
 
     host: str
     ranks: list[int]
@@ -55,7 +55,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Link:
-    """The reduction over one dimension: bytes a second of its slowest group, and the ranks of that."""
+    """All-reduce over one dimension: bytes per second of its slowest group, and the ranks of that group."""
 
     dimension: str
     size: int
@@ -65,7 +65,7 @@ class Link:
 
 
 def versions(device: Any) -> dict[str, str]:
-    """Everything that has to be the same on all machines, by name."""
+    """Versions that must be equal on all machines, by name."""
     import torch
 
     from toolkit.launcher import nodes
@@ -87,7 +87,8 @@ def describe(device: Any) -> str:
 
 
 def storage(folder: Path, size: int) -> tuple[float, float, str]:
-    """Bytes a second that ``folder`` takes, until they are on its disk, and gives; and what went wrong."""
+    """Measure write (synced) and read rates of ``folder`` in bytes per second; also return an error
+    message."""
     path = folder / f".check-{uuid.uuid4().hex[:8]}"
     block = os.urandom(1 << 20)
     try:
@@ -114,7 +115,7 @@ def storage(folder: Path, size: int) -> tuple[float, float, str]:
 
 
 def links(mesh: Any, sizes: Mapping[str, int], device: Any) -> list[Link]:
-    """Reduce over each dimension of the mesh that has several ranks, and over the world."""
+    """Time all-reduces over each mesh dimension with several ranks, and over the world."""
     import torch
     import torch.distributed as dist
 
@@ -166,7 +167,7 @@ def _wait(device: Any) -> None:
 
 
 def table(nodes: Sequence[Node], found: Sequence[Link]) -> str:
-    """The machines, then the dimensions of the mesh, in columns."""
+    """Format the table of machines, then that of mesh dimensions."""
     machines = [("machine", "ranks", "device", "clock", "write", "read")]
     for node in nodes:
         write, read = (f"{rate / 1e6:,.0f} MB/s" if rate else "fails" for rate in (node.write, node.read))
@@ -190,7 +191,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def problems(nodes: Sequence[Node], found: Sequence[Link]) -> list[str]:
-    """Tell what would break a run or slow it down, with the machine that it is about."""
+    """Describe problems that would break or slow down a run, with the machine."""
     from toolkit.distributed.clocks import skewed
 
     first = nodes[0]
@@ -225,7 +226,7 @@ def problems(nodes: Sequence[Node], found: Sequence[Link]) -> list[str]:
 
 
 def check(config: Config, mib: int) -> int:
-    """Check as one rank of all; rank 0 prints. The exit code is the same on all ranks."""
+    """Run the checks on this rank; rank 0 prints. Returns the same exit code on all ranks."""
     import torch.distributed as dist
 
     from toolkit.config.local_paths import expand_user
@@ -264,7 +265,7 @@ def check(config: Config, mib: int) -> int:
 
 
 def launch(config: Config, command: Sequence[str], keys: Sequence[str]) -> int:
-    """Start ``command`` once a rank of this machine, as a launch of a run does."""
+    """Start ``command`` once per rank of this machine, as a launch does."""
     from toolkit.launch import launch_from
     from toolkit.launcher.node_terms import terms_from
     from toolkit.launcher.nodes import supervise_nodes

@@ -1,14 +1,14 @@
-"""Look after the checkpoints of a run, without a GPU and without the run.
+"""Manage the checkpoints of a run, without a GPU.
 
-    python -m tools.checkpoint list FOLDER                   what is there, and what only looks like it
-    python -m tools.checkpoint inspect STEP [--tensors]      what a checkpoint holds and which run saved it
-    python -m tools.checkpoint verify PATH ...               every file against its hash and the index
-    python -m tools.checkpoint diff STEP OTHER               settings and tensors in which two differ
+    python -m tools.checkpoint list FOLDER                   checkpoints, and damaged or incomplete ones
+    python -m tools.checkpoint inspect STEP [--tensors]      content of a checkpoint and the run that saved it
+    python -m tools.checkpoint verify PATH ...               check every file against its hash and the index
+    python -m tools.checkpoint diff STEP OTHER               compare settings and tensors
     python -m tools.checkpoint prune FOLDER --keep-latest K [--keep-every N] [--dry-run]
 
-FOLDER is a run's folder or that of its checkpoints, STEP a step-N in it, PATH either, each here or in
-object storage (s3://bucket/run). Exit codes: 0 all is
-well (for diff: equal), 1 what diff compares differs, 2 the arguments, 3 a checkpoint cannot be used.
+FOLDER is a run's folder or its checkpoint folder, STEP a step-N in it, PATH either; each local or in object
+storage (s3://bucket/run). Exit codes: 0 no problem (for diff: equal), 1 diff found differences, 2 invalid
+arguments, 3 unusable checkpoint.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ GIB = 2**30
 
 
 def checkpoints_in(folder: Path) -> Path:
-    """The folder of the checkpoints: ``folder``, or the one in it where it is a run's.
+    """Find the checkpoint folder: ``folder`` itself, or the one inside a run's folder.
 
     Raises:
-        CheckpointError: there is neither, or it cannot be listed.
+        CheckpointError: there is none, or it cannot be listed.
     """
     named_steps(folder)  # says if it cannot be listed, which glob takes for empty
     inside = [path.parent for path in folder.glob("*/step-*") if path.parent.name != EXPORTS]
@@ -61,12 +61,12 @@ def checkpoints_in(folder: Path) -> Path:
 
 
 def size(manifest: Mapping[str, Any]) -> int:
-    """Bytes of all files."""
+    """Total size of the files in bytes."""
     return sum(entry["bytes"] for entry in manifest["files"].values())
 
 
 def list_steps(folder: Path) -> Iterator[str]:
-    """A line a step, then what is no checkpoint."""
+    """Format one line per checkpoint, then folders that are not checkpoints."""
     yield f"{'step':>9}  {'saved at':19}  {'GiB':>8}  {'tokens':>17}  mesh"
     unsound = unsound_steps(folder)
     for step in sorted({*named_steps(folder)} - unsound.keys()):
@@ -84,7 +84,7 @@ def list_steps(folder: Path) -> Iterator[str]:
 
 
 def inspect(step: Path, *, tensors: bool) -> Iterator[str]:
-    """Lines of what the manifest tells; with ``tensors``, each of them, from DCP's index."""
+    """Format the manifest; with ``tensors``, also each tensor in DCP's index."""
     manifest = read_manifest(step)
     run = manifest["run"]
     facts = {
@@ -112,7 +112,7 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def verify(steps: Sequence[Path]) -> Iterator[tuple[Path, list[str]]]:
-    """Each of ``steps`` with what is wrong with it, by the hashes of all its files and by its index."""
+    """Check each of ``steps`` against its hashes and index and return its problems."""
     from toolkit.checkpoint.read_tensor import index_problems
 
     with ThreadPoolExecutor(cores()) as threads:
@@ -129,7 +129,7 @@ def verify(steps: Sequence[Path]) -> Iterator[tuple[Path, list[str]]]:
 
 
 def diff(left: Path, right: Path) -> Iterator[str]:
-    """Differences, a line each; tensors are read one at a time."""
+    """Format differences, one per line; reads one tensor at a time."""
     ours, theirs = read_manifest(left), read_manifest(right)
     before, after = (_settings(manifest) for manifest in (ours, theirs))
     for key in sorted(before.keys() | after.keys()):
@@ -161,18 +161,19 @@ def diff(left: Path, right: Path) -> Iterator[str]:
 
 
 def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's step, mesh and the like, and its configuration by dotted key."""
+    """Metadata of the run such as step and mesh, and its configuration by dotted key."""
     run = manifest["run"]
     plain = {key: value for key, value in run.items() if key not in ("config", "model")}
     return {"step": manifest["step"], **plain, **saved_settings(run)}
 
 
 def prune(folder: Path, *, keep_latest: int, keep_every: int | None, dry_run: bool) -> Iterator[str]:
-    """Delete what need not be kept: not the best step of a run that has ``checkpoint.keep_best``. The newest
-    checkpoint is read and verified before any other goes.
+    """Delete checkpoints that need not be kept; the best step of a run with ``checkpoint.keep_best`` stays.
+
+    The newest checkpoint is verified first.
 
     Raises:
-        CheckpointError: the newest one is damaged, or one could not be deleted.
+        CheckpointError: the newest checkpoint is damaged, or one could not be deleted.
     """
     steps = committed_steps(folder)
     newest = max(steps, default=0)
@@ -241,7 +242,7 @@ def _verify(paths: Sequence[Path]) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for and return the exit code."""
+    """Run the program with ``argv`` and return the exit code."""
     parser = _parser()
     asked = parser.parse_args(argv)
     try:

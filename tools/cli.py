@@ -1,4 +1,4 @@
-"""Arguments that several programs of ``tools/`` have in common, and what they ask for."""
+"""Arguments shared by several programs of ``tools/``, and the models and options that they select."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import native_dtype
 from toolkit.errors import ConfigError, Problem
-from toolkit.generation.load import Loaded, load_model
+from toolkit.generation.load import LoadedModel, load_model
 from toolkit.generation.sampling import Sampling
 from toolkit.launcher.environment import is_reporting_rank, rank_environment
 from toolkit.models.common.args import ModelArgs
@@ -25,7 +25,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "se
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of programs that use a model, to be given to :func:`load_as_asked`."""
+    """Add the arguments of programs that use a model, for :func:`load_as_asked`."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -37,7 +37,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[NAME=]FOLDER",
         action="append",
         default=[],
-        help="on MODEL: a folder of PEFT's, or a run's folder or step-N of an adapter",
+        help="on MODEL: a PEFT folder, or a run's folder or step-N of an adapter",
     )
     parser.add_argument(
         "--tokenizer",
@@ -49,20 +49,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", "bfloat16", "float32"),
         default="auto",
-        help="of the weights and all computation; auto: bfloat16 where the device multiplies it natively",
+        help="of the weights and all computation; auto: bfloat16 on devices with native support",
     )
     parser.add_argument(
         "--tp",
         type=int,
         default=1,
         metavar="N",
-        help="under torchrun: N ranks split each matrix, and FSDP shards over the rest",
+        help="under torchrun: shard each weight over N ranks, and use FSDP over the rest",
     )
     add_custom_import(parser)
 
 
 def add_bos_argument(parser: argparse.ArgumentParser) -> None:
-    """For programs that give the model plain texts, and not those of a chat format."""
+    """Add --add-bos-token, for programs that process plain text rather than a chat format."""
     parser.add_argument(
         "--add-bos-token",
         action=argparse.BooleanOptionalAction,
@@ -75,10 +75,10 @@ def load_as_asked(
     *,
     add_bos: bool | None = None,
     check: Callable[[Tokenizer | None, ModelArgs], object] | None = None,
-) -> Loaded:
-    """The model of :func:`add_model_arguments`, on this process's device; over all ranks of torchrun, whose
-    group is formed here. ``add_bos`` is what :func:`add_bos_argument` asked for, ``check`` as that of
-    :func:`load_model`.
+) -> LoadedModel:
+    """Load the model of :func:`add_model_arguments` on this process's device, sharded over the ranks of
+    torchrun, whose process group is created here. ``add_bos`` comes from :func:`add_bos_argument`; ``check``
+    is passed to :func:`load_model`.
 
     Raises:
         ConfigError, DataError, CheckpointError: as :func:`load_model`.
@@ -104,10 +104,10 @@ def load_as_asked(
 
 
 def adapters_as_asked(arguments: argparse.Namespace) -> dict[str, Path]:
-    """The folders of --adapter by name, which is the folder's own where none is given.
+    """Folders of --adapter by name, by default the folder's name.
 
     Raises:
-        ConfigError: two have one name.
+        ConfigError: two have the same name.
     """
     found: dict[str, Path] = {}
     for text in arguments.adapter:
@@ -124,7 +124,7 @@ def adapters_as_asked(arguments: argparse.Namespace) -> dict[str, Path]:
 def add_sampling_arguments(
     parser: argparse.ArgumentParser, *, max_new_tokens: int, temperature: float, top_p: float
 ) -> None:
-    """How text is drawn, with these defaults; to be given to :func:`sampling_as_asked`."""
+    """Add the sampling arguments with these defaults, for :func:`sampling_as_asked`."""
     add = parser.add_argument
     add(
         "--max-new-tokens", type=count, default=max_new_tokens, metavar="N", help=f"default: {max_new_tokens}"
@@ -134,23 +134,29 @@ def add_sampling_arguments(
         type=float,
         default=temperature,
         metavar="T",
-        help=f"0: the likeliest token (default: {temperature})",
+        help=f"0: the most likely token (default: {temperature})",
     )
-    add("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens")
+    add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens")
     add(
         "--top-p",
         type=float,
         default=top_p,
         metavar="P",
-        help=f"among the likeliest that together have P (default: {top_p})",
+        help=f"sample from the most likely tokens with total probability P (default: {top_p})",
     )
-    add("--min-p", type=float, default=0.0, metavar="P", help="among those of P times the likeliest's")
+    add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="sample from tokens with at least P times the highest probability",
+    )
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: repeat less")
     add("--seed", type=int, default=0)
 
 
 def sampling_as_asked(arguments: argparse.Namespace) -> Sampling:
-    """The sampling of :func:`add_sampling_arguments`.
+    """Build the sampling options of :func:`add_sampling_arguments`.
 
     Raises:
         ConfigError: values out of range.
@@ -160,4 +166,4 @@ def sampling_as_asked(arguments: argparse.Namespace) -> Sampling:
 
 
 _PATIENCE = 3600
-"""Seconds that ranks wait for one another, as for weights that one of them reads slowly."""
+"""Timeout of collectives in seconds, for example while one rank reads weights slowly."""

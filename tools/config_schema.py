@@ -1,4 +1,4 @@
-"""Write the JSON schema of config files, which editors read: python -m tools.config_schema."""
+"""Write the JSON schema of config files for editors: python -m tools.config_schema."""
 
 from __future__ import annotations
 

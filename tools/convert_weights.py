@@ -1,22 +1,22 @@
-"""Turn weights of one format into another, a file of at most 5 GB in memory at a time.
+"""Convert weights between formats, with at most one file of 5 GB in memory.
 
     python -m tools.convert_weights hf-to-dcp   HF_FOLDER    OUT      start training from downloaded weights
-    python -m tools.convert_weights dcp-to-hf   CHECKPOINT   OUT      hand a trained model on
+    python -m tools.convert_weights dcp-to-hf   CHECKPOINT   OUT      export a trained model
     python -m tools.convert_weights meta-to-dcp META_FOLDER  OUT
     python -m tools.convert_weights dcp-to-meta CHECKPOINT   OUT
     python -m tools.convert_weights meta-to-hf  META_FOLDER  OUT
     python -m tools.convert_weights hf-to-meta  HF_FOLDER    OUT
     python -m tools.convert_weights merge       BASE ADAPTER OUT      a LoRA or DoRA in its base, as HF_FOLDER
 
-HF_FOLDER has config.json and safetensors, META_FOLDER params.json and consolidated.NN.pth. CHECKPOINT is a
-step-N, or a run's folder for its newest; that of a LoRA stands for its base with the LoRA merged. ADAPTER is
-such a checkpoint or a folder of PEFT's, BASE any of the three. As a checkpoint, OUT becomes the folder of a
-step-0, which checkpoint.initial_load_path then names, unless it is itself called step-N. IN and OUT may be
-URLs of object storage (s3://bucket/model); OUT is then written to a temporary folder (TMPDIR) first.
+HF_FOLDER contains config.json and safetensors, META_FOLDER params.json and consolidated.NN.pth. CHECKPOINT is
+a step-N, or a run's folder (its newest checkpoint); a LoRA checkpoint is merged into its base. ADAPTER is
+such a checkpoint or a PEFT folder, BASE any of the three. A checkpoint is written as OUT/step-0, for
+checkpoint.initial_load_path, unless OUT itself is named step-N. IN and OUT may be URLs of object storage
+(s3://bucket/model); OUT is then written to a temporary folder (TMPDIR) first.
 
-OUT appears whole or not at all. Hugging Face files that a killed program had finished are not written again
-when the same is asked for again; nothing is left of one whose OUT is a URL, unless it is killed by SIGKILL.
-Exit codes: 0 done, 2 the arguments, 3 weights cannot be used or OUT cannot be written.
+OUT appears complete or not at all. After a kill, the same command reuses the finished Hugging Face files; an
+OUT that is a URL leaves nothing behind, unless the program is killed by SIGKILL. Exit codes: 0 done, 2
+invalid arguments, 3 unusable weights or unwritable OUT.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def _advance(bar: tqdm, count: int) -> None:
 
 @contextmanager
 def _place(out: Path) -> Iterator[Path]:
-    """Where ``out`` is written: there, or of a URL in a folder of this machine that is brought there, and of
-    which a signal leaves nothing."""
+    """Yield the folder to write: ``out``, or for a URL a local folder that is uploaded and removed, even
+    after a signal."""
     if isinstance(out, Path):
         yield out
         return
@@ -96,7 +96,7 @@ def _place(out: Path) -> Iterator[Path]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for and return the exit code."""
+    """Run the program with ``argv`` and return the exit code."""
     parser = _parser()
     asked = parser.parse_args(argv)
     if asked.vocab_size is not None and asked.vocab_size < 1:
@@ -143,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
     if conversion.lacks:
         who = "Meta's programs" if conversion.to == "meta" else "transformers"
         lacking = f"no {', no '.join(conversion.lacks)}"
-        print(f"{who} will find {lacking} beside it: put one there, or name the tokenizer with --tokenizer")
+        print(f"{who} will find {lacking} next to it: put one there, or give the tokenizer with --tokenizer")
     if conversion.to == "dcp":
         print(f"to train from it: --checkpoint.initial_load_path {conversion.out}")
     return EXIT_FINISHED
@@ -151,5 +151,5 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     standard_streams.protect()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once; the same command goes on
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C exits at once; the same command resumes
     sys.exit(main(sys.argv[1:]))

@@ -1,10 +1,9 @@
-"""Say what the running Python lacks of this project's dependencies: nothing if it has them all.
+"""Print the missing dependencies of this project, nothing if all are installed.
 
     python tools/dependencies.py [EXTRA]
 
-Reads versions from the installed packages' metadata, so that it takes milliseconds. The standard
-library, ``packaging`` and, on Python 3.10, ``tomli`` are all it needs; where they are absent, so is most
-else.
+Reads versions from the metadata of installed packages, which takes milliseconds. Needs only the standard
+library, ``packaging`` and, on Python 3.10, ``tomli``.
 """
 
 from __future__ import annotations

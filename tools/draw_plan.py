@@ -1,11 +1,11 @@
-"""Draw a run that is not made: memory over a step, the schedule with its bubbles, the mesh on its nodes.
+"""Draw the plan of a run: memory over a step, the pipeline schedule, and the mesh on its nodes.
 
     python -m tools.draw_plan CONFIG --gpu h100 --gpus 64 -o plan.html
     python -m tools.draw_plan CONFIG --gpu h100 --gpus 64 -o plan.png --training.seq_len 4096
 
-An .html is one file that needs no network, a .png the same pictures. The layout is CONFIG's own; tools.plan
-looks for a better one. Neither GPUs nor data are needed; matplotlib is (extra `plot`). Words that are none of
-the options below are keys of the config.
+An .html is one self-contained file, a .png the same figures. The layout is that of CONFIG; tools.plan
+searches for a better one. Needs no GPU and no data, but matplotlib (extra `plot`). Other arguments are config
+keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from toolkit.config import load_config
 from toolkit.errors import ConfigError, Problem, ToolkitError, report
 from toolkit.hardware import Hardware
 from toolkit.io import standard_streams
-from toolkit.planner.machines import Machine, machine_named
+from toolkit.planner.machines import Machine, find_machine
 from toolkit.preflight.planned_run import PlannedRun
 from tools.arguments import add_custom_import, local_path, output_file, ranks
 from tools.plot import pyplot, write_html
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from toolkit.planner.time import StepTime
 
 _GIB = 2**30
-# Okabe and Ito's, as in tools.plot; stacked in this order, from what stays to what comes and goes.
+# Okabe and Ito's colors, as in tools.plot; stacked from persistent to temporary memory.
 _PARTS = {
     "parameters": "#0072B2",
     "optimizer state": "#56B4E9",
@@ -55,7 +55,7 @@ _NODES, _RANKS = 16, 32
 
 
 def memory_figure(plt: Any, memory: StepMemory, capacity: float) -> Any:
-    """Bytes that live at each moment of a step, by part; a line where the GPU ends."""
+    """Plot memory by purpose over a step, with a line at the GPU's capacity."""
     figure, axes = plt.subplots(figsize=(11, 4))
     sizes = [[parts.get(part, 0) / _GIB for _, parts in memory.curve] for part in _PARTS]
     others = [
@@ -83,7 +83,7 @@ def memory_figure(plt: Any, memory: StepMemory, capacity: float) -> Any:
 
 
 def time_figure(plt: Any, time: StepTime) -> Any:
-    """The schedule of a pipeline, white where a rank waits; without one, the parts of a step."""
+    """Plot the pipeline schedule, white where a rank waits; without a pipeline, the parts of a step."""
     if time.timeline is None:
         figure, axes = plt.subplots(figsize=(11, 1.8))
         parts = {"compute": time.compute, **{f"waits for {name}": it for name, it in time.exposed.items()}}
@@ -120,7 +120,7 @@ def time_figure(plt: Any, time: StepTime) -> Any:
 
 
 def mesh_figure(plt: Any, layout: ParallelDims, node: int) -> Any:
-    """The GPUs of the first nodes with their places in the mesh, coloured by stage or replica."""
+    """Plot the GPUs of the first nodes with their mesh coordinates, colored by stage or replica."""
     from toolkit.planner.dry_run import coordinates
 
     nodes = -(-layout.world_size // node)
@@ -147,7 +147,7 @@ def mesh_figure(plt: Any, layout: ParallelDims, node: int) -> Any:
 
 
 def write_png(path: Path, plt: Any, figures: Sequence[Any]) -> None:
-    """Write the pictures below one another."""
+    """Write the figures below one another."""
     import numpy as np
 
     images = []
@@ -172,7 +172,7 @@ def _plan(run: PlannedRun, machine: Machine) -> tuple[StepMemory, StepTime]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw what ``argv`` asks for and return the exit code."""
+    """Run the program with ``argv`` and return the exit code."""
     summary, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         prog="python -m tools.draw_plan", description=summary, epilog=rest, allow_abbrev=False,
@@ -188,13 +188,13 @@ def main(argv: Sequence[str]) -> int:
     if asked.output.suffix not in (".html", ".png"):
         parser.error(f"-o {asked.output}: an .html or a .png is written")
     try:
-        machine = machine_named(asked.gpu)
+        machine = find_machine(asked.gpu)
         config = load_config(["--job.config_file", str(asked.config), *words])
         hardware = Hardware("cuda", machine.name, machine.node, "bfloat16" in machine.peak, capability=9.0)
         run = PlannedRun(config, asked.gpus, hardware)
-        from toolkit.planner.dry_run import needed
+        from toolkit.planner.dry_run import required_rules
 
-        preflight.raise_problems(config, world_size=asked.gpus, hardware=hardware, only=needed(run))
+        preflight.raise_problems(config, world_size=asked.gpus, hardware=hardware, only=required_rules(run))
         plt = pyplot()
         memory, time = _plan(run, machine)
         assert run.mesh
@@ -205,8 +205,8 @@ def main(argv: Sequence[str]) -> int:
         ]
         lines = [
             f"{run.mesh} on {asked.gpus} {machine.name}",
-            f"a step takes {time.seconds:.3g} s: {time.tokens_per_second / asked.gpus:,.0f} tokens/s a GPU, "
-            f"{time.mfu:.1%} MFU",
+            f"a step takes {time.seconds:.3g} s: {time.tokens_per_second / asked.gpus:,.0f} tokens/s per "
+            f"GPU, {time.mfu:.1%} MFU",
             f"peak {memory.peak / _GIB:.1f} GiB of {machine.memory / _GIB:.0f}, in {memory.moment}",
         ]
         title = f"{asked.config.stem}: {run.model_named}"

@@ -1,19 +1,19 @@
-"""How well a model predicts text, and what it scores on tasks.
+"""Evaluate a model: perplexity of text, validation loss, and scores on tasks.
 
     python -m tools.evaluate MODEL --text FILE                              perplexity of text
     python -m tools.evaluate MODEL --config FILE [--table.key value ...]    loss of its validation set
     python -m tools.evaluate MODEL --tasks hellaswag,arc_easy               tasks of lm-eval
     torchrun --nproc-per-node 2 -m tools.evaluate MODEL ...                 sharded over ranks
 
-MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a run's folder for its newest. An
-adapter, a checkpoint or a folder of PEFT's, brings its base; --adapter puts one on MODEL.
-Several kinds may be asked for at once; --output keeps the results as JSON. Tasks need the extra eval:
+MODEL is a Hugging Face folder, a Meta folder, a step-N checkpoint, or a run's folder (its newest checkpoint).
+An adapter (a checkpoint or PEFT folder) loads its base; --adapter adds one to MODEL.
+Several evaluations can be combined; --output writes the results as JSON. Tasks need the extra eval:
 .venv/bin/python -m pip install -c constraints.txt -e '.[eval]'.
 
-A text begins with BOS where the tokenizer adds it, else it comes after EOS. Each of its tokens is predicted
-once, in windows of --seq-len tokens, of which the last overlaps the one before, and all do where --stride is
-smaller. The validation set is cut, masked and averaged as in training. Exit codes: 0 done, 2 the arguments,
-3 model, tokenizer or text cannot be used.
+A text begins with BOS if the tokenizer adds it, else with EOS. Each of its tokens is predicted once, in
+windows of --seq-len tokens, of which only the last overlaps the previous one, unless --stride is smaller. The
+validation set is packed, masked and averaged as in training. Exit codes: 0 done, 2 invalid arguments, 3
+unusable model, tokenizer or text.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from toolkit.errors import (
     one_line,
     report,
 )
-from toolkit.evaluation.perplexity import Evaluator, Loss, documents, text_loss
-from toolkit.generation.load import Loaded, needed_tokenizer
+from toolkit.evaluation.perplexity import Evaluator, TextLoss, documents, text_loss
+from toolkit.generation.load import LoadedModel, require_tokenizer
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_reporting_rank
 from tools.arguments import count, flags_named, local_path, local_path_text, output_problem
@@ -116,19 +116,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def of_text(loaded: Loaded, evaluator: Evaluator, asked: argparse.Namespace, length: int) -> Loss:
-    """Loss of the files of --text."""
+def text_result(
+    loaded: LoadedModel, evaluator: Evaluator, asked: argparse.Namespace, length: int
+) -> TextLoss:
+    """Loss on the files of --text."""
     texts = documents(asked.text, asked.text_column or _COLUMN)
     with flags_named(_TEXT_FLAGS):
-        return text_loss(evaluator, needed_tokenizer(loaded), texts, length=length, stride=asked.stride)
+        return text_loss(evaluator, require_tokenizer(loaded), texts, length=length, stride=asked.stride)
 
 
-def of_validation_set(loaded: Loaded, evaluator: Evaluator, config: Config) -> Loss:
-    """Loss of the validation set of ``config``, as a training has it.
+def validation_result(loaded: LoadedModel, evaluator: Evaluator, config: Config) -> TextLoss:
+    """Loss on the validation set of ``config``, as in training.
 
     Raises:
-        ConfigError: its samples are longer than the model's context.
-        DataError: the corpus or the tokenizer cannot be used.
+        ConfigError: samples are longer than the model's context.
+        DataError: the corpus or the tokenizer is unusable.
     """
     options, longest = config.validation, loaded.args.max_seq_len
     if options.seq_len > longest:
@@ -136,7 +138,7 @@ def of_validation_set(loaded: Loaded, evaluator: Evaluator, config: Config) -> L
         fix = f"--validation.seq_len {longest}"
         origin = config.origin("validation.seq_len")
         raise ConfigError(Problem(rule, fix, "validation.seq_len", options.seq_len, origin))
-    tokenizer = run_tokenizer(config) if loaded.tokenizer is None else needed_tokenizer(loaded)
+    tokenizer = run_tokenizer(config) if loaded.tokenizer is None else require_tokenizer(loaded)
     corpus = next(corpus for corpus in corpora(config) if corpus.table == "validation")
     limit = config.data.max_inline_gb
     cache = open_tokens(config, corpus, tokenizer, progress=_is_chief(), max_inline_gb=limit)
@@ -157,13 +159,13 @@ def of_validation_set(loaded: Loaded, evaluator: Evaluator, config: Config) -> L
     return evaluator.loss(islice(loader, None if options.steps == -1 else options.steps))
 
 
-def of_tasks(
-    loaded: Loaded, evaluator: Evaluator, tasks: Sequence[Any], asked: argparse.Namespace, length: int
+def task_results(
+    loaded: LoadedModel, evaluator: Evaluator, tasks: Sequence[Any], asked: argparse.Namespace, length: int
 ) -> dict[str, Any]:
-    """lm-eval's results of ``tasks``, told and returned on rank 0."""
+    """Run ``tasks`` with lm-eval; prints and returns the results on rank 0."""
     from toolkit.evaluation.lm_eval import TaskModel, result_lines, run_tasks
 
-    tokenizer, ends = needed_tokenizer(loaded), loaded.eos_ids
+    tokenizer, ends = require_tokenizer(loaded), loaded.eos_ids
     model = TaskModel(evaluator, loaded.generator(), tokenizer, length=length, eos_ids=ends)
     found = run_tasks(model, tasks, few_shot=asked.few_shot, limit=asked.limit)
     if found is None:
@@ -182,22 +184,22 @@ def _say(text: str) -> None:
         print(text, flush=True)
 
 
-def _told(name: str, loss: Loss) -> dict[str, Any]:
-    """A line for the user; what --output keeps."""
+def _report(name: str, loss: TextLoss) -> dict[str, Any]:
+    """Print a result and return its entry for --output."""
     bits = loss.bits_per_byte
     _say(
-        f"{name}: {loss.tokens:,} tokens, loss {loss.mean:.5f} nats a token, perplexity {loss.perplexity:.4f}"
-        + (f", {bits:.4f} bits a byte" if bits is not None else "")
+        f"{name}: {loss.tokens:,} tokens, loss {loss.mean:.5f} nats per token, "
+        f"perplexity {loss.perplexity:.4f}" + (f", {bits:.4f} bits per byte" if bits is not None else "")
     )
     kept = {"tokens": loss.tokens, "loss": loss.mean, "perplexity": loss.perplexity}
     return kept | ({} if bits is None else {"bits_per_byte": bits})
 
 
 def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Sequence[str]) -> Config | None:
-    """Check what can be seen before the model is loaded; returns the config of --config.
+    """Run the checks that need no model and return the config of --config.
 
     Raises:
-        ConfigError, DataError: a config, a corpus or a package that is not there.
+        ConfigError, DataError: a config, corpus or package is missing.
     """
     if len(asked.adapter) > 1:
         parser.error("one model is evaluated: give one --adapter")
@@ -212,7 +214,7 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
         if _value(asked, flag) is not None and not _value(asked, needed):
             parser.error(f"{flag} does nothing without {needed}")
     if asked.tasks and not _names(asked):
-        parser.error(f"argument --tasks: names no task: {asked.tasks!r}")
+        parser.error(f"argument --tasks: contains no task: {asked.tasks!r}")
     if (asked.few_shot or 0) < 0:
         parser.error(f"argument --few-shot: must be a whole number of at least 0, not {asked.few_shot}")
     if asked.tasks and importlib.util.find_spec("lm_eval") is None:
@@ -240,7 +242,7 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
 
 
 def _names(asked: argparse.Namespace) -> list[str]:
-    """Those of --tasks."""
+    """Names of --tasks."""
     return [name.strip() for name in (asked.tasks or "").split(",") if name.strip()]
 
 
@@ -266,12 +268,12 @@ def _evaluate(parser: argparse.ArgumentParser, asked: argparse.Namespace, words:
     results: dict[str, Any] = {"model": str(asked.model)}
     if asked.text:
         results["text"] = {"path": asked.text, "seq_len": length, "stride": asked.stride or length}
-        results["text"] |= _told(asked.text, of_text(loaded, evaluator, asked, length))
+        results["text"] |= _report(asked.text, text_result(loaded, evaluator, asked, length))
     if config is not None:
-        found = of_validation_set(loaded, evaluator, config)
-        results["validation"] = _told(f"validation set of {asked.config}", found)
+        found = validation_result(loaded, evaluator, config)
+        results["validation"] = _report(f"validation set of {asked.config}", found)
     if asked.tasks:
-        results["tasks"] = of_tasks(loaded, evaluator, tasks, asked, asked.seq_len or longest)
+        results["tasks"] = task_results(loaded, evaluator, tasks, asked, asked.seq_len or longest)
     if asked.output and _is_chief():
         try:
             asked.output.write_text(json.dumps(results, indent=2, default=str) + "\n")
@@ -280,7 +282,7 @@ def _evaluate(parser: argparse.ArgumentParser, asked: argparse.Namespace, words:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for and return the exit code."""
+    """Run the program with ``argv`` and return the exit code."""
     parser = _parser()
     asked, words = parser.parse_known_args(argv)
     try:

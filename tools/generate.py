@@ -1,19 +1,19 @@
-"""Let a model go on from a prompt.
+"""Generate text from a prompt.
 
     python -m tools.generate MODEL --prompt "Once upon a time"
     python -m tools.generate MODEL --prompt-file prompts.txt --batch-size 8 --json
     echo "Once upon a time" | python -m tools.generate MODEL
     torchrun --nproc-per-node 2 -m tools.generate MODEL --tp 2 --prompt "Once upon a time"
 
-MODEL is a Hugging Face folder, a Meta folder, or a checkpoint: a step-N, or a run's folder for its newest. An
-adapter, a checkpoint or a folder of PEFT's, brings its base; --adapter puts one on MODEL, or several in turn.
-Prompts are those of --prompt, or the lines of a file or of standard input; in a .jsonl file they are the
-"prompt" of each line. Each begins with BOS where the tokenizer's files say so, or as --add-bos-token has it.
-Text in a prompt is text: "</s>" in it is no token. A prompt's text depends on --seed and its place among the
-prompts, and not on batch or mesh.
+MODEL is a Hugging Face folder, a Meta folder, a step-N checkpoint, or a run's folder (its newest checkpoint).
+An adapter (a checkpoint or PEFT folder) loads its base; --adapter adds one to MODEL, or several to be used in
+turn. Prompts come from --prompt, or from the lines of a file or of standard input; in a .jsonl file each line
+has a "prompt". Each begins with BOS as configured in the tokenizer's files, or by --add-bos-token. Special
+tokens in a prompt, such as "</s>", are plain text. The text depends on --seed and the index of the prompt,
+not on batch or mesh.
 
-The text goes to standard output: as it comes for one prompt, else prompt by prompt. Exit codes: 0 done,
-2 the arguments, 3 model, tokenizer or prompts cannot be used.
+The text goes to standard output, streamed for a single prompt. Exit codes: 0 done, 2 invalid arguments,
+3 unusable model, tokenizer or prompts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from toolkit.distributed import process_group
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
 from toolkit.generation.generator import Generator
-from toolkit.generation.load import fitting_tokenizer, needed_tokenizer
+from toolkit.generation.load import check_tokenizer, require_tokenizer
 from toolkit.generation.sampling import Sampling
 from toolkit.generation.text import TextStream
 from toolkit.io import standard_streams
@@ -93,10 +93,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:
-    """Those of the flags, of the file or of standard input.
+    """Read the prompts from the flags, the file or standard input.
 
     Raises:
-        DataError: there is none, or the file cannot be read.
+        DataError: there is no prompt, or the file cannot be read.
     """
     if arguments.prompt:
         return arguments.prompt
@@ -110,14 +110,14 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
         raise DataError(f"prompts cannot be read from {where}: {error}") from None
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
-        raise DataError(f"{where} has no prompt; give --prompt TEXT, or one prompt a line")
+        raise DataError(f"{where} has no prompt; give --prompt TEXT, or one prompt per line")
     if file is not None and file.suffix == ".jsonl":
         return [_prompt(line, f"{where}, line {number}") for number, line in lines]
     return [line for _, line in lines]
 
 
 def _prompt(line: str, where: str) -> str:
-    """The prompt of a line of JSON."""
+    """Return the prompt of a line of JSON."""
     try:
         found = parse_json(line)
     except ValueError as error:
@@ -128,8 +128,8 @@ def _prompt(line: str, where: str) -> str:
     return prompt
 
 
-def _named_ids(tokenizer: Tokenizer, names: Sequence[str]) -> set[int]:
-    """Ids of the tokens of --stop-token.
+def _token_ids(tokenizer: Tokenizer, names: Sequence[str]) -> set[int]:
+    """Ids of --stop-token.
 
     Raises:
         ConfigError: the tokenizer has no such token.
@@ -146,7 +146,7 @@ def _named_ids(tokenizer: Tokenizer, names: Sequence[str]) -> set[int]:
 
 
 class _Printer:
-    """Texts of a batch on standard output, of rank 0: as they come where there is one, else at their end."""
+    """Prints the texts of a batch on rank 0: streamed for a single prompt, else when complete."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompts: Sequence[str], *, as_json: bool, adapters: Sequence[str]
@@ -167,7 +167,7 @@ class _Printer:
             print(text, end="", flush=True)
 
     def batch(self, first: int, encoded: Sequence[list[int]], generated: Sequence[list[int]]) -> None:
-        """The texts of prompts from the ``first`` on."""
+        """Print the texts of the prompts from ``first`` on."""
         for number, (ids, tokens) in enumerate(zip(encoded, generated, strict=True), start=first):
             stream = TextStream(self.decode, ids)
             text = "".join(map(stream.add, tokens)) + stream.rest()
@@ -188,11 +188,11 @@ def _run(arguments: argparse.Namespace) -> None:
     named: set[int] = set()
 
     def check(tokenizer: Tokenizer | None, args: ModelArgs) -> None:
-        named.update(_named_ids(fitting_tokenizer(tokenizer, args), arguments.stop_token))
+        named.update(_token_ids(check_tokenizer(tokenizer, args), arguments.stop_token))
 
     cpu.enable(not arguments.no_cpu_fast_paths)
     loaded = load_as_asked(arguments, add_bos=arguments.add_bos_token, check=check)
-    tokenizer = needed_tokenizer(loaded)
+    tokenizer = require_tokenizer(loaded)
     prompts = Ranks().on_rank_0(lambda: of_rank_0)
     stop_ids = named.union(tokenizer.stop_ids, loaded.eos_ids)
     encoded = [tokenizer.encode(prompt, bos=tokenizer.adds_bos) for prompt in prompts]
@@ -207,7 +207,7 @@ def _run(arguments: argparse.Namespace) -> None:
         made += _generate(arguments, generator, printer, encoded, sampling, stop_ids)
     seconds = time.monotonic() - start
     if printer.shown:
-        print(f"{made:,} tokens in {seconds:.1f} s, {made / seconds:,.1f} a second", file=sys.stderr)
+        print(f"{made:,} tokens in {seconds:.1f} s, {made / seconds:,.1f} tokens/s", file=sys.stderr)
 
 
 def _generate(
@@ -218,7 +218,7 @@ def _generate(
     sampling: Sampling,
     stop_ids: set[int],
 ) -> int:
-    """The texts of all prompts; how many tokens they have."""
+    """Generate the texts of all prompts and return their number of tokens."""
     generator.check(encoded)
     made = 0
     for first in range(0, len(encoded), arguments.batch_size):
@@ -247,7 +247,7 @@ def _generate(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for and return the exit code."""
+    """Run the program with ``argv`` and return the exit code."""
     arguments = _parser().parse_args(argv)
     try:
         _run(arguments)

@@ -1,12 +1,12 @@
-"""Turn an FSDP configuration of accelerate, or of a Hugging Face Trainer, into a TOML and a launch line.
+"""Convert an FSDP configuration of accelerate or Hugging Face Trainer into a TOML and a launch command.
 
     python -m tools.import_accelerate FILE.yaml [--output run.toml] [--extends FILE.toml]
     python -m tools.import_accelerate --fsdp "full_shard auto_wrap" [--fsdp_config FILE.json] [--bf16]
 
-Reads FSDP's versions 1 and 2. Prints a line for each key, which says what it is here and why, then the TOML
-and the lines that start it. What cannot be had here is refused by name: then there is no TOML. Model, data
-and length of the run are not in these files; --extends names a TOML that has them. Exit codes: 0, or 2 for
-the arguments, a file that cannot be read and keys that are refused.
+Reads FSDP versions 1 and 2. Prints a line for each key with its equivalent and the reason, then the TOML and
+the launch commands. Unsupported settings are rejected by name, without a TOML. These files do not contain
+model, data and length of the run; --extends gives a TOML that has them. Exit codes: 0 done, 2 invalid
+arguments, an unreadable file or rejected keys.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
 
 @dataclass
 class Imported:
-    """A line for each key, the settings of the TOML, the variables of the launch, and what is refused."""
+    """A line for each key, the settings of the TOML, the launch variables, and the rejected keys."""
 
     lines: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -58,8 +58,8 @@ def translate(
     processes: int | None = None,
     machines: int | None = None,
 ) -> Imported:
-    """Explain each key; ``processes`` and ``machines``, where they are given, go before the file's.
-    ``replicas`` other than 0 are those of HYBRID_SHARD."""
+    """Translate each key; ``processes`` and ``machines`` override the file if given. ``replicas`` other than
+    0 are those of HYBRID_SHARD."""
     result = Imported()
     asked = {"num_processes": processes, "num_machines": machines}
     given = [item for item in given if asked.get(item.name) is None]
@@ -85,7 +85,7 @@ def translate(
 
 
 def _counts(values: Mapping[str, Any], replicas: int) -> dict[str, int]:
-    """Machines, and the replicas that are asked for, 0 for none: by ``replicas`` or by the mesh."""
+    """Number of machines, and of replicas requested by ``replicas`` or the mesh, 0 for none."""
     try:
         machines = number(values.get("num_machines", 1))
         meshed = number(values.get(_MESH_REPLICAS, 1))
@@ -129,7 +129,7 @@ def _shown(value: Any) -> str:
 
 
 def toml_text(settings: Mapping[str, Any], *, source: str, extends: str | None = None) -> str:
-    """The settings as a TOML file, tables and keys in the order of the schema."""
+    """Format the settings as TOML, in the order of the schema."""
     lines = [one_line(f"# {source}, by tools/import_accelerate.py.")]
     if extends:
         lines += ["", f"extends = {format_toml(extends)}"]
@@ -145,7 +145,7 @@ def toml_text(settings: Mapping[str, Any], *, source: str, extends: str | None =
 
 
 def launch_lines(imported: Imported, config: str) -> list[str]:
-    """The line that starts the run by run_train.sh, and that by torchrun; each machine has its own."""
+    """Launch commands with run_train.sh and torchrun; each machine has its own."""
     launch: dict[str, Any] = {"rdzv_backend": "c10d", "MASTER_PORT": PORT, **imported.launch}
     machines, rank = launch.get("NNODES", 1), launch.get("NODE_RANK", 0)
     environment = {key: launch[key] for key in _ENVIRONMENT if key in launch}
@@ -178,7 +178,7 @@ def _assigned(names: Mapping[str, Any]) -> str:
 
 
 def _relative(extends: Path, output: Path | None) -> str:
-    """The file that is extended, as seen from the one that extends it."""
+    """Path of the extended file, relative to the one that extends it."""
     if not extends.is_file():
         raise ConfigError(Problem("there is no such file", "name a TOML", "--extends", str(extends)))
     return os.path.relpath(extends, output.parent if output else Path())
@@ -238,7 +238,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _read(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[list[Given], str]:
-    """The keys that were asked for, and where from."""
+    """Read the keys and describe their source."""
     trainer = options.fsdp is not None or options.fsdp_config or options.bf16 or options.fp16
     if bool(options.file) == bool(trainer):
         parser.error("name one FILE, or a Trainer's --fsdp")
@@ -255,7 +255,7 @@ def _read(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for and return the exit code."""
+    """Run the program with ``argv`` and return the exit code."""
     parser = _parser()
     options = parser.parse_args(argv)
     if options.replicas < 0:

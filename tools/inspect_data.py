@@ -1,21 +1,21 @@
-"""Show the first samples of a run as the model will see them.
+"""Show the first samples of a run as the model sees them.
 
     python -m tools.inspect_data --job.config_file FILE [--table.key VALUE ...]
     python -m tools.inspect_data --job.config_file FILE --samples 8 --html samples.html
     python -m tools.inspect_data --job.config_file FILE --validation
 
-Samples come in the order of the run, and are built as the run builds them: tokenised corpora are taken from
-data.cache_folder, or made there. Where text streams with training.global_batch_size = -1 they are those of a
-run on one rank: more ranks have a larger batch, and another order. Each line has the position of its first
-token in the row, the text of its tokens, and their ids. What has a loss is green, or, where there is no
-colour, between ⟦ and ⟧; each document (conversation) of a row begins with a line of its own, and with
-data.document_mask its positions from 0. A token that is predicted and is no input, as the last of a
-conversation, is underlined, or followed by ⁎. So is the class of a text (finetune.classification), by its
-name and number. A weight in the loss other than 1 stands behind its tokens, as ×0.5.
+Samples have the order of the run and are built in the same way: tokenized corpora are read from
+data.cache_folder, or written there. For streamed text with training.global_batch_size = -1 they are those of
+a run on one rank; more ranks have a larger batch and another order. Each line shows the position of its first
+token, the text of its tokens, and their ids. Tokens with a loss are green, or between ⟦ and ⟧ without color.
+Each document (conversation) of a row begins on a new line, and with data.document_mask its positions start at
+0. A token that is predicted but not an input, such as the last of a conversation, is underlined, or followed
+by ⁎; so is the class of a text (finetune.classification), with name and number. Loss weights other than 1
+follow their tokens, as ×0.5.
 
---html writes one file, for any browser, that needs no network. Takes every flag of toolkit.train; of the
-config only what concerns data and tokenizer is checked. Exit codes are those of toolkit.train: 0 done, 2 the
-config or the flags, 3 a corpus or the tokenizer cannot be used, 1 anything else.
+--html writes one self-contained file. Takes every flag of toolkit.train; only data and tokenizer settings are
+checked. Exit codes are those of toolkit.train: 0 done, 2 invalid config or flags, 3 unusable corpus or
+tokenizer, 1 any other error.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _GREEN, _UNDERLINED, _FAINT, _PLAIN = "\x1b[32m", "\x1b[4m", "\x1b[2m", "\x1b[0m
 
 
 class Token(NamedTuple):
-    """A token of a row: its id and text, where it is, whether it has a loss, whether it is an input, and the
-    weight of its loss."""
+    """A token of a row: id, text, position, whether it has a loss, whether it is an input, and its loss
+    weight."""
 
     id: int
     text: str
@@ -64,14 +64,14 @@ class Token(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A row: its tokens, and how many places are padding."""
+    """A row: its tokens, and the number of padding tokens."""
 
     number: int
     tokens: list[Token]
     padding: int
 
     def title(self) -> str:
-        """Its content, in a line."""
+        """Summarize the sample in one line."""
         documents = len({token.document for token in self.tokens})
         learnt = sum(token.learnt for token in self.tokens)
         inputs = sum(token.is_input for token in self.tokens)
@@ -82,21 +82,21 @@ class Sample(NamedTuple):
 
 
 def samples(config: Config, tokenizer: Tokenizer, n: int, *, validation: bool) -> Iterator[Sample]:
-    """The first ``n`` samples of the training, or of the validation.
+    """Return the first ``n`` samples of training or validation.
 
     Raises:
-        DataError: a corpus cannot be used.
+        DataError: a corpus is unusable.
         ConfigError: there is no validation.
     """
     data = open_data(config, progress=True)
     rows = _rows(_loader(config, data, validation))
-    if not config.data.document_mask:  # rows do not tell then where documents are, as masked ones do
+    if not config.data.document_mask:  # otherwise rows do not contain document boundaries
         masked = config.model_copy(update={"data": config.data.model_copy(update={"document_mask": True})})
         pairs = zip(rows, _rows(_loader(masked, data, validation)), strict=True)
         rows = ({**row, "documents": own["documents"], "own_labels": own["labels"]} for row, own in pairs)
     labels = config.finetune.classification
     classes = labels.names if labels.num_labels else ()
-    shown = (row for row in rows if (row["labels"] != IGNORED_LABEL).any())  # others fill a batch up
+    shown = (row for row in rows if (row["labels"] != IGNORED_LABEL).any())  # the rest pads the batch
     for number, row in enumerate(islice(shown, n)):
         yield _sample(number, row, tokenizer, classes)
 
@@ -108,7 +108,7 @@ def _loader(config: Config, data: RunData, validation: bool) -> Loader:
             fix = "set it, with validation.dataset or dataset_path, or leave --validation out"
             raise ConfigError(Problem("the run has no validation to show", fix, "validation.enable", False))
         return loader
-    # Text that streams is dealt out by the global batch.
+    # Streamed text is distributed by the global batch.
     total = config.training.global_batch_size
     total = config.training.local_batch_size if total == -1 else total
     one = BatchShape(total, 1, total)
@@ -129,7 +129,7 @@ def _sample(
     tokens, labels, documents = (row[name].tolist() for name in ("tokens", "labels", "documents"))
     n = len(tokens)
     positions = row["positions"].tolist() if "positions" in row else list(range(n))
-    # Where a document sees those before it, its first token may be the label of the last of them.
+    # Without a document mask, a document's first token may be the label of the previous one's last.
     of_next = (row["labels"] != row.get("own_labels", row["labels"])).tolist()
     weights = row["weights"].tolist() if "weights" in row else [1.0] * n
     filled = max((at for at in range(n) if documents[at] != PADDING), default=-1) + 1
@@ -154,7 +154,7 @@ def _sample(
 
 
 def in_terminal(sample: Sample, *, color: bool) -> Iterator[str]:
-    """The lines of a sample."""
+    """Format a sample for the terminal."""
     yield sample.title()
     for document, of_document in groupby(sample.tokens, key=lambda token: token.document):
         yield _painted(f"  ── document {document} " + "─" * 40, _FAINT, color)
@@ -219,7 +219,7 @@ small { display: block; font-size: 9px; color: var(--faint); text-decoration: no
 
 
 def as_html(found: Sequence[Sample], title: str) -> str:
-    """One page with all samples, which refers to nothing outside."""
+    """Format all samples as one self-contained page."""
     parts = [
         "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
         f"<title>{html.escape(title)}</title>", f"<style>{_STYLE}</style></head><body>",
@@ -254,7 +254,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for and return the exit code."""
+    """Run the program with ``argv`` and return the exit code."""
     summary, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         prog="python -m tools.inspect_data",

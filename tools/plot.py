@@ -1,10 +1,10 @@
-"""Draw the curves of one or several runs, over one another, into a PNG.
+"""Plot the curves of one or several runs into a PNG.
 
     python -m tools.plot outputs
     python -m tools.plot outputs/a outputs/b -o compare.png --x tokens
 
-A panel each for training loss, validation loss, memory and speed, if any of the runs has it; loss and speed
-are light as logged and dark where smoothed; a run is named by its folder. Needs matplotlib (extra `plot`).
+Draws one panel each for training loss, validation loss, memory and speed, if any run has it. Loss and speed
+are light as logged and dark when smoothed. Runs are labeled by their folder. Needs matplotlib (extra `plot`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tools.arguments import local_path, output_file
 Record = dict[str, Any]
 Points = tuple[list[float], list[float]]
 
-# Okabe and Ito's colours, told apart by colour-blind readers too; the yellow is too light for lines.
+# Okabe and Ito's colors, distinguishable with color blindness; their yellow is too light for lines.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _SMOOTHED_OVER = 30
 """A curve is averaged over this part of its length."""
@@ -52,10 +52,10 @@ X_LABELS = {"step": "step", "tokens": "tokens", "hours": "hours of training, wit
 
 
 def read_run(folder: Path, name: str = "metrics.jsonl") -> list[Record]:
-    """The lines of ``name`` in ``folder``.
+    """Read the records of ``name`` in ``folder``.
 
     Raises:
-        DataError: there is none, or it holds nothing.
+        DataError: the file is missing or empty.
     """
     path = folder / name
     try:
@@ -63,11 +63,11 @@ def read_run(folder: Path, name: str = "metrics.jsonl") -> list[Record]:
     except OSError as error:
         raise DataError(
             f"{folder} is not the folder of a run: {path} cannot be read ({error.strerror})\n"
-            "  fix:  name what job.dump_folder was (outputs by default)"
+            "  fix:  give the job.dump_folder of the run (default: outputs)"
         ) from None
     records = list(_records(lines))
     if not records:
-        raise DataError(f"{path} holds no step yet\n  fix:  wait for the first line of the run")
+        raise DataError(f"{path} contains no step yet\n  fix:  wait for the first logged step of the run")
     return records
 
 
@@ -82,7 +82,7 @@ def _records(lines: Sequence[str]) -> Iterator[Record]:
 
 
 def axis(records: Sequence[Record], x: str) -> list[float]:
-    """Where each record lies on the axis ``x``: at its step, or at the tokens or hours up to it."""
+    """Value of each record on the axis ``x``: its step, or the tokens or hours up to it."""
     if x == "step":
         return [record["step"] for record in records]
     values, tokens, seconds, before = [], 0.0, 0.0, step_before(records)
@@ -96,14 +96,14 @@ def axis(records: Sequence[Record], x: str) -> list[float]:
 
 
 def step_before(records: Sequence[Record]) -> int:
-    """The step that the first record of a step goes on from: a run that starts or goes on logs its first one,
-    whatever ``metrics.log_freq`` is."""
+    """The step before the first record: a run logs its first step after a start or resumption, whatever
+    ``metrics.log_freq`` is."""
     steps = [record["step"] for record in records if record.get("step_seconds") is not None]
     return steps[0] - 1 if steps else 0
 
 
 def curve(records: Sequence[Record], key: str, x: str) -> Points:
-    """The points of ``key``, without the records that lack it."""
+    """Points of ``key``, from the records that have it."""
     points = [
         (place, record[key])
         for place, record in zip(axis(records, x), records, strict=True)
@@ -112,8 +112,8 @@ def curve(records: Sequence[Record], key: str, x: str) -> Points:
     return [place for place, _ in points], [value for _, value in points]
 
 
-def with_values(panels: Sequence[Panel], records: Sequence[Record]) -> list[Panel]:
-    """Those of the panels that any of the records has a number for.
+def panels_with_values(panels: Sequence[Panel], records: Sequence[Record]) -> list[Panel]:
+    """Select the panels with a value in any record.
 
     Raises:
         DataError: there is none.
@@ -124,8 +124,8 @@ def with_values(panels: Sequence[Panel], records: Sequence[Record]) -> list[Pane
     return found
 
 
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Means over a window around each value, narrower towards the ends, which are not pulled in."""
+def smooth(values: Sequence[float]) -> list[float]:
+    """Average over a window around each value, narrower at the ends, to avoid bias."""
     reach = len(values) // _SMOOTHED_OVER // 2
     sums = [0.0]
     for value in values:
@@ -138,7 +138,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart."""
+    """Label paths by as many trailing parts as make them unique."""
     paths = [folder.absolute().parts for folder in folders]
     for count in range(1, max(map(len, paths)) + 1):
         found = [os.path.join(*parts[-count:]) for parts in paths]
@@ -148,9 +148,9 @@ def names(folders: Sequence[Path]) -> list[str]:
 
 
 def draw(runs: dict[str, list[Record]], output: Path, *, x: str) -> None:
-    """Draw ``runs``, records by name, into the PNG ``output``."""
+    """Plot ``runs``, records by name, into the PNG ``output``."""
     plt = pyplot()
-    panels = with_values(PANELS, [record for records in runs.values() for record in records])
+    panels = panels_with_values(PANELS, [record for records in runs.values() for record in records])
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     figure, grid = plt.subplots(rows, columns, figsize=(6 * columns, 3.6 * rows), sharex=True, squeeze=False)
@@ -173,7 +173,7 @@ def draw_curve(cell: Any, panel: Panel, places: list[float], values: list[float]
     marker = "o" if len(values) < 20 else None
     if panel.smooth and len(values) >= 2 * _SMOOTHED_OVER:
         cell.plot(places, values, color=color, alpha=0.25, linewidth=0.8)
-        values = smoothed(values)
+        values = smooth(values)
     cell.plot(places, values, color=color, linewidth=1.6, marker=marker, markersize=3.5)
 
 
@@ -199,7 +199,7 @@ def dress(cell: Any, panel: Panel, x: str) -> None:
 
 
 def pyplot() -> Any:
-    """matplotlib's, which draws into files.
+    """Import matplotlib.pyplot for drawing into files.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -219,7 +219,7 @@ def pyplot() -> Any:
 def write_html(
     path: Path, title: str, lines: Sequence[str], figures: Sequence[Any], tables: Sequence[str] = ()
 ) -> None:
-    """Write the pictures into one page, as SVG, and below them ``tables``, which are HTML already."""
+    """Write the figures as SVG into one page, followed by ``tables`` in HTML."""
     drawn = []
     for figure in figures:
         text = io.StringIO()
@@ -239,7 +239,7 @@ def write_html(
 
 
 def written(output: Path, write: Callable[[], None]) -> int:
-    """Have ``write`` make ``output`` and say where it is, or what is wrong; returns the exit code."""
+    """Let ``write`` create ``output`` and print its path or the error; return the exit code."""
     try:
         write()
     except ToolkitError as error:

@@ -1,22 +1,22 @@
-"""Tokenise the corpora of a config ahead of time, on all cores.
+"""Tokenize the corpora of a config ahead of time, on all cores.
 
     python -m tools.prepare_data --job.config_file FILE [--table.key VALUE ...] [--processes N] [--verify]
 
-Builds the token caches of the training corpus, or of each part of its mixture, and of the validation corpus
-where validation is enabled, in data.cache_folder. Runs with the same config, on any number of nodes that see
-that folder, then start without tokenising. What is built already is left as it is; a build that was stopped
-starts again; several of these programs do not get in each other's way. data.max_inline_gb does not apply.
+Builds the token caches of the training corpus, or of each corpus of its mixture, and of the validation corpus
+if validation is enabled, in data.cache_folder. Runs with the same config, on any number of nodes with access
+to that folder, then start without tokenizing. Existing caches are kept; an interrupted build starts again;
+several of these programs can run at once. data.max_inline_gb does not apply.
 
-A start, as this program, compares some blocks of a cache with their hashes. With --verify all of it is read
-and compared, and what is damaged is told and tokenised again.
+By default some blocks of a cache are compared with their hashes, as at the start of a run. --verify compares
+all of them, and damaged caches are reported and rebuilt.
 
-It needs no GPU and no terminal, and so makes a batch job of its own:
+It needs no GPU and no terminal, and can run as a batch job:
 
     sbatch --cpus-per-task=64 --wrap "python -m tools.prepare_data --job.config_file FILE"
 
-Takes every flag of toolkit.train (``python -m toolkit.train --help`` lists them); of the config only what
-concerns data and tokenizer is checked. Exit codes are those of toolkit.train: 0 done, 2 the config or the
-flags, 3 a corpus or the tokenizer cannot be used, 1 anything else.
+Takes every flag of toolkit.train (``python -m toolkit.train --help`` lists them); only data and tokenizer
+settings are checked. Exit codes are those of toolkit.train: 0 done, 2 invalid config or flags, 3 unusable
+corpus or tokenizer, 1 any other error.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ RULES = (
 
 
 def check(config: Config) -> None:
-    """Check what concerns data and tokenizer, and tell on stderr what may surprise about the corpora.
+    """Check the data and tokenizer settings, and print notes about the corpora to stderr.
 
     Raises:
         ConfigError, DataError: as :func:`toolkit.preflight.raise_problems`.
@@ -68,9 +68,9 @@ def check(config: Config) -> None:
 
 
 def prepare(config: Config, processes: int, *, verify: bool) -> None:
-    """Build the token caches of ``config`` by ``processes`` (0: one a core), and print a line for each.
+    """Build the token caches of ``config`` with ``processes`` (0: one per core), and print a line for each.
 
-    ``verify`` reads all of those that are there.
+    ``verify`` checks existing caches completely.
     """
     tokenizer = run_tokenizer(config)
     if config.data.streaming:
@@ -98,7 +98,7 @@ def prepare(config: Config, processes: int, *, verify: bool) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for and return the exit code."""
+    """Run the program with ``argv`` and return the exit code."""
     summary, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         prog="python -m tools.prepare_data",
@@ -126,5 +126,5 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     standard_streams.protect()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it; the helpers end with their pipe
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C exits; the workers end with their pipe
     sys.exit(main(sys.argv[1:]))

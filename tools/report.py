@@ -1,10 +1,10 @@
-"""Write a report of a run into one HTML file that needs no network: curves, time, ranks, events, config.
+"""Write a report of a run into one self-contained HTML file: curves, time, ranks, events, config.
 
     python -m tools.report outputs
     python -m tools.report outputs -o report.html
 
-It is made of the files in the run's folder: metrics.jsonl, and with metrics.save_for_all_ranks those of the
-other ranks, which are compared then; heartbeat.json and config.toml. The run may still be going on. Needs
+It is built from the files in the run's folder: metrics.jsonl (with metrics.save_for_all_ranks also those of
+the other ranks, which are compared), heartbeat.json and config.toml. The run may still be running. Needs
 matplotlib (extra `plot`).
 """
 
@@ -32,10 +32,10 @@ from tools.plot import (
     curve,
     draw_curve,
     dress,
+    panels_with_values,
     pyplot,
     read_run,
     step_before,
-    with_values,
     write_html,
     written,
 )
@@ -53,10 +53,10 @@ _RANKS = 64
 
 
 def read_ranks(folder: Path) -> dict[int, list[Record]]:
-    """The records of each rank that has written any.
+    """Read the records of each rank.
 
     Raises:
-        DataError: it is no folder of a run, or holds nothing yet.
+        DataError: the folder is not that of a run, or has no records yet.
     """
     ranks = {0: read_run(folder)}
     for rank, path in rank_files(folder).items():
@@ -68,8 +68,8 @@ def read_ranks(folder: Path) -> dict[int, list[Record]]:
 
 
 def curves_figure(plt: Any, records: Sequence[Record]) -> Any:
-    """Curves of what was logged over the steps; a line down where something happened."""
-    panels = with_values(_CURVES, records)
+    """Plot logged values over the steps, with vertical lines at events."""
+    panels = panels_with_values(_CURVES, records)
     rows = -(-len(panels) // 2)
     figure, grid = plt.subplots(rows, 2, figsize=(11, 2.9 * rows), squeeze=False)
     cells = list(grid.flat)
@@ -85,7 +85,7 @@ def curves_figure(plt: Any, records: Sequence[Record]) -> Any:
 
 
 def time_figure(plt: Any, records: Sequence[Record]) -> Any:
-    """Seconds of a step, by what they went to, and beside them those between the steps."""
+    """Plot the parts of the step time, and the time between steps."""
     steps = [record for record in records if record.get("step_seconds") is not None]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3), width_ratios=(2, 1))
     parts = {name: [record.get(key) or 0.0 for record in steps] for name, key in _PARTS.items()}
@@ -110,7 +110,7 @@ def time_figure(plt: Any, records: Sequence[Record]) -> Any:
 
 
 def totals(records: Sequence[Record]) -> dict[str, float]:
-    """Seconds of the steps in all, and of everything that ran between them."""
+    """Total seconds of the steps, and of everything between them."""
     total, before = {"training": 0.0}, step_before(records)
     for record in records:
         if record.get("step_seconds") is None:
@@ -126,7 +126,7 @@ def totals(records: Sequence[Record]) -> dict[str, float]:
 
 
 def ranks_figure(plt: Any, ranks: dict[int, list[Record]]) -> Any:
-    """Each rank's parts of a step, and its memory, in the mean of what it has logged."""
+    """Plot each rank's mean parts of the step time, and its memory."""
     means = {
         rank: {part: mean(records, key) for part, key in _PARTS.items()} for rank, records in ranks.items()
     }
@@ -156,13 +156,13 @@ def ranks_figure(plt: Any, ranks: dict[int, list[Record]]) -> Any:
 
 
 def mean(records: Iterable[Record], key: str) -> float:
-    """The mean of ``key`` where it was logged, without the first record, which has a warm-up; else 0."""
+    """Mean of ``key`` without the first record, which includes warmup; 0 if it was not logged."""
     values = [record[key] for record in records if record.get(key) is not None]
     return fmean(values[1:] or values or [0.0])
 
 
 def summary_lines(folder: Path, records: Sequence[Record]) -> list[str]:
-    """How far the run is and what it has reached, in a few sentences."""
+    """Summarize the progress and results of the run."""
     steps = [record for record in records if record.get("loss") is not None]
     lines = [f"{folder.absolute()}, written {time.strftime('%Y-%m-%d %H:%M')}"]
     skipped = {record["step"] for record in records if record.get("event") == "SKIPPED"}
@@ -171,7 +171,7 @@ def summary_lines(folder: Path, records: Sequence[Record]) -> list[str]:
         last = steps[-1]
         lines.append(
             f"step {last['step']:,}: loss {trained[-1]['loss']:.4f} (at first {trained[0]['loss']:.4f}), "
-            f"{last.get('tokens', 0):,} tokens, {mean(steps, 'tokens_per_second'):,.0f} tokens/s in the mean"
+            f"{last.get('tokens', 0):,} tokens, {mean(steps, 'tokens_per_second'):,.0f} tokens/s on average"
         )
     validation = [record for record in records if record.get("validation_loss") is not None]
     if validation:
@@ -200,7 +200,7 @@ def events_table(records: Sequence[Record]) -> str:
 
 
 def config_text(folder: Path) -> str:
-    """The configuration, folded away, if the folder has it."""
+    """Format the configuration as a collapsed section, if the folder has one."""
     try:
         text = (folder / "config.toml").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -221,7 +221,7 @@ def write_report(folder: Path, output: Path) -> None:
 
     Raises:
         ConfigError: matplotlib is not installed.
-        DataError: it is no folder of a run, or holds no number yet.
+        DataError: the folder is not that of a run, or has no values yet.
         OSError: ``output`` cannot be written.
     """
     ranks = read_ranks(folder)

@@ -7,9 +7,9 @@
 
 ``tiktoken`` writes ``tokenizer.model`` as Llama 3's: byte-level BPE ranks for Llama 3's word pattern.
 The 256 special tokens follow the ranks and are not in the file. ``json`` writes the same tokenizer as
-``tokenizer.json``, which adds BOS as Llama 3.1's does. ``sentencepiece`` writes ``tokenizer.model`` with
-Llama 2's settings (BPE, byte fallback, split digits, no normalisation). The vocabulary size counts every
-entry, special tokens included. The same text gives the same files.
+``tokenizer.json``, which adds BOS like Llama 3.1's. ``sentencepiece`` writes ``tokenizer.model`` with
+Llama 2's settings (BPE, byte fallback, split digits, no normalization). The vocabulary size includes
+special tokens. The same text gives the same files.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _LONGEST = 1 << 20
 
 
 def texts(corpus: str | None, column: str) -> Iterator[str]:
-    """The texts of files named as ``training.dataset_path`` names them; None: the shipped corpus. Tells on
-    stderr what is left out of a folder."""
+    """Yield the texts of files, selected as in ``training.dataset_path``; None selects the shipped corpus.
+    Reports skipped files to stderr."""
     source = open_corpus("embedded", None) if corpus is None else open_text(corpus, column)
     for note in source.notes:
         print(f"note   {one_line(note)}", file=sys.stderr)
@@ -49,16 +49,16 @@ def texts(corpus: str | None, column: str) -> Iterator[str]:
 
 
 def train_ranks(corpus: Iterable[str], n_ranks: int) -> dict[bytes, int]:
-    """Byte-level BPE for Llama 3's word pattern: token bytes → rank, the 256 bytes first.
+    """Train byte-level BPE with Llama 3's word pattern: token bytes → rank, the 256 bytes first.
 
     Raises:
-        ConfigError: fewer ranks than bytes, or too little text for so many.
+        ConfigError: fewer ranks than bytes, or too little text.
     """
     if n_ranks < 256:
         raise _bad_size(n_ranks + FORM.n_special, "256 bytes and 256 special tokens need 512 entries")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = _words()
-    # Alphabet first, then one entry a merge: the order of ids is the order in which merges were learnt.
+    # The alphabet first, then one entry per merge: ids are in the order of the learned merges.
     trainer = trainers.BpeTrainer(
         vocab_size=n_ranks, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
@@ -67,27 +67,27 @@ def train_ranks(corpus: Iterable[str], n_ranks: int) -> dict[bytes, int]:
     learnt = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     ranks = {bytes(byte_of[character] for character in token): rank for token, rank in learnt}
     if len(ranks) != n_ranks:
-        raise _bad_size(n_ranks + FORM.n_special, f"the text gives {len(ranks)} ranks, not {n_ranks}")
+        raise _bad_size(n_ranks + FORM.n_special, f"the text yields {len(ranks)} ranks, not {n_ranks}")
     return ranks
 
 
 def byte_characters() -> dict[int, str]:
-    """The printable character that stands for each byte in ``tokenizer.json`` (GPT-2's table)."""
+    """Map each byte to its printable character in ``tokenizer.json`` (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {**{byte: chr(byte) for byte in printable}, **{b: chr(256 + n) for n, b in enumerate(others)}}
 
 
 def tiktoken_file(ranks: dict[bytes, int]) -> bytes:
-    """``tokenizer.model`` of ``ranks``: a line "base64 rank" each."""
+    """Format ``tokenizer.model``: one line "base64 rank" per entry of ``ranks``."""
     return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items())
 
 
 def json_file(ranks: dict[bytes, int]) -> bytes:
-    """``tokenizer.json`` that encodes as tiktoken does with ``ranks``.
+    """Format a ``tokenizer.json`` that encodes as tiktoken does with ``ranks``.
 
-    tiktoken joins any two neighbours whose joint bytes have a rank; so every cut of every token is a
-    merge here, in the order of ranks, and a word that is a token is taken whole.
+    tiktoken merges any two neighbors whose joined bytes have a rank; so every split of every token is a merge
+    here, in the order of ranks, and a word that is a token is not split.
     """
     character = byte_characters()
 
@@ -115,15 +115,15 @@ def json_file(ranks: dict[bytes, int]) -> bytes:
 
 
 def sentencepiece_file(corpus: Iterable[str], n_pieces: int) -> bytes:
-    """A SentencePiece model of ``n_pieces`` with the settings of Llama 2's.
+    """Train a SentencePiece model of ``n_pieces`` with Llama 2's settings.
 
     Raises:
-        ConfigError: more pieces than the text gives, or fewer than it needs.
+        ConfigError: the text is too small for so many pieces, or needs more.
     """
     import sentencepiece
 
     model = io.BytesIO()
-    lines = (piece for text in corpus for line in text.split("\n") for piece in _cut(line))
+    lines = (piece for text in corpus for line in text.split("\n") for piece in _split_line(line))
     settings: dict[str, Any] = {
         "model_type": "bpe",
         "byte_fallback": True,
@@ -145,8 +145,8 @@ def sentencepiece_file(corpus: Iterable[str], n_pieces: int) -> bytes:
     return model.getvalue()
 
 
-def _cut(line: str) -> Iterator[str]:
-    """The line, in pieces of whole words where it is longer than what SentencePiece reads."""
+def _split_line(line: str) -> Iterator[str]:
+    """Split a line that is too long for SentencePiece, between words."""
     begin, most = 0, len(line) if len(line.encode()) <= _LONGEST else _LONGEST // 4  # of 4 bytes at most
     while len(line) - begin > most:
         space = line.rfind(" ", begin + 1, begin + most)
@@ -157,7 +157,7 @@ def _cut(line: str) -> Iterator[str]:
 
 
 def _words() -> pre_tokenizers.PreTokenizer:
-    """Llama 3's cut of a text into words, in byte characters."""
+    """Split a text into words with Llama 3's pattern, in byte characters."""
     split = pre_tokenizers.Split(Regex(FORM.pattern), behavior="isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
@@ -173,7 +173,7 @@ def _bad_size(size: int, rule: str) -> ConfigError:
 
 
 def run(corpus: Iterable[str], form: str, size: int) -> bytes:
-    """The content of a tokenizer file of ``size`` entries, in one of the forms."""
+    """Content of a tokenizer file of ``size`` entries, in one of the formats."""
     if form == "sentencepiece":
         return sentencepiece_file(corpus, size)
     if form == "tiktoken" and not FORM.covers(size - FORM.n_special):

@@ -15,7 +15,7 @@ from tests.models.small_llama import build
 from toolkit.config import load_config
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.finetune.parameters import count_trained
-from toolkit.generation.load import Loaded
+from toolkit.generation.load import LoadedModel
 from toolkit.models.from_config import model_args
 from toolkit.models.registry import resolve
 
@@ -75,7 +75,7 @@ def test_answers_are_what_the_model_writes_up_to_the_end_of_its_turn() -> None:
     rows = task.split()[1][:3]
     ids = [*tokenizer.encode(rows[0].answer), tokenizer.special_tokens["<|eot_id|>"]]
     model.output = Told(ids, args.vocab_size)
-    found = task.answers(Loaded(model, args, tokenizer, None), rows, batch_size=2)
+    found = task.answers(LoadedModel(model, args, tokenizer, None), rows, batch_size=2)
     assert found == [rows[0].answer] * 3
 
 

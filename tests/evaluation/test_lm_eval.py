@@ -58,11 +58,11 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
 def task_model(add_bos: bool | None = None, eos_ids: tuple[int, ...] = ()) -> Any:
     from toolkit.evaluation.lm_eval import TaskModel
     from toolkit.evaluation.perplexity import Evaluator
-    from toolkit.generation.load import load_model, needed_tokenizer
+    from toolkit.generation.load import load_model, require_tokenizer
 
     loaded = load_model(MODEL, device=torch.device("cpu"), dtype=torch.float32, add_bos=add_bos)
     evaluator = Evaluator(loaded.model, batch_size=3, mesh=loaded.mesh)
-    tokenizer, length = needed_tokenizer(loaded), loaded.args.max_seq_len
+    tokenizer, length = require_tokenizer(loaded), loaded.args.max_seq_len
     return TaskModel(evaluator, loaded.generator(), tokenizer, length=length, eos_ids=eos_ids)
 
 

@@ -22,8 +22,15 @@ from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 from toolkit.evaluation import perplexity
-from toolkit.evaluation.perplexity import Evaluator, Row, documents, first_token, rolling_windows, text_loss
-from toolkit.generation.load import load_model, needed_tokenizer
+from toolkit.evaluation.perplexity import (
+    Evaluator,
+    ScoredRow,
+    documents,
+    first_token,
+    rolling_windows,
+    text_loss,
+)
+from toolkit.generation.load import load_model, require_tokenizer
 
 ASSETS = Path(os.environ.get("TOOLKIT_ASSETS", ""))
 needs_assets = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
@@ -55,13 +62,13 @@ def test_windows_are_those_of_lm_eval() -> None:
         assert [(list(row.context), list(row.continuation)) for row in ours] == expected
 
 
-def rows_of(vocab: int, count: int) -> list[Row]:
+def rows_of(vocab: int, count: int) -> list[ScoredRow]:
     draw = torch.Generator().manual_seed(0)
 
     def ids(n: int) -> list[int]:
         return torch.randint(vocab, (n,), generator=draw).tolist()
 
-    return [Row(ids(1 + index % 4), ids(1 + 3 * index % 7)) for index in range(count)]
+    return [ScoredRow(ids(1 + index % 4), ids(1 + 3 * index % 7)) for index in range(count)]
 
 
 def test_scores_are_those_of_the_logits() -> None:
@@ -72,7 +79,7 @@ def test_scores_are_those_of_the_logits() -> None:
         context = list(rows[index].context)
         for _ in range(3):
             context.append(int(model(torch.tensor([context]))[0, -1].argmax()))
-        rows[index] = Row(context[:-3], context[-3:])
+        rows[index] = ScoredRow(context[:-3], context[-3:])
     found = Evaluator(model, batch_size=4).scores(rows)
     total, tokens = 0.0, 0
     for index, (row, score) in enumerate(zip(rows, found, strict=True)):
@@ -83,7 +90,7 @@ def test_scores_are_those_of_the_logits() -> None:
         assert score.greedy == (log.argmax(-1).tolist() == list(row.continuation))
         assert score.greedy or index not in (3, 7)
         total, tokens = total - expected, tokens + len(row.continuation)
-    loss = Evaluator(model, batch_size=3).loss_of_rows(rows)
+    loss = Evaluator(model, batch_size=3).row_loss(rows)
     assert (loss.tokens, loss.total) == (tokens, pytest.approx(total, rel=1e-5))
 
 
@@ -100,7 +107,7 @@ def test_few_tokens_have_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         return inner(h, weight)
 
     monkeypatch.setattr(model.output, "logits", logits)
-    monkeypatch.setattr(perplexity, "_SCORED_AT_ONCE", 5)
+    monkeypatch.setattr(perplexity, "_CHUNK_TOKENS", 5)
     for found, score in zip(Evaluator(model).scores(rows), expected, strict=True):
         assert found.greedy == score.greedy
         assert found.log_likelihood == pytest.approx(score.log_likelihood, rel=1e-5)
@@ -111,20 +118,20 @@ def test_few_tokens_have_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
 def test_rows_are_read_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(small("llama3.2"))
     rows, evaluator = rows_of(model.args.vocab_size, 30), Evaluator(model, batch_size=2)
-    read: list[Row] = []
+    read: list[ScoredRow] = []
     forwards: list[int] = []
     model.register_forward_pre_hook(lambda *_: forwards.append(len(read)))
 
-    def one_by_one() -> Iterator[Row]:
+    def one_by_one() -> Iterator[ScoredRow]:
         for row in rows:
             read.append(row)
             yield row
 
-    monkeypatch.setattr(perplexity, "_BATCHES_READ", 3)
-    found = evaluator.loss_of_rows(one_by_one())
+    monkeypatch.setattr(perplexity, "_SORTED_BATCHES", 3)
+    found = evaluator.row_loss(one_by_one())
     assert forwards[0] == 6 and len(forwards) == 15
     monkeypatch.undo()
-    whole = evaluator.loss_of_rows(rows)
+    whole = evaluator.row_loss(rows)
     assert (found.tokens, found.total) == (whole.tokens, pytest.approx(whole.total, rel=1e-6))
 
 
@@ -133,7 +140,7 @@ def test_rows_are_read_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> No
 def test_recorded_losses(name: str) -> None:
     reference = json.loads((ASSETS / name / "reference_fp32.json").read_bytes())
     model = load_model(ASSETS / name / "hf", device=torch.device("cpu"), dtype=torch.float32)
-    tokenizer, evaluator = needed_tokenizer(model), Evaluator(model.model, batch_size=4)
+    tokenizer, evaluator = require_tokenizer(model), Evaluator(model.model, batch_size=4)
     length = model.args.max_seq_len
     loss = text_loss(evaluator, tokenizer, [reference["story"]], length=length)
     # What was recorded, in fp32 too, is up to 2.7e-6 from the loss in fp64, which ours is within 7e-7 of: how
@@ -150,8 +157,8 @@ def test_recorded_losses(name: str) -> None:
     overlapping = text_loss(evaluator, tokenizer, [reference["story"]], length=16, stride=4)
     assert loss.mean < overlapping.mean < short.mean
     recorded = reference["tinystories_first60_doc_aligned"]
-    rows = [Row(ids[:1], ids[1:length]) for ids in _stories(tokenizer, 60)]
-    found = evaluator.loss_of_rows(rows)
+    rows = [ScoredRow(ids[:1], ids[1:length]) for ids in _stories(tokenizer, 60)]
+    found = evaluator.row_loss(rows)
     assert (found.tokens, found.mean) == (recorded["tokens"], pytest.approx(recorded["loss"], abs=4e-6))
 
 
@@ -166,9 +173,9 @@ def test_recorded_loss_of_three_hundred_stories_in_windows(name: str) -> None:
     recorded = json.loads((ASSETS / name / "reference_fp32.json").read_bytes())["tinystories_stream_loss"]
     model = load_model(ASSETS / name / "hf", device=torch.device("cpu"), dtype=torch.float32)
     length = model.args.max_seq_len
-    joined = [token for ids in _stories(needed_tokenizer(model), 300) for token in ids]
+    joined = [token for ids in _stories(require_tokenizer(model), 300) for token in ids]
     windows = [joined[start : start + length + 1] for start in range(0, recorded["windows"] * length, length)]
-    found = Evaluator(model.model, batch_size=4).loss_of_rows([Row(ids[:1], ids[1:]) for ids in windows])
+    found = Evaluator(model.model, batch_size=4).row_loss([ScoredRow(ids[:1], ids[1:]) for ids in windows])
     # Of stories15M the loss in fp64 is 4.4e-6 from what was recorded in fp32, and ours in fp32 6e-8 from it.
     assert found.mean == pytest.approx(recorded["loss"], abs=6e-6)
 
@@ -179,14 +186,14 @@ def _stories(tokenizer: Tokenizer, count: int) -> list[list[int]]:
     return [tokenizer.encode(story, bos=True) for story in whole[:count]]
 
 
-def _on_ranks(tp: int, rows: list[Row]) -> Any:
+def _on_ranks(tp: int, rows: list[ScoredRow]) -> Any:
     loaded = load_model(ASSETS / "stories260K" / "hf", device=torch.device("cpu"), dtype=torch.float32, tp=tp)
     evaluator = Evaluator(loaded.model, batch_size=2, mesh=loaded.mesh)
-    loss = evaluator.loss_of_rows(rows)
+    loss = evaluator.row_loss(rows)
     return loss.tokens, loss.total, evaluator.scores(rows)
 
 
-def _meshes(rows: list[Row]) -> list[Any]:
+def _meshes(rows: list[ScoredRow]) -> list[Any]:
     return [_on_ranks(tp, rows) for tp in (1, 2)]
 
 

@@ -255,9 +255,9 @@ WRONG = {
         "wrong.py:2: ValueError: the configuration has training already"
     ),
     f"{ALL}\nregister_family('llama', None)": ("wrong.py:2: ValueError: the toolkit has a family llama"),
-    f"{ALL}\nregister_optimizer('My Opt', print)": "wrong.py:2: ValueError: 'My Opt' is no name of letters",
-    f"{ALL}\nregister_loss('x', None)": "wrong.py:2: ValueError: what is registered is a function, not",
-    f"{ALL}\nregister_loss('x-y', print, Table)": "wrong.py:2: ValueError: 'x-y' is no name of letters",
+    f"{ALL}\nregister_optimizer('My Opt', print)": "wrong.py:2: ValueError: 'My Opt' is not a name of",
+    f"{ALL}\nregister_loss('x', None)": "wrong.py:2: ValueError: register a function, not",
+    f"{ALL}\nregister_loss('x-y', print, Table)": "wrong.py:2: ValueError: 'x-y' is not a name of letters",
     f"{ALL}\nclass A: a = 1\nregister_table('a', A)": "wrong.py:3: ValueError: keys are a class of toolkit",
     f"{ALL}\nclass A(Table):\n  a: int\nregister_table('a', A)": "wrong.py:4: ValueError: A.a has no default",
     f"{ALL}\nclass A(Table):\n  a: int = 'x'\nregister_table('a', A)": (
@@ -269,7 +269,7 @@ WRONG = {
     f"{ALL}\nregister_table('value', Table)": "wrong.py:2: ValueError: value is a method of tables",
     f"{ALL}\nregister_table('data.mixture', Table)": "ValueError: the configuration has data.mixture already",
     f"{ALL}\nregister_table('experimental', Table)": "ValueError: the configuration has experimental already",
-    f"{ALL}\nregister_table('a.b', Table)": "wrong.py:2: ValueError: there is no table a to hold b",
+    f"{ALL}\nregister_table('a.b', Table)": "wrong.py:2: ValueError: there is no table a for b",
     f"{ALL}\nregister_dataset('c4', list, version='')": "ValueError: the toolkit has a dataset c4",
     f"{ALL}\nregister_dataset('x', list, version=1)": "wrong.py:2: ValueError: the version of x is a text",
     f"{ALL}\nregister_family('x', 5)": "wrong.py:2: ValueError: a family is a ModelSpec, not a int",

@@ -100,7 +100,7 @@ IN_GROUPS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def step_of(
+def decode_step(
     monkeypatch: pytest.MonkeyPatch, build: Callable[[Any], Any], enable: bool = True, early: bool = False
 ) -> None:
     monkeypatch.setitem(added("optimizer.name"), "Mine", lambda named, config: build(list(named)))
@@ -121,7 +121,7 @@ def test_an_optimizer_that_checkpoints_could_not_hold(
     said: str, build: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        step_of(monkeypatch, build)
+        decode_step(monkeypatch, build)
 
 
 @pytest.mark.parametrize(("enable", "early"), [(True, False), (False, True)])
@@ -132,16 +132,16 @@ def test_an_optimizer_that_keeps_something_in_its_groups(
     """It is in no checkpoint, and would count parameters for steps where each is updated by itself."""
     keep = IN_GROUPS[name]
     with pytest.raises(ConfigError, match=f"its step changes {name} of a group"):
-        step_of(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=keep), enable, early)
-    step_of(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=keep), enable=False)
+        decode_step(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=keep), enable, early)
+    decode_step(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=keep), enable=False)
 
 
 def test_optimizers_that_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    step_of(monkeypatch, lambda named: Counting(named, BUFFER))
-    step_of(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=lambda group: {"lr": 0.5}))
-    step_of(monkeypatch, lambda named: Counting(named, BUFFER), enable=False, early=True)
-    step_of(monkeypatch, lambda named: Adam(named))
-    step_of(monkeypatch, lambda named: SGD(named, lr=1), enable=False)
+    decode_step(monkeypatch, lambda named: Counting(named, BUFFER))
+    decode_step(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=lambda group: {"lr": 0.5}))
+    decode_step(monkeypatch, lambda named: Counting(named, BUFFER), enable=False, early=True)
+    decode_step(monkeypatch, lambda named: Adam(named))
+    decode_step(monkeypatch, lambda named: SGD(named, lr=1), enable=False)
 
 
 class Bounded(AdamW):

@@ -254,7 +254,7 @@ def test_generate_takes_adapters_in_turn(
     assert generate.main([*_words(folders), *twice, "--prompt=the same"]) == 2
     assert "name it: --adapter NAME=FOLDER" in capsys.readouterr().err
     assert generate.main([str(folders["lora"]), f"--adapter={folders['dora']}", "--prompt=x"]) == 3
-    assert "is an adapter itself" in capsys.readouterr().err
+    assert "is itself an adapter" in capsys.readouterr().err
     assert generate.main([str(folders["base"]), f"--adapter={folders['base']}", "--prompt=x"]) == 3
     assert "is no adapter" in capsys.readouterr().err
 

@@ -18,10 +18,10 @@ from toolkit.errors import ConfigError, DataError
 from toolkit.finetune.converters import apply_finetune
 from toolkit.generation import generator as module
 from toolkit.generation.compiled import Step, compiler_for
-from toolkit.generation.cpu_prepack import can_pack, pack
+from toolkit.generation.cpu_prepack import can_prepack, prepack_model
 from toolkit.generation.generator import Generator
 from toolkit.generation.kv_cache import KVCache
-from toolkit.generation.load import Loaded
+from toolkit.generation.load import LoadedModel
 from toolkit.generation.sampling import Sampling
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
@@ -239,7 +239,7 @@ def test_no_token_is_taken_of_logits_that_are_not_finite(
     assert model.output is not None and model.output.weight is not None
     with torch.no_grad():
         model.output.weight[3] = value
-    with pytest.raises(DataError, match=r"logits are not finite: .*\n  fix:  take other weights"):
+    with pytest.raises(DataError, match=r"logits are not finite: .*\n  fix:  use other weights"):
         Generator(model).generate(PROMPTS, max_new_tokens=3, sampling=sampling)
 
 
@@ -247,14 +247,14 @@ def test_no_token_is_taken_of_logits_that_are_not_finite(
 def test_packed(name: str) -> None:
     """Reordered matrices give the logits of bf16, a tied head too, and losses are still taken."""
     model = build(small(name), torch.bfloat16)
-    if not can_pack(model):
+    if not can_prepack(model):
         pytest.skip("this CPU has no bf16 instructions that oneDNN uses")
     tokens = torch.arange(60).view(2, 30)
     with torch.no_grad():
         exact = copy.deepcopy(model).float()(tokens)
         plain, loss = model(tokens), model(tokens, labels=tokens)
-        pack(model)
-        assert "layers.0.attention.wq.weight" not in dict(model.named_parameters()) and not can_pack(model)
+        prepack_model(model)
+        assert "layers.0.attention.wq.weight" not in dict(model.named_parameters()) and not can_prepack(model)
         packed = model(tokens)
         assert packed.dtype == torch.bfloat16
         assert 0 < (packed - exact).norm() < 1.1 * (plain - exact).norm()
@@ -275,8 +275,8 @@ def test_packed_texts(name: str, attention: str) -> None:
     prompts = [*PROMPTS, [(7 * n) % VOCAB for n in range(150)]]
     with torch.no_grad():
         logits, texts = model(tokens), Generator(model).generate(prompts, max_new_tokens=40)
-        assert can_pack(model)
-        pack(model)
+        assert can_prepack(model)
+        prepack_model(model)
         torch.testing.assert_close(model(tokens), logits, rtol=1e-3, atol=1e-4)
     assert Generator(model).generate(prompts, max_new_tokens=40) == texts
     assert len({token for text in texts for token in text}) > 15, "a text of few tokens shows no mistake"
@@ -296,26 +296,26 @@ def test_packed_beside_layers_of_a_familys_own(part: str) -> None:
     tokens = torch.arange(60).view(2, 30)
     with torch.no_grad():
         logits = model(tokens)
-        assert can_pack(model)
-        pack(model)
+        assert can_prepack(model)
+        prepack_model(model)
         torch.testing.assert_close(model(tokens), logits, rtol=1e-3, atol=1e-4)
 
 
 def test_what_is_not_packed() -> None:
     """Numbers that oneDNN does not multiply, and matrices that are sharded or quantized."""
-    assert not can_pack(build(ARGS))
+    assert not can_prepack(build(ARGS))
     with torch.device("meta"):
-        assert not can_pack(Decoder(ARGS))
+        assert not can_prepack(Decoder(ARGS))
 
 
 def test_matrices_stay_as_they_are_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = Loaded(build(ARGS, torch.float32), ARGS, None, None)
+    loaded = LoadedModel(build(ARGS, torch.float32), ARGS, None, None)
     with monkeypatch.context() as patch:
         patch.setattr(cpu, "_enabled", False)
         plain = loaded.generator().generate(PROMPTS, max_new_tokens=10)
-    assert can_pack(loaded.model)
+    assert can_prepack(loaded.model)
     assert loaded.generator().generate(PROMPTS, max_new_tokens=10) == plain
-    assert not can_pack(loaded.model)
+    assert not can_prepack(loaded.model)
 
 
 def test_the_last_position_is_a_product_of_its_own(generator: Generator) -> None:
@@ -335,7 +335,7 @@ def test_the_last_position_is_a_product_of_its_own(generator: Generator) -> None
 
 
 def test_compiled_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = Loaded(build(ARGS, torch.float32), ARGS, None, None)
+    loaded = LoadedModel(build(ARGS, torch.float32), ARGS, None, None)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match="there is no compiler no-such-compiler here"):
         loaded.generator(compiled=True)

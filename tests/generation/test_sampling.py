@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from tests.models.small_llama import VOCAB, small
 from tests.models.test_transformers import config
 from toolkit.errors import ConfigError
-from toolkit.generation.sampling import Draws, Sampling, draw, processed
+from toolkit.generation.sampling import RandomNumbers, Sampling, process_logits, sample
 
 ROWS, HAD = 8, 30
 SETTINGS = [
@@ -49,7 +49,7 @@ def _logits() -> torch.Tensor:
 def test_no_penalty_leaves_the_range_of_fp32(penalty: float) -> None:
     """It would look like a model whose logits are not finite."""
     seen_BV = torch.ones(ROWS, VOCAB, dtype=torch.bool)
-    assert processed(_logits(), Sampling(repetition_penalty=penalty), seen_BV).isfinite().all()
+    assert process_logits(_logits(), Sampling(repetition_penalty=penalty), seen_BV).isfinite().all()
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
@@ -72,7 +72,7 @@ def test_processed_as_transformers_does(sampling: Sampling) -> None:
         input_ids_seq_length=HAD,
     )
     expected = processors(had, logits_BV.clone())
-    found = processed(logits_BV, sampling, seen_BV)
+    found = process_logits(logits_BV, sampling, seen_BV)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
@@ -80,7 +80,7 @@ def test_settings_cover_what_they_name() -> None:
     """Each setting but those that keep everything changes the logits, and no two do the same."""
     logits_BV = _logits()
     seen_BV = torch.rand(ROWS, VOCAB, generator=torch.Generator().manual_seed(2)) < 0.1
-    results = [processed(logits_BV, sampling, seen_BV) for sampling in SETTINGS]
+    results = [process_logits(logits_BV, sampling, seen_BV) for sampling in SETTINGS]
     same = sum(torch.equal(result, logits_BV) for result in results)
     assert same == 3 and len(SETTINGS) >= 20  # greedy, temperature 1, more top_k than there are
 
@@ -88,7 +88,9 @@ def test_settings_cover_what_they_name() -> None:
 def test_a_low_temperature_takes_the_likeliest() -> None:
     logits_BV = _logits() - 1000
     for temperature in (1e-9, 1e-37, 1e-300):
-        tokens = draw(processed(logits_BV, Sampling(temperature=temperature)), torch.full((ROWS,), 0.999))
+        tokens = sample(
+            process_logits(logits_BV, Sampling(temperature=temperature)), torch.full((ROWS,), 0.999)
+        )
         assert torch.equal(tokens, logits_BV.argmax(-1))
 
 
@@ -96,7 +98,7 @@ def test_draws_have_the_probabilities() -> None:
     logits_1V = torch.tensor([[2.0, -torch.inf, 0.0, 1.0, -torch.inf]])
     count = 20_000
     numbers = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    tokens = draw(logits_1V.expand(count, -1), numbers)
+    tokens = sample(logits_1V.expand(count, -1), numbers)
     shares = torch.bincount(tokens, minlength=5) / count
     torch.testing.assert_close(shares, logits_1V[0].softmax(0), rtol=0, atol=1 / count + 1e-6)
 
@@ -106,15 +108,15 @@ def test_no_draw_takes_what_was_left_out() -> None:
     logits = torch.full((2, 1000), -torch.inf)
     logits[:, 300:600] = 0
     ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert draw(logits, ends).tolist() == [300, 599]
+    assert sample(logits, ends).tolist() == [300, 599]
 
 
 def test_numbers_are_those_of_the_prompt() -> None:
     """Whatever it is in a batch with, and different for another prompt, step or seed."""
-    together, alone = Draws(5, [0, 1, 2]), Draws(5, [1])
+    together, alone = RandomNumbers(5, [0, 1, 2]), RandomNumbers(5, [1])
     rows = torch.stack([together.next() for _ in range(50)])
     assert torch.equal(rows[:, 1], torch.cat([alone.next() for _ in range(50)]))
-    other = Draws(6, [1]).next()
+    other = RandomNumbers(6, [1]).next()
     assert len({*rows.flatten().tolist(), *other.tolist()}) == 151
     assert (rows >= 0).all() and (rows < 1).all() and abs(rows.mean() - 0.5) < 0.1
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.helpers import run_world
 from toolkit.errors import ConfigError
-from toolkit.generation.load import load_model, needed_tokenizer
+from toolkit.generation.load import load_model, require_tokenizer
 from toolkit.generation.text import TextStream
 from tools import generate
 
@@ -31,7 +31,7 @@ def _expected() -> str:
 def _story(place: Path, tp: int = 1) -> str:
     """Piece by piece, as it is shown."""
     loaded = load_model(place, device=CPU, dtype=torch.float32, tp=tp)
-    tokenizer = needed_tokenizer(loaded)
+    tokenizer = require_tokenizer(loaded)
     prompt = tokenizer.encode("", bos=True)
     stream = TextStream(lambda ids: tokenizer.decode(ids, skip_special=True), prompt)
     steps = loaded.generator().stream([prompt], max_new_tokens=200)

@@ -73,7 +73,7 @@ def _texts(folder: Path, layouts: list[tuple[int, bool]]) -> list[list[list[int]
     """Greedy and drawn texts with each ``tp``, and with room for gathered weights or not."""
     texts = []
     for tp, room in layouts:
-        gathered._SHARE = 0.5 if room else 0
+        gathered._MAX_FRACTION = 0.5 if room else 0
         loaded = load_model(folder, device=torch.device("cpu"), dtype=torch.float32, tp=tp)
         generator = loaded.generator()
         assert loaded.mesh is not None and (loaded.mesh.tp is not None) == (tp > 1)

@@ -198,7 +198,7 @@ def _kept(backend: str, again: bool) -> int:
         with Allocations({}) as made:
             loss = model(TOKENS, labels=LABELS)
             gc.collect()  # what only cycles refer to is not kept
-        kept = made.living(["activations"])
+        kept = made.live_bytes(["activations"])
     else:
         saved: dict[int, int] = {}
 

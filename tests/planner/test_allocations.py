@@ -8,7 +8,7 @@ from toolkit.config import load_config
 from toolkit.distributed.dtensor import local
 from toolkit.models.from_config import model_args
 from toolkit.parallel.dims import degrees
-from toolkit.planner.allocations import watched
+from toolkit.planner.allocations import track_memory
 from toolkit.planner.fake_step import fake_run
 
 _FLAGS = """--model.name llama3 --model.flavor debugmodel --model.vocab_size 512 --model.n_layers 2
@@ -25,7 +25,7 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_counted_where_tp_cuts_
     assert layout
     with fake_run(config, args, layout, 0, param_dtype=torch.bfloat16) as run:
         numbers = sum(local(it).numel() for model in run.model_parts.models for it in model.parameters())
-        with watched(run.model_parts.models, run.optimizer, run.state) as found:
+        with track_memory(run.model_parts.models, run.optimizer, run.state) as found:
             run.step()
         last = [parts for moment, parts in found().curve if moment == "backward of layers.0"][-1]
     assert last["reductions"] >= 4 * numbers  # in fp32; no rank shares parameters with this one but over tp

@@ -24,17 +24,17 @@ from toolkit.parallel.mesh import build_mesh
 from toolkit.planner import fake_step
 from toolkit.planner.allocations import StepMemory
 from toolkit.planner.dry_run import (
-    _few,
-    _modules,
+    _abbreviate,
+    _module_names,
     _ranges,
     _size,
     coordinates,
-    planned,
+    plan_run,
     strides,
     target,
     world_size,
 )
-from toolkit.planner.memory import pretended
+from toolkit.planner.memory import fake_world
 from toolkit.preflight import check
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def test_every_rank_has_its_own_coordinates(layout: ParallelDims, data: st.DataO
 def test_neighbours_are_those_of_the_mesh() -> None:
     layout = ParallelDims(pp=3, dp_replicate=2, dp_shard=2, cp=2, tp=2)
     for rank in (0, 21, 47):
-        with pretended(rank, layout.world_size):
+        with fake_world(rank, layout.world_size):
             mesh = build_mesh(torch.device("cpu"), pp=3, dp_replicate=2, dp_shard=2, cp=2, tp=2)
             groups = {name: getattr(mesh, name).get_group() for name in ("pp", "cp", "tp")}
             groups["dp_replicate"] = mesh.fsdp["dp_replicate"].get_group()
@@ -82,16 +82,16 @@ def test_the_world_is_a_launchs() -> None:
 
 def test_of_a_list_of_meshes_the_largest_is_described() -> None:
     meshes = ["--parallelism.elastic_meshes=dp_shard=2,dp_shard=2 tp=2"]
-    run = planned(load_config(meshes), {"NGPU": "2", "NNODES": "1:3"}, meshes)
+    run = plan_run(load_config(meshes), {"NGPU": "2", "NNODES": "1:3"}, meshes)
     assert run.mesh and (run.world_size, run.mesh.tp) == (4, 2)
-    assert planned(load_config(meshes), {"NGPU": "2", "NNODES": "3"}, meshes).world_size == 6
+    assert plan_run(load_config(meshes), {"NGPU": "2", "NNODES": "3"}, meshes).world_size == 6
 
 
 def test_a_machine_without_gpus_checks_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     detect.cache_clear()
     try:
-        assert target({}, "auto").device == "cuda" and "none is here" in target({}, "auto").name
+        assert target({}, "auto").device == "cuda" and "none on this machine" in target({}, "auto").name
         assert target({"CUDA_VISIBLE_DEVICES": ""}, "auto").device == "cpu"
         assert target({}, "cpu").device == "cpu"
     finally:
@@ -100,10 +100,13 @@ def test_a_machine_without_gpus_checks_for_some(monkeypatch: pytest.MonkeyPatch)
 
 def test_words() -> None:
     assert _ranges([0, 1, 2, 7, 9, 10]) == "0–2, 7, 9–10"
-    assert _few(list("abcd")) == "a, b, c, d" and _few(list("abcde")) == "a, b, c, …, e"
-    assert _modules(["tok_embeddings", "layers.0", "layers.1"]) == "tok_embeddings, layers 0–1 (2)"
-    assert _modules(["layers.4", "norm", "output"]) == "layer 4, norm, output"
-    assert _modules(["tok_embeddings"]) == "tok_embeddings" and _modules(["norm", "output"]) == "norm, output"
+    assert _abbreviate(list("abcd")) == "a, b, c, d" and _abbreviate(list("abcde")) == "a, b, c, …, e"
+    assert _module_names(["tok_embeddings", "layers.0", "layers.1"]) == "tok_embeddings, layers 0–1 (2)"
+    assert _module_names(["layers.4", "norm", "output"]) == "layer 4, norm, output"
+    assert (
+        _module_names(["tok_embeddings"]) == "tok_embeddings"
+        and _module_names(["norm", "output"]) == "norm, output"
+    )
     assert [_size(n) for n in (7, 1536, 3 << 30)] == ["7 bytes", "1.50 KiB", "3.00 GiB"]
 
 
@@ -149,7 +152,7 @@ def test_what_is_said(tmp_path: Path) -> None:
     assert ["3", "24", "1,835,776", "layer", "3,", "norm,", "output"] in said
     # The first, the second, which the third is like, and the last stage.
     assert [words[1] for words in said if words[:1] == ["rank"] and words[1] != "="] == ["0", "8", "24"]
-    assert ["alike:", "the", "ranks", "16"] in said
+    assert ["same", "on", "ranks", "16"] in said
     # A matrix is cut by tp, then its rows by the 4 ranks of dp_shard.
     assert "layers.0.attention.wq.weight" in done.stdout
     (row,) = [words for words in said if words[:1] == ["layers.1.feed_forward.w2.weight"]]
@@ -171,7 +174,7 @@ def test_what_is_said(tmp_path: Path) -> None:
     assert sent == {("pp", "1.00", "MiB"), ("pp", "2.00", "MiB"), *shards} | {
         ("tp", f"{times + kib / 1024:.2f}", "MiB") for times, kib in ((12, 2), (10, 2), (12, 3 + 24))
     }
-    assert "a step: 7.00 MiB all-gather, 5.00 MiB reduce-scatter, 27.00 KiB all-reduce" in done.stdout
+    assert "per step: 7.00 MiB all-gather, 5.00 MiB reduce-scatter, 27.00 KiB all-reduce" in done.stdout
 
 
 @pytest.fixture
@@ -236,8 +239,8 @@ def test_a_description_needs_no_files_and_says_what_a_start_would_miss(
 ) -> None:
     assert _main(*flags) == 0
     said = capsys.readouterr()
-    assert f"note   a start here would end: {says}" in said.out and "optimizer state" in said.out
-    assert said.out.count("a start here would end") == 1 and said.err == ""
+    assert f"note   a run started here would fail: {says}" in said.out and "optimizer state" in said.out
+    assert said.out.count("a run started here would fail") == 1 and said.err == ""
 
 
 def test_a_note_is_one_line_without_control_characters(
@@ -269,12 +272,12 @@ def test_a_debugmodel_needs_its_tokenizer(
             "2.00 MiB",
             "of one",
         ),
-        (["--parallelism.sharding_strategy=2"], "all units", "20.01 MiB", "gathered, until backward"),
+        (["--parallelism.sharding_strategy=2"], "all units", "20.01 MiB", "gathered until backward"),
         (
             ["--parallelism.fsdp_sync_each_batch=false", "--training.global_batch_size=16"],
-            "whole gradients",
+            "unsharded gradients",
             "20.01 MiB",
-            "float32, until the step's last micro-batch",
+            "float32, until the last micro-batch",
         ),
     ],
 )

@@ -23,7 +23,7 @@ from toolkit.distributed.process_group import DTYPES
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel import fsdp
 from toolkit.parallel.dims import degrees
-from toolkit.planner.allocations import StepMemory, watched
+from toolkit.planner.allocations import StepMemory, track_memory
 from toolkit.planner.fake_step import step_memory
 from toolkit.trainer import Trainer
 
@@ -126,7 +126,7 @@ def _measured(trainer: Trainer) -> tuple[StepMemory, int, int]:
     for event in sorted(events, key=lambda it: it.start_ns()):
         now += event.nbytes()
         most = max(most, now)
-    with watched(parts.models, trainer.optimizer, state.values()) as noted:
+    with track_memory(parts.models, trainer.optimizer, state.values()) as noted:
         step()
     return noted(), sum(storages.values()) + most, now
 

@@ -40,10 +40,14 @@ FULL = ["--activation_checkpoint.mode=full"]
 @pytest.mark.parametrize(
     ("flags", "less", "says"),
     [
-        ([], 0, ["GiB of 80.0 of a GPU here, most in backward of"]),
-        ([], 1, ["it will not fit\n", "same curve: --activation_checkpoint.mode selective --activation_ch"]),
-        (FULL, 1, ["it will not fit\n", "same curve: --training.local_batch_size 1 ("]),
-        ([*FULL, "--training.local_batch_size=1"], 1, ["it will not fit\n", "same curve: 4 GPUs ("]),
+        ([], 0, ["of 80.0 GiB per GPU, in backward of"]),
+        (
+            [],
+            1,
+            ["it will not fit\n", "same loss curve: --activation_checkpoint.mode selective --activation_ch"],
+        ),
+        (FULL, 1, ["it will not fit\n", "same loss curve: --training.local_batch_size 1 ("]),
+        ([*FULL, "--training.local_batch_size=1"], 1, ["it will not fit\n", "same loss curve: 4 GPUs ("]),
         (FULL, 1 << 40, ["it will not fit\n"]),
     ],
 )
@@ -61,7 +65,7 @@ def test_what_is_said(
     monkeypatch.setattr(fit, "detect", lambda wish: replace(GPU, memory=max(1, peak - less)) if less else GPU)
     assert fit.main(["2", *flags]) == 0
     said = capsys.readouterr().err
-    assert all(word in said for word in says) and said.startswith("launch: forecast: a step takes ")
+    assert all(word in said for word in says) and said.startswith("launch: forecast: peak memory ")
     assert said.count("launch: ") == len(says)
     found = json.loads(forecast_file(load_config(flags)).read_text())
     assert found["peak_gib"] == pytest.approx(sum(found["parts"].values()) / GIB)
@@ -95,7 +99,7 @@ def test_a_known_kind_of_gpu_gives_seconds_too(
         monkeypatch.setattr(fit, "detect", lambda wish, gpu=gpu: gpu)
         assert fit.main(["2", *flags]) == 0
         took[name] = json.loads(forecast_file(load_config(flags)).read_text())["step_seconds"]
-        said = f", and {took[name]:.3g} s\n" if took[name] else "of a GPU here, most in"
+        said = f", and {took[name]:.3g} s\n" if took[name] else "GiB per GPU, in"
         assert said in capsys.readouterr().err
     fast, slow, unknown = took.values()
     assert unknown is None and 0 < fast <= slow
@@ -107,7 +111,7 @@ def test_frozen_blocks_have_memory_and_no_seconds(
     gpu = replace(GPU, name="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(fit, "detect", lambda wish: gpu)
     assert fit.main(["1", *MODEL, "--finetune.trainable=layers.3.*", f"--job.dump_folder={tmp_path}"]) == 0
-    assert "of a GPU here, most in" in capsys.readouterr().err
+    assert "GiB per GPU, in" in capsys.readouterr().err
 
 
 def test_a_launch_ends_where_no_process_can_be_started_for_it(

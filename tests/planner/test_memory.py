@@ -24,7 +24,7 @@ from toolkit.hardware import detect
 from toolkit.models.parameters import parameter_count
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel.dims import degrees
-from toolkit.planner.memory import holding
+from toolkit.planner.memory import rank_state
 from toolkit.planner.traffic import step_traffic
 from toolkit.preflight.planned_run import PlannedRun
 
@@ -152,7 +152,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, An
 def test_a_rank_holds_what_it_holds_in_a_real_run(name, ran, tmp_path):
     config = small_config(tmp_path, **RUNS[name])
     for rank, real in enumerate(found[name] for found in ran):
-        said = holding(config, real["args"], real["layout"], rank, param_dtype=torch.float32)
+        said = rank_state(config, real["args"], real["layout"], rank, param_dtype=torch.float32)
         assert [(part.name, part.whole, part.local, part.bytes) for part in said.parts] == real["parts"]
         assert said.optimizer_bytes == real["optimizer"]
         # FSDP's own records come in the order of the modules, in which the root is the first.
@@ -190,7 +190,7 @@ def test_the_ranks_of_a_world_hold_the_model(layout: str, tmp_path: Path) -> Non
     assert run.mesh and run.model
     held, whole = Counter[str](), {}
     for rank in range(run.world_size):
-        for part in holding(config, run.model, run.mesh, rank, param_dtype=torch.float64).parts:
+        for part in rank_state(config, run.model, run.mesh, rank, param_dtype=torch.float64).parts:
             held[part.name] += math.prod(part.local)
             whole[part.name] = math.prod(part.whole)
     assert sum(whole.values()) == parameter_count(run.model)

@@ -16,12 +16,12 @@ from toolkit.models.from_config import model_args
 from toolkit.models.parameters import parameter_count
 from toolkit.optim import grad_clip
 from toolkit.parallel.dims import ParallelDims, degrees
-from toolkit.planner.estimate import Estimate, estimate, in_flight, samples, stored_bytes
+from toolkit.planner.estimate import Estimate, estimate, in_flight, samples, state_bytes
 from toolkit.planner.fake_step import step_memory
 from toolkit.planner.layouts import with_settings
-from toolkit.planner.machines import machine_named
-from toolkit.planner.ranking_text import explained
-from toolkit.planner.search import Candidate, Found, _Queue, least_seconds, room, search
+from toolkit.planner.machines import find_machine
+from toolkit.planner.ranking_text import breakdown_lines
+from toolkit.planner.search import Candidate, SearchResult, _Queue, min_step_seconds, search, usable_memory
 from toolkit.planner.time import step_time
 from toolkit.preflight import raise_problems
 from tools import plan
@@ -40,7 +40,7 @@ global_batch_size = -1
 [parallelism]
 sharding_strategy = "FULL_SHARD"
 """
-H100 = machine_named("h100")
+H100 = find_machine("h100")
 
 
 def configured(flags: str) -> tuple[Config, ModelArgs]:
@@ -67,7 +67,7 @@ def test_the_estimate_is_near_a_fake_step(layout: str) -> None:
     mesh = degrees(config.parallelism, world)
     assert mesh
     dtype = torch.bfloat16
-    found = estimate(config, args, mesh, stored_bytes(config, args, dtype), dtype)
+    found = estimate(config, args, mesh, state_bytes(config, args, dtype), dtype)
     rank = found.rank * (world // mesh.pp)
     peak = step_memory(config, args, mesh, rank, param_dtype=dtype, target="cuda").peak
     assert found.bytes == pytest.approx(peak, rel=0.05)
@@ -81,7 +81,7 @@ def test_inputs_of_blocks_that_wait_on_the_host_take_no_room() -> None:
         mesh, dtype = degrees(config.parallelism, 4), torch.bfloat16
         assert mesh
         peaks.append(step_memory(config, args, mesh, 0, param_dtype=dtype, target="cuda").peak)
-        said = estimate(config, args, mesh, stored_bytes(config, args, dtype), dtype).bytes
+        said = estimate(config, args, mesh, state_bytes(config, args, dtype), dtype).bytes
         assert said == pytest.approx(peaks[-1], rel=0.01)
     assert peaks[0] - peaks[1] == args.n_layers * 8192 * args.dim * dtype.itemsize
 
@@ -97,8 +97,8 @@ def _states_fit(flags: str, world: int, memory: float) -> bool:
     mesh = degrees(config.parallelism, world)
     assert mesh
     dtype = torch.bfloat16
-    found = estimate(config, args, mesh, stored_bytes(config, args, dtype), dtype)
-    return found.bytes <= room(replace(H100, memory=memory * 2**30))
+    found = estimate(config, args, mesh, state_bytes(config, args, dtype), dtype)
+    return found.bytes <= usable_memory(replace(H100, memory=memory * 2**30))
 
 
 _WIDE = """--model.name llama3 --model.flavor 8B --model.n_heads 16 --model.n_kv_heads 16
@@ -135,8 +135,8 @@ def test_what_is_found_keeps_the_batch_and_is_sorted(asked: Path) -> None:
         rows, count = samples(each.config, each.layout)
         assert rows * count * each.layout.dp == 2
         assert with_settings(config, each.settings) == each.config
-        assert each.layout.tp == 1 and each.bytes <= found.room
-    assert found.losers["node"].count == 1
+        assert each.layout.tp == 1 and each.bytes <= found.capacity
+    assert found.rejected["node"].count == 1
     assert not dist.is_initialized()
 
 
@@ -145,7 +145,7 @@ def test_an_offloaded_model_needs_no_room_for_what_the_host_has(asked: Path) -> 
     config, args = configured(f"--job.config_file {asked} {flags} --model.n_layers 8")
     small = replace(H100, memory=2.8 * 2**30)
     found = search(config, args, 1, small, param_dtype=torch.bfloat16, top=1)
-    assert found.ranked[0].peak and found.ranked[0].peak < found.room < 0.3 * found.states
+    assert found.ranked[0].peak and found.ranked[0].peak < found.capacity < 0.3 * found.states
 
 
 def test_4_bits_are_counted_as_half_a_byte(asked: Path) -> None:
@@ -165,7 +165,7 @@ def test_what_steps_in_backward_accumulates_in_no_layout(asked: Path) -> None:
     config, args = configured(f"--job.config_file {asked} {flags}")
     found = search(config, args, 1, H100, param_dtype=torch.bfloat16)
     assert [samples(each.config, each.layout) for each in found.ranked] == [(4, 1)] * 3
-    assert found.losers["training.global_batch_size"].count == 2
+    assert found.rejected["training.global_batch_size"].count == 2
 
 
 @pytest.mark.parametrize(
@@ -185,9 +185,9 @@ def test_a_search_finds_what_an_exhaustive_one_does(flags: str, monkeypatch: pyt
         return rows, told.timed
 
     fast, timed = found()
-    wait = _Queue._wait
+    wait = _Queue._push
     monkeypatch.setattr(
-        _Queue, "_wait", lambda self, time, look, it=None: wait(self, time if it else 0.0, look, it)
+        _Queue, "_push", lambda self, time, look, it=None: wait(self, time if it else 0.0, look, it)
     )
     slow, all_timed = found()
     assert len(fast) == 6 and fast == slow
@@ -213,11 +213,13 @@ def test_a_bound_is_one_and_mfu_counts_what_is_computed(trained: str) -> None:
     mesh, dtype = ParallelDims(1, 1, 1, 1, 1), torch.bfloat16
     took = step_time(config, args, mesh, PRODUCTS, param_dtype=dtype)
     candidate = Candidate(config, {}, mesh, Estimate(0, {}), took)
-    bound = least_seconds(config, args, mesh, PRODUCTS, dtype)
+    bound = min_step_seconds(config, args, mesh, PRODUCTS, dtype)
     assert 0.5 * took.seconds < bound <= took.seconds
     assert 0.5 < took.mfu < 1
     flops = took.mfu * took.seconds * PRODUCTS.peak["bfloat16"] / (8 * 2048)
-    assert f" × {flops / 1e9:,.1f} GFLOP" in "\n".join(explained(Found(0.0, ranked=[candidate]), args, H100))
+    assert f" × {flops / 1e9:,.1f} GFLOP" in "\n".join(
+        breakdown_lines(SearchResult(0.0, ranked=[candidate]), args, H100)
+    )
 
 
 def test_the_written_layout_passes_the_preflight(
@@ -227,7 +229,7 @@ def test_the_written_layout_passes_the_preflight(
     words = [str(asked), "--gpu", "h100", "--gpus", "2", "--gpus-per-node", "1", "--tokens", "1e9"]
     assert main([*words, "--price", "2.5", "--explain", "--write", str(file)]) == 0
     said = capsys.readouterr().out
-    assert all(it in said for it in ("cost", "Why the others lose", "by a fake step", "tp across nodes"))
+    assert all(it in said for it in ("cost", "Rejected layouts, with", "in a fake step", "tp across nodes"))
     config = load_config(["--job.config_file", str(file)])
     raise_problems(config, world_size=2)
     assert config.training.global_batch_size == 2  # that of CONFIG on its own mesh
@@ -239,16 +241,16 @@ def test_the_written_layout_passes_the_preflight(
 REFUSED = {
     "h1000": ("--gpu h1000 --gpus 8", "did you mean h100"),
     "none": ("--gpu h100 --gpus 0", "whole number from 1"),
-    "eleven": ("--gpu h100 --gpus 11", "it does on 10 h100"),
+    "eleven": ("--gpu h100 --gpus 11", "use 10 h100"),
     "price": ("--gpu h100 --gpus 8 --price 2", "--price needs --tokens"),
     "lost": ("--gpu h100 --gpus 8 --training.steps 5 --write x.toml", "would be lost in a file"),
-    "there": (f"--gpu h100 --gpus 8 --write {DEBUG}", "is there already"),
-    "nowhere": ("--gpu h100 --gpus 8 --write no/such/x.toml", "no/such is no folder that can be written to"),
+    "there": (f"--gpu h100 --gpus 8 --write {DEBUG}", "already exists"),
+    "nowhere": ("--gpu h100 --gpus 8 --write no/such/x.toml", "no/such is not a writable folder"),
     "one block": (
         "--gpu h100 --gpus 1 --finetune.trainable layers.1.*",
         "finetune.trainable = ",
     ),
-    "first blocks": ("--gpu h100 --gpus 1 --finetune.freeze_first_layers 2", "trains some blocks and others"),
+    "first blocks": ("--gpu h100 --gpus 1 --finetune.freeze_first_layers 2", "trains only some blocks"),
     "fp32": ("--gpu v100 --gpus 8 --training.mixed_precision_param bfloat16", "only float32"),
 }
 
@@ -277,7 +279,7 @@ def test_progress_is_shown_before_torch_is_imported(
     monkeypatch.setattr(plan, "_model", model)
     assert main(["train_configs/llama3_405b.toml", "--gpu", "h100", "--gpus", "16384"]) == 3
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "plan: looking for layouts of train_configs/llama3_405b.toml on 16384 h100"
+    assert said[0] == "plan: searching layouts of train_configs/llama3_405b.toml on 16384 h100"
 
 
 def test_a_search_tells_what_it_does(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,4 +305,4 @@ def test_7b_does_not_fit_one_gpu_of_80_gb(capsys: pytest.CaptureFixture[str]) ->
     said = capsys.readouterr().err
     assert "6,738,415,616 parameters do not fit on 1 h100" in said
     assert "weights, gradients and optimizer state alone are 100.4 GiB" in said
-    assert "it does on 2 h100" in said
+    assert "use 2 h100" in said

@@ -23,12 +23,12 @@ from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import SCHEDULES, bubble
 from toolkit.planner.costs import costs
 from toolkit.planner.fake_step import fake_run
-from toolkit.planner.machines import Machine, machine_named, machine_of, machines
+from toolkit.planner.machines import Machine, find_machine, machine_from_device, machines
 from toolkit.planner.pipeline import simulate
 from toolkit.planner.rates import Pass, Rates
 from toolkit.planner.time import step_time
-from toolkit.planner.units import Unit, accumulating, gathering, reducing
-from toolkit.planner.work import Costs, Operation, Piece, Work
+from toolkit.planner.units import UnitTime, accumulation, exposed_gathers, exposed_in_backward
+from toolkit.planner.work import Costs, ModuleCost, Operation, Work
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = Machine(
@@ -46,7 +46,7 @@ def found(config: Config, args: ModelArgs, tp: int = 1, cp: int = 1, *, checkpoi
     return costs(config, args, tp=tp, cp=cp, rows=2, checkpointed=checkpointed, param_dtype=torch.bfloat16)
 
 
-def products(piece: Piece) -> float:
+def products(piece: ModuleCost) -> float:
     return sum(work.flops("matmul") for work in (piece.forward, piece.backward))
 
 
@@ -77,7 +77,7 @@ def test_pieces_add_up_to_a_deeper_model(tmp_path: Path, mode: str) -> None:
     pieces = found(config, args)
     parts = [pieces.embedding, pieces.first, *[pieces.block] * 3, pieces.head]
     ours = sum(
-        work.flops("matmul") for piece in parts for work in (piece.forward, piece.backward, piece.again)
+        work.flops("matmul") for piece in parts for work in (piece.forward, piece.backward, piece.recompute)
     )
     training = config.training.model_copy(update={"local_batch_size": 2, "global_batch_size": 2})
     deep = config.model_copy(update={"training": training})
@@ -87,7 +87,7 @@ def test_pieces_add_up_to_a_deeper_model(tmp_path: Path, mode: str) -> None:
         counted = counter.get_flop_counts()["Global"]
         numbers = sum(it.numel() for model in run.model_parts.models for it in model.parameters())
     assert ours == sum(counted.values())
-    assert sum(piece.numbers for piece in parts) == numbers
+    assert sum(piece.elements for piece in parts) == numbers
 
 
 def test_tensor_parallelism_sends_what_the_formula_says(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_checkpointing_keeps_the_inputs_of_blocks(tmp_path: Path) -> None:
     kept, again = found(config, args, checkpointed=False).block, found(config, args).block
     assert again.saved_bytes == 2 * 64 * args.dim * 2
     assert kept.saved_bytes > 5 * again.saved_bytes
-    assert again.again.flops() == again.forward.flops() and not kept.again.operations
+    assert again.recompute.flops() == again.forward.flops() and not kept.recompute.operations
 
 
 def test_a_reference_keeps_nothing_and_the_model_beside_it_as_much_as_alone(tmp_path: Path) -> None:
@@ -220,22 +220,22 @@ def test_the_longer_of_flops_and_bytes(tmp_path: Path) -> None:
 def test_gathers_hide_behind_the_unit_before() -> None:
     def unit(gather: float, reduce: float) -> Any:
         done = Pass(2.0, {})
-        return Unit(done, done, gather, reduce, 0.0, True, 1)
+        return UnitTime(done, done, gather, reduce, 0.0, True, 1)
 
     units = [unit(1, 1), unit(3, 1), unit(1, 4)]
-    assert gathering(units) == 1 + (3 - 2) + 0
+    assert exposed_gathers(units) == 1 + (3 - 2) + 0
     # Backward: beside the last unit the middle's gather, 3; beside that the first's, 1, and a reduction of 4;
     # beside the first a reduction of 1; then its own.
-    assert reducing(units, gathers=True, reduces=True, replicas=False) == 1 + 3 + 0 + 1
-    assert reducing(units, gathers=False, reduces=True, replicas=False) == 0 + 2 + 0 + 1
+    assert exposed_in_backward(units, gathers=True, reduces=True, replicas=False) == 1 + 3 + 0 + 1
+    assert exposed_in_backward(units, gathers=False, reduces=True, replicas=False) == 0 + 2 + 0 + 1
 
 
 def test_gradients_of_micro_batches_are_added_up(tmp_path: Path) -> None:
     rates = Rates(small_config(tmp_path), ParallelDims(1, 1, 4, 1, 1), MACHINE, "bfloat16")
-    units = [Unit(Pass(1.0, {}), Pass(1.0, {}), 0.0, 0.0, 0.0, True, 10**9)]
+    units = [UnitTime(Pass(1.0, {}), Pass(1.0, {}), 0.0, 0.0, 0.0, True, 10**9)]
 
     def seconds(count: int, *, whole: bool, gradient: int = 2) -> float:
-        return accumulating(units, rates, count, whole=whole, gradient=gradient, reduced=4).compute
+        return accumulation(units, rates, count, whole=whole, gradient=gradient, reduced=4).compute
 
     assert seconds(1, whole=True) == seconds(1, whole=False) == 0
     # Read as it is computed, and read and written in fp32; the first is made fp32.
@@ -280,14 +280,14 @@ def test_gradients_are_sent_in_the_precision_of_reductions(tmp_path: Path) -> No
 
 
 def test_kinds_of_gpus() -> None:
-    assert machine_named("NVIDIA H100 SXM") is machine_named("h100") is machines()["h100"]
-    assert machine_named("A100-80").peak["bfloat16"] == peak_flops("NVIDIA A100-SXM4-80GB")
+    assert find_machine("NVIDIA H100 SXM") is find_machine("h100") is machines()["h100"]
+    assert find_machine("A100-80").peak["bfloat16"] == peak_flops("NVIDIA A100-SXM4-80GB")
     for kind in machines().values():
         assert 0 < kind.attention < kind.matmul < 1 and kind.network < kind.link < kind.bandwidth
     with pytest.raises(ConfigError, match="h200.*h100|kinds are"):
-        machine_named("h20000")
+        find_machine("h20000")
     with pytest.raises(ConfigError, match="did you mean a100-80 or a100-40?"):
-        machine_named("a100")
+        find_machine("a100")
 
 
 def test_a_gpu_is_known_by_its_drivers_name_and_its_relatives_are_not_taken_for_it() -> None:
@@ -297,18 +297,18 @@ def test_a_gpu_is_known_by_its_drivers_name_and_its_relatives_are_not_taken_for_
         "NVIDIA L40S": "l40s",
         "NVIDIA H100 80GB HBM3": "h100",
     }
-    found = {name: machine_of(name) for name in known}
+    found = {name: machine_from_device(name) for name in known}
     assert {name: kind and kind.name for name, kind in found.items()} == known
     relatives = ("H100 NVL", "H200 NVL", "A100-SXM4-80GB MIG 1g.10gb")
     games = ("RTX 4090 Laptop GPU", "RTX 4090 D", "RTX 3090 Ti")
-    assert not any(map(machine_of, relatives + games))
+    assert not any(map(machine_from_device, relatives + games))
 
 
 def test_memory_of_a_kind_is_no_more_than_its_driver_has() -> None:
     """nvidia-smi's MiB; a name's GB are less than GiB, and ECC takes a part."""
     mib = {"h100": 81559, "a100-80": 81920, "l40s": 46068, "l4": 23034, "a10g": 23028, "h200": 143771}
     for kind, total in mib.items():
-        assert machine_named(kind).memory / 2**20 == pytest.approx(total, rel=2e-3), kind
+        assert find_machine(kind).memory / 2**20 == pytest.approx(total, rel=2e-3), kind
 
 
 NEAR = [layout for layout in LAYOUTS if layout.mfu and "torchtitan" not in layout.source][:-1]

@@ -38,7 +38,7 @@ from toolkit.parallel.fsdp import by_end
 from toolkit.parallel.mesh import Mesh, build_mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.pipeline_parallel import TIED, Pipeline
-from toolkit.planner.memory import gathered_dtype, pretended
+from toolkit.planner.memory import fake_world, gathered_dtype
 from toolkit.planner.traffic import WORLD, Exchange
 
 _SCALARS = 3 * 8 + 8 + 8  # tokens, what the mean is over and who wants to stop; the loss; the norm
@@ -75,7 +75,7 @@ def by_formula(
     config: Config, args: ModelArgs, layout: ParallelDims, rank: int, *, param_dtype: torch.dtype
 ) -> list[Exchange]:
     """The exchanges of ``rank`` in a step on CPUs."""
-    with pretended(rank, layout.world_size):
+    with fake_world(rank, layout.world_size):
         device = torch.device("cpu")
         mesh = build_mesh(device, **asdict(layout))
         parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)

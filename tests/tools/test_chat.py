@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tests.helpers import run_world
 from toolkit.data.chat.formats import chat_format
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED, DataError
-from toolkit.generation.load import Loaded, load_model, needed_tokenizer
+from toolkit.generation.load import LoadedModel, load_model, require_tokenizer
 from toolkit.generation.sampling import Sampling
 from toolkit.io import standard_streams
 from toolkit.models.common.chat_format import Message
@@ -33,20 +33,20 @@ MODEL = Path(os.environ.get("TOOLKIT_ASSETS", ""), "stories15M", "hf")
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Loaded:
+def loaded() -> LoadedModel:
     return load_model(MODEL, device=torch.device("cpu"), dtype=torch.float32)
 
 
-def dialog(loaded: Loaded, *, temperature: float = 0.0, **options: object) -> Dialog:
-    tokenizer = needed_tokenizer(loaded)
+def dialog(loaded: LoadedModel, *, temperature: float = 0.0, **options: object) -> Dialog:
+    tokenizer = require_tokenizer(loaded)
     settings = {"max_new_tokens": 16, "sampling": Sampling(temperature=temperature)} | options
     return Dialog(loaded.generator(), tokenizer, chat_format(tokenizer), **settings)
 
 
-def test_an_answer_is_the_continuation_of_the_whole_dialog(loaded: Loaded) -> None:
+def test_an_answer_is_the_continuation_of_the_whole_dialog(loaded: LoadedModel) -> None:
     """Each turn's prompt is what the format makes of all before it, and the pieces are the answer."""
     talked = dialog(loaded, system="Be nice.")
-    tokenizer = needed_tokenizer(loaded)
+    tokenizer = require_tokenizer(loaded)
     form, messages = Llama2Format(tokenizer), [{"role": "system", "content": "Be nice."}]
     for question in ("Tell me of Lily", "And then?"):
         messages.append({"role": "user", "content": question})
@@ -65,14 +65,14 @@ def test_an_answer_is_the_continuation_of_the_whole_dialog(loaded: Loaded) -> No
     assert again == messages[2]["content"]
 
 
-def test_a_stop_token_is_no_part_of_the_answer(loaded: Loaded) -> None:
+def test_a_stop_token_is_no_part_of_the_answer(loaded: LoadedModel) -> None:
     talked = dialog(loaded, max_new_tokens=200)
     text = "".join(talked.answer("Once upon a time"))
     assert "</s>" not in text and "<s>" not in text
     assert talked.turns[-1]["content"] == text.strip()
 
 
-def test_an_answer_that_is_cut_short_is_kept_as_far_as_it_came(loaded: Loaded) -> None:
+def test_an_answer_that_is_cut_short_is_kept_as_far_as_it_came(loaded: LoadedModel) -> None:
     talked = dialog(loaded)
     answer = talked.answer("Once")
     began = [next(answer) for _ in range(4)]
@@ -81,7 +81,7 @@ def test_an_answer_that_is_cut_short_is_kept_as_far_as_it_came(loaded: Loaded) -
 
 
 def test_after_an_error_no_question_is_left_without_an_answer(
-    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talked = dialog(loaded)
     list(talked.answer("Once"))
@@ -94,7 +94,9 @@ def test_after_an_error_no_question_is_left_without_an_answer(
     assert list(talked.answer("And then?")) and len(talked.turns) == 4
 
 
-def test_a_question_that_is_cut_short_is_not_kept(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_that_is_cut_short_is_not_kept(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C before the first token: no two questions follow one another in the next prompt."""
 
     def interrupted(*_: object, **__: object) -> list[int]:
@@ -108,16 +110,16 @@ def test_a_question_that_is_cut_short_is_not_kept(loaded: Loaded, monkeypatch: p
     assert talked.turns == [] and list(talked.answer("Once"))
 
 
-def test_an_answer_has_ids_of_the_tokenizer_alone(loaded: Loaded) -> None:
+def test_an_answer_has_ids_of_the_tokenizer_alone(loaded: LoadedModel) -> None:
     """Where the model has more."""
-    smaller = copy.copy(needed_tokenizer(loaded))
+    smaller = copy.copy(require_tokenizer(loaded))
     smaller.n_words = 300
     generator = replace(loaded, tokenizer=smaller).generator()
     [ids] = generator.generate([[1]], max_new_tokens=20)
     assert max(ids) < 300 <= max(loaded.generator().generate([[1]], max_new_tokens=20)[0])
 
 
-def test_old_turns_are_forgotten_when_the_context_is_full(loaded: Loaded) -> None:
+def test_old_turns_are_forgotten_when_the_context_is_full(loaded: LoadedModel) -> None:
     talked = dialog(loaded, system="Be nice.", max_new_tokens=8)
     questions = [f"Question {number}: " + "was there a dog? " * 10 for number in range(4)]
     for question in questions:
@@ -130,7 +132,7 @@ def test_old_turns_are_forgotten_when_the_context_is_full(loaded: Loaded) -> Non
     assert (talked.turns, talked.forgotten) == kept
 
 
-def test_sampled_answers_follow_the_seed_and_the_turn(loaded: Loaded) -> None:
+def test_sampled_answers_follow_the_seed_and_the_turn(loaded: LoadedModel) -> None:
     def answers(seed: int) -> list[str]:
         talked = dialog(loaded, sampling=Sampling(temperature=1.0, seed=seed))
         return ["".join(talked.answer("Once")) for _ in range(2)]
@@ -166,9 +168,9 @@ def test_the_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 def test_an_answer_ends_where_generation_config_says(
-    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [_, end, *_] = needed_tokenizer(loaded).encode("".join(dialog(loaded).answer("Tell me of Lily")))
+    [_, end, *_] = require_tokenizer(loaded).encode("".join(dialog(loaded).answer("Tell me of Lily")))
     for file in MODEL.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
@@ -176,7 +178,7 @@ def test_an_answer_ends_where_generation_config_says(
     monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me of Lily\n"))
     assert main([str(tmp_path), "--temperature", "0", "--dtype", "float32"]) == EXIT_FINISHED
     [answer] = capsys.readouterr().out.splitlines()
-    assert len(needed_tokenizer(loaded).encode(answer)) == 1
+    assert len(require_tokenizer(loaded).encode(answer)) == 1
 
 
 def test_a_template_has_the_variables_of_the_flag_else_of_the_run(
@@ -218,7 +220,7 @@ def test_an_answer_that_is_lost_is_no_success(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("tp", [0, -1, 2])
 def test_a_tp_that_the_ranks_do_not_divide_by(tp: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(MODEL), "--tp", str(tp)]) == EXIT_CONFIG
-    assert "at least 1, and the 1 ranks" in capsys.readouterr().err
+    assert "at least 1 and divide the 1 ranks" in capsys.readouterr().err
 
 
 def _errors_of_a_tokenizer(folder: str) -> list[str]:
@@ -237,7 +239,7 @@ def test_a_tokenizer_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None
     shutil.copytree(Path(os.environ["TOOLKIT_ASSETS"], "tokenizers", "llama3"), tmp_path / "another")
     first, second = run_world(_errors_of_a_tokenizer, 2, str(tmp_path))
     assert first == second
-    assert len(first) == 2 and "nowhere" in first[0] and "rank 1 has not" in first[1]
+    assert len(first) == 2 and "nowhere" in first[0] and "rank 1 has another" in first[1]
 
 
 def _talked_on_ranks() -> tuple[list[Message], timedelta | None]:

@@ -17,7 +17,7 @@ from toolkit.config import load_config
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED
 from toolkit.evaluation.perplexity import Evaluator
 from toolkit.generation.load import load_model
-from tools.evaluate import main, of_validation_set
+from tools.evaluate import main, validation_result
 
 ASSETS = Path(os.environ.get("TOOLKIT_ASSETS", ""))
 needs_assets = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
@@ -42,7 +42,7 @@ def _trained_and_evaluated(folder: str, conversations: str = "") -> tuple[float,
     Path(folder, "config.toml").write_text(config.to_toml())
     loaded = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
     same = load_config(["--job.config_file", f"{folder}/config.toml"])
-    loss = of_validation_set(loaded, Evaluator(loaded.model, mesh=loaded.mesh), same)
+    loss = validation_result(loaded, Evaluator(loaded.model, mesh=loaded.mesh), same)
     return recorded, loss.tokens, loss.mean
 
 

@@ -61,9 +61,9 @@ def test_axes() -> None:
 
 def test_smoothing_keeps_a_line_and_its_ends() -> None:
     line = [float(value) for value in range(300)]
-    assert plot.smoothed(line) == pytest.approx(line)
+    assert plot.smooth(line) == pytest.approx(line)
     waves = [float(index % 2) for index in range(300)]
-    assert all(0.3 < value < 0.7 for value in plot.smoothed(waves)[10:-10])
+    assert all(0.3 < value < 0.7 for value in plot.smooth(waves)[10:-10])
 
 
 def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert str(tmp_path / "metrics.jsonl") in said and "job.dump_folder" in said
     (tmp_path / "metrics.jsonl").touch()
     assert plot.main([str(tmp_path)]) == 3
-    assert "holds no step yet" in capsys.readouterr().err
+    assert "contains no step yet" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 3, "event": "SKIPPED", "reason": "\xff"}\n')
     assert plot.main([str(tmp_path)]) == 3
     assert "there is no number to draw yet" in capsys.readouterr().err

@@ -49,7 +49,7 @@ def test_a_page_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert page.count("<svg") == 3 and page.count("<h1>") == 1
     assert not re.search(r"(src|href)=\"(?!#)", page) and "<script" not in page
     assert "it began in &lt;layers.1&gt; on rank 1" in page and "a &amp; b" in page
-    assert "step 30: loss 0.3000 (at first 9.0000), 1,920 tokens, 100 tokens/s in the mean" in page
+    assert "step 30: loss 0.3000 (at first 9.0000), 1,920 tokens, 100 tokens/s on average" in page
     assert "heartbeat: finished at step 30" in page and "validation loss 0.5000" in page
 
 

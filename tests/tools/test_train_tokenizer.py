@@ -52,7 +52,7 @@ def test_a_long_line_gives_the_tokenizer_of_its_words() -> None:
     )
     assert one == many
     line = "é" * train_tokenizer._LONGEST
-    assert "".join(train_tokenizer._cut(line)) == line
+    assert "".join(train_tokenizer._split_line(line)) == line
 
 
 def test_white_space_that_the_program_has_joined_is_no_other_word_pattern(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_hugging_face_folder_without_tokenizer_and_ids_is_said_to_be(
     for file in model.glob("tokenizer.*"):
         file.unlink()
     assert main(["hf-to-meta", str(model), str(tmp_path / "meta")]) == 0
-    assert "Meta's programs will find no tokenizer.model beside it" in capsys.readouterr().out
+    assert "Meta's programs will find no tokenizer.model next to it" in capsys.readouterr().out
     (tmp_path / "meta" / "generation_config.json").unlink()  # as Meta's own folders have none
     assert main(["meta-to-hf", str(tmp_path / "meta"), str(tmp_path / "back")]) == 0
     assert "transformers will find no tokenizer, no bos_token_id, no eos_token_id" in capsys.readouterr().out

@@ -22,7 +22,7 @@ from toolkit.checkpoint import manifest
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
-from toolkit.generation.load import Loaded, load_model
+from toolkit.generation.load import LoadedModel, load_model
 from toolkit.loss import IGNORED_LABEL
 from toolkit.weights.load import open_alike
 from toolkit.weights.open import CheckpointWeights, open_weights
@@ -242,7 +242,7 @@ def test_a_folder_has_the_loss_of_transformers_or_is_rejected(case: str, tmp_pat
     change(folder, tensors)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
-    def opened() -> Loaded:
+    def opened() -> LoadedModel:
         return load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
 
     if named:

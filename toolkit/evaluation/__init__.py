@@ -1,1 +1,1 @@
-"""Evaluation of a model: the perplexity of text, and the tasks of lm-evaluation-harness."""
+"""Evaluate a model: perplexity of text, and tasks of lm-evaluation-harness."""

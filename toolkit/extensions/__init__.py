@@ -1,13 +1,13 @@
-"""Names that a user's module adds: models, optimizers, losses, schedules, data, converters, tables of keys.
+"""Register custom models, optimizers, losses, schedules, datasets, converters and config tables.
 
-A module that ``job.custom_import`` names is imported before the configuration is checked, by the launcher and
-by every rank, and calls the functions here. What it registers under a name is then a value of the key that
-chooses it, with the toolkit's own: in ``--help``, in messages, in checks. ``docs/extending.md`` shows each.
+The module in ``job.custom_import`` is imported by the launcher and by every rank before the configuration is
+checked, and calls the functions here. Registered components are treated like built-in ones: their names are
+values of the corresponding key in ``--help``, messages and checks. ``docs/extending.md`` shows examples.
 
     from toolkit.extensions import Table, register_optimizer
 
-The module is imported where torch may not be needed: what needs torch imports it in the function that is
-registered, or checks take as long as torch's import.
+Import torch inside the registered functions, not in the module: the checks run without torch and would be as
+slow as its import.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def register_optimizer(
 ) -> None:
     """Make ``name`` a value of optimizer.name.
 
-    ``build(named_parameters, config)`` returns a torch.optim.Optimizer over those that require gradients;
-    they are DTensors. The optimizer has a method ``fresh_state(parameter, group)``: the tensors, by name,
-    that it keeps of a parameter before its first step, so that checkpoints are loaded into them; nothing else
-    is left by a step for the next. ``options`` are keys of the table [optimizer.NAME], name in lower case,
-    refused with another optimizer.
+    ``build(named_parameters, config)`` returns a torch.optim.Optimizer over the parameters that require
+    gradients, which are DTensors. Its method ``fresh_state(parameter, group)`` returns the initial state
+    tensors of a parameter by name, into which checkpoints are loaded; the optimizer must have no other state.
+    ``options`` are the keys of the table [optimizer.NAME] (lower case), which are rejected with another
+    optimizer.
     """
     _register("optimizer.name", name, build, options)
 
@@ -75,10 +75,10 @@ def register_loss(
 ) -> None:
     """Make ``name`` a value of loss.name.
 
-    ``build(config)`` returns a function of logits (T, V), in the model's precision, and labels (T,) int64,
-    −100 for a token that does not count. It returns the loss of each token (T,), of at least fp32 and 0 where
-    the label is −100; the run's loss is their mean. It sees a chunk of the tokens at a time, and the whole
-    vocabulary under tensor parallelism too. ``options`` are keys of [loss.NAME].
+    ``build(config)`` returns a function of logits (T, V) in the model's dtype and labels (T,) int64, −100 for
+    ignored tokens. It returns the loss of each token (T,), in at least fp32 and 0 where the label is −100;
+    the run's loss is their mean. It is called with chunks of tokens, and with the full vocabulary under
+    tensor parallelism too. ``options`` are the keys of [loss.NAME].
     """
     _register("loss.name", name, build, options)
 
@@ -86,8 +86,8 @@ def register_loss(
 def register_lr_schedule(name: str, factor: Callable[[int, int], float]) -> None:
     """Make ``name`` a value of lr_scheduler.decay_type.
 
-    ``factor(step, total_steps)`` is the learning rate as a part of optimizer.lr, which the warm-up
-    multiplies; ``step`` is 1 for the first update.
+    ``factor(step, total_steps)`` returns the learning rate as a fraction of optimizer.lr, before warmup;
+    ``step`` is 1 for the first update.
     """
     _register("lr_scheduler.decay_type", name, factor)
 
@@ -97,9 +97,9 @@ def register_dataset(
 ) -> None:
     """Make ``name`` a value of training.dataset, validation.dataset and the datasets of a mixture.
 
-    ``rows()`` gives each document in order, always the same: a text, or a row by columns, as data.format and
-    data.text_column read one of a file. They are tokenised once for each ``version``, any text, which changes
-    with them.
+    ``rows()`` yields the documents in a fixed order: texts, or rows by column, read like rows of a file by
+    data.format and data.text_column. They are tokenized once per ``version``, a string to change whenever the
+    documents change.
     """
     if name not in added("training.dataset") and "/" not in name and check_name(name) is None:
         raise ValueError(f"the toolkit has a dataset {name}")
@@ -114,17 +114,17 @@ def register_model_converter(
 ) -> None:
     """Make ``name`` a value of model.converters.
 
-    ``build(config)`` returns an object whose ``convert(model)`` changes a model in place, on the meta device
-    and before it is sharded: each stage of a pipeline by itself. Where it has ``post_optimizer_hook(models)``
-    that is called after each update. ``options`` are keys of [model.NAME].
+    ``build(config)`` returns an object whose ``convert(model)`` changes a model in place, on the meta device,
+    before it is sharded; each pipeline stage separately. An optional ``post_optimizer_hook(models)`` is
+    called after each update. ``options`` are the keys of [model.NAME].
     """
     _register("model.converters", name, build, options)
 
 
 def register_family(name: str, spec: ModelSpec) -> None:
-    """Add the models of ``spec``, whose args have the family ``name``.
+    """Add the models of ``spec``, whose ModelArgs have the family ``name``.
 
-    Their names and flavors are values of model.name and model.flavor.
+    Their names and flavors become values of model.name and model.flavor.
     """
     _check_name(name, _TABLE, "letters, digits and _")
     if find_spec(f"toolkit.models.{name}"):
@@ -139,10 +139,9 @@ def register_family(name: str, spec: ModelSpec) -> None:
 
 
 def register_table(name: str, table: type[Table]) -> None:
-    """Add the table [name] of keys to the configuration; ``config.value(name)`` returns it.
+    """Add the table [name] to the configuration; ``config.value(name)`` returns it.
 
-    A dotted name is a table inside another. A key is a field with a default and a docstring, as in
-    ``toolkit/config``.
+    A dotted name is a nested table. Keys are fields with a default and a docstring, as in ``toolkit/config``.
     """
     _add_table(name, table)
 
@@ -154,27 +153,27 @@ def _register(key: str, name: str, build: Any, options: type[Table] | None = Non
         raise ValueError(f"{key} has a value {name} already")
     _check_callable(build)
     _store(key, name, build)
-    _set_root(_changed(root(), key.split("."), lambda annotation: _with_value(annotation, name)))
+    _set_root(_replace_field(root(), key.split("."), lambda annotation: _with_value(annotation, name)))
     if options:
         mark = ActsWith(key, (name,), refused=True)
         _add_table(f"{key.partition('.')[0]}.{name.lower()}", options, mark)
 
 
-def _check_callable(found: Any) -> None:
-    if not callable(found):
-        raise ValueError(f"what is registered is a function, not a {type(found).__name__}")
+def _check_callable(component: Any) -> None:
+    if not callable(component):
+        raise ValueError(f"register a function, not a {type(component).__name__}")
 
 
 def _check_name(name: Any, allowed: re.Pattern[str], words: str) -> None:
     if not isinstance(name, str) or not allowed.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of {words}")
+        raise ValueError(f"{name!r} is not a name of {words}")
 
 
-def _store(key: str, name: str, what: Any) -> None:
+def _store(key: str, name: str, component: Any) -> None:
     _check_name(name, _VALUE, "letters, digits, _, - and .")
     if name in added(key):
         raise ValueError(f"{name} is registered twice")
-    added(key)[name] = what
+    added(key)[name] = component
 
 
 def _add_table(name: str, table: type[Table], *marks: ActsWith) -> None:
@@ -182,48 +181,48 @@ def _add_table(name: str, table: type[Table], *marks: ActsWith) -> None:
     if find_table(name) or find_field(name) or is_group(name):
         raise ValueError(f"the configuration has {name} already")
     *outer, last = name.split(".")
-    holder = tables().get(".".join(outer)) if outer else root()
-    if holder is None or NAME in outer:
-        raise ValueError(f"there is no table {'.'.join(outer)} to hold {last}")
+    parent = tables().get(".".join(outer)) if outer else root()
+    if parent is None or NAME in outer:
+        raise ValueError(f"there is no table {'.'.join(outer)} for {last}")
     _check_name(last, _TABLE, "letters, digits and _, as a table needs")
-    if hasattr(holder, last):
+    if hasattr(parent, last):
         raise ValueError(f"{last} is a method of tables: choose another name")
     annotation: Any = Annotated.__class_getitem__((table, *marks)) if marks else table  # type: ignore[attr-defined]
     new = {last: (annotation, table())}
     if not outer:
-        _set_root(_extended(root(), new))
+        _set_root(_extend(root(), new))
         return
-    _set_root(_changed(root(), outer, lambda holder: _extended(holder, new)))
+    _set_root(_replace_field(root(), outer, lambda parent: _extend(parent, new)))
 
 
 def _check_table(table: Any) -> None:
-    """Raise ValueError for keys that no file could set, or whose defaults it could not."""
+    """Raise ValueError for keys or defaults that cannot be written in a file."""
     if not (isinstance(table, type) and issubclass(table, Table)):
         raise ValueError(f"keys are a class of toolkit.extensions.Table, not {table!r}")
     for name, info in table.model_fields.items():
         if inner := table_of(info.annotation):
             _check_table(inner)
-        elif not _is_written(info.annotation):
+        elif not _is_supported(info.annotation):
             rule = "a key is a bool, int, float, str, Literal, a list of these, or one of them or None"
             raise ValueError(f"{table.__name__}.{name}: {rule}")
     try:
         table.model_validate(table().model_dump())
     except ValidationError as error:
-        found = error.errors()[0]
-        key = ".".join(map(str, (table.__name__, *found["loc"])))
-        said = "has no default" if found["type"] == "missing" else f"its default: {found['msg']}"
-        raise ValueError(f"{key} {said}") from None
+        first = error.errors()[0]
+        key = ".".join(map(str, (table.__name__, *first["loc"])))
+        problem = "has no default" if first["type"] == "missing" else f"its default: {first['msg']}"
+        raise ValueError(f"{key} {problem}") from None
 
 
-def _is_written(annotation: Any) -> bool:
-    """Say if messages and ``--help`` have words for a type."""
+def _is_supported(annotation: Any) -> bool:
+    """Report whether messages and ``--help`` support a type."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _is_written(arguments[0])
+        return _is_supported(arguments[0])
     if origin in (Union, UnionType):
-        return all(it is NoneType or _is_written(it) for it in arguments)
+        return all(it is NoneType or _is_supported(it) for it in arguments)
     if origin is list:
-        return arguments[0] is not bool and table_of(arguments[0]) is None and _is_written(arguments[0])
+        return arguments[0] is not bool and table_of(arguments[0]) is None and _is_supported(arguments[0])
     return origin is Literal or annotation in (bool, int, float, str, dict[str, str])
 
 
@@ -232,18 +231,18 @@ def _set_root(extended: type[Table]) -> None:
     set_root(extended)
 
 
-def _changed(table: type[Table], path: list[str], change: Callable[[Any], Any]) -> type[Table]:
-    """``table`` with another type of the field at ``path``."""
+def _replace_field(table: type[Table], path: list[str], change: Callable[[Any], Any]) -> type[Table]:
+    """Derive ``table`` with another type for the field at ``path``."""
     name, *rest = path
     info = copy(table.model_fields[name])
-    found: Any = info.annotation
-    info.annotation = annotation = _changed(found, rest, change) if rest else change(found)
-    if isinstance(found, type) and issubclass(found, Table):
+    before: Any = info.annotation
+    info.annotation = annotation = _replace_field(before, rest, change) if rest else change(before)
+    if isinstance(before, type) and issubclass(before, Table):
         info.default = annotation()
-    return _extended(table, {name: (annotation, info)})
+    return _extend(table, {name: (annotation, info)})
 
 
-def _extended(table: type[Table], fields: Mapping[str, Any]) -> type[Table]:
+def _extend(table: type[Table], fields: Mapping[str, Any]) -> type[Table]:
     return create_model(
         table.__name__, __base__=table, __module__=table.__module__, __doc__=table.__doc__, **fields
     )

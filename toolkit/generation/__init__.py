@@ -1,1 +1,1 @@
-"""Text out of a model: the cache of keys and values, the choice of tokens, and the loop around both."""
+"""Generate text: KV cache, sampling and the generation loop."""

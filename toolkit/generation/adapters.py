@@ -1,8 +1,8 @@
-"""Several adapters on one base: a model that is loaded once takes one after the other.
+"""Switch between several adapters on one loaded base model.
 
-Updates of weights are merged into the model's own, so that a token costs what it costs without them, and
-only what differs is read again for the next adapter. What is added to the attention becomes modules beside
-the sharded model: each rank of a tp group has its heads', and all the rest is small enough to be whole.
+LoRA updates are merged into the weights, so that they add no cost per token, and only changed weights are
+read again for the next adapter. Adapters in the attention become additional modules: their heads are sharded
+over the tp group, and the rest is small enough to be replicated.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from toolkit.weights.views import Only
 
 
 class Adapters:
-    """``adapters`` by name, on the weights of ``base``. ``selected`` is the one in use, None for the base."""
+    """Adapters by name on the weights of ``base``; ``selected`` is the current one, None for the base."""
 
     def __init__(self, base: WeightSource, adapters: Mapping[str, Adapter]):
         self.base, self.adapters = base, adapters
         self.selected: str | None = None
 
     def load(self, model: Decoder, name: str | None, tp: DeviceMesh | None) -> None:
-        """Fill ``model``, whose parameters have no values yet, with base and adapter; collective."""
+        """Load base and adapter into ``model``, whose parameters are uninitialized. Collective."""
         load_weights(self._source(name), dict([*model.named_parameters(), *model.named_buffers()]))
         self._attach(model, name, tp)
 
     def select(self, model: Decoder, name: str | None, tp: DeviceMesh | None) -> None:
-        """Have ``model``, which has the one ``selected``, use another; collective.
+        """Switch ``model`` from the ``selected`` adapter to another. Collective.
 
         Raises:
-            DataError, CheckpointError: weights can no longer be read.
+            DataError, CheckpointError: the weights can no longer be read.
         """
         changed = self._changed(self.selected) | self._changed(name)
-        named = {key: it for key, it in model.named_parameters() if key in changed}
+        parameters = {key: it for key, it in model.named_parameters() if key in changed}
         for block in model.layers.values():
             attention: Any = block.attention
             attention.adapter = None
-        if named:
-            load_weights(Only(self._source(name), named), named)
+        if parameters:
+            load_weights(Only(self._source(name), parameters), parameters)
         self._attach(model, name, tp)
 
     def _merges(self, name: str | None) -> bool:
@@ -70,7 +70,7 @@ class Adapters:
 
 
 def attach(model: Decoder, adapter: Adapter, tp: DeviceMesh | None = None) -> None:
-    """Put the modules of an ``adapter`` that adds to the attention into ``model``, with their numbers."""
+    """Add the modules of an attention ``adapter`` to ``model``, with their values."""
     like = next(model.parameters())
     apply_to_attention(model, adapter.args, adapter.options)
     for layer, block in model.layers.items():

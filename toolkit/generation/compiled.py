@@ -1,4 +1,4 @@
-"""The forward of one token as compiled code."""
+"""Compile the forward of one token."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ from toolkit.generation.kv_cache import KVCache
 from toolkit.models.common.decoder import Decoder
 
 Step = Callable[..., Tensor]
-"""Logits (B, 1, V) of tokens (B, 1), their positions and what :meth:`KVCache.changing` gives, of which all
-that changes from token to token is an input."""
+"""Logits (B, 1, V) from tokens (B, 1), their positions and :meth:`KVCache.step_inputs`: everything that
+changes from token to token is an input."""
 Compiler = Callable[[Step], Step]
-"""Gives a step that is compiled when it is called, for the shapes that it is called with."""
+"""Returns a step that is compiled on its first call with new shapes."""
 
-_FROZEN = {
+_FREEZING_OPTIONS = {
     "freezing": True,
     "max_autotune": True,
     "max_autotune_gemm_backends": "CPP,ATEN",
     "autotune_num_choices_displayed": 0,
     "max_autotune_report_choices_stats": False,
 }
-"""Inductor's options for matrices that are constants."""
+"""Inductor options for constant weights."""
 
 
-def step_of(model: Decoder) -> Step:
-    """The forward of one token through the cache that is attached to ``model``."""
+def decode_step(model: Decoder) -> Step:
+    """Build the forward of one token through the cache attached to ``model``."""
 
-    def step(tokens_B1: Tensor, positions_B1: Tensor, *changing: Tensor) -> Tensor:
+    def step(tokens_B1: Tensor, positions_B1: Tensor, *inputs: Tensor) -> Tensor:
         cache = getattr(model.attention, "cache", None)
         assert isinstance(cache, KVCache), "attached"
-        cache.take(*changing)
+        cache.take(*inputs)
         return model(tokens_B1, positions=positions_B1)
 
     return step
 
 
 def compiler_for(device: torch.device, *, constant: bool) -> Compiler:
-    """Inductor. On CUDA a step is replayed as one graph, without the launches of its kernels.
+    """Return a compiler based on inductor. On CUDA a step becomes one CUDA graph, without kernel launches.
 
-    On a CPU, where weights are ``constant``, it keeps matrices once more, in the order of the product that
-    was fastest when it was compiled: oneDNN's or one of inductor's own (tiles of AMX in bfloat16), which
-    reads the matrices of a token at a rate that no operator of torch's reaches (benchmarks/LOG.md).
+    On a CPU with ``constant`` weights, inductor stores a second copy of them in the layout of the GEMM that
+    autotuning found fastest: oneDNN's or its own (AMX tiles in bfloat16), which is faster than any of torch's
+    operators (benchmarks/LOG.md).
     """
     if device.type == "cuda":
         return lambda step: torch.compile(step, mode="reduce-overhead", dynamic=False)
-    return _frozen if constant else lambda step: torch.compile(step, dynamic=False)
+    return _compile_frozen if constant else lambda step: torch.compile(step, dynamic=False)
 
 
-def _frozen(step: Step) -> Step:
+def _compile_frozen(step: Step) -> Step:
     compiled = torch.compile(step, dynamic=False)
-    warnings.filterwarnings("ignore", "TypedStorage is deprecated", module="torch")  # of inductor's own
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated", module="torch")  # raised by inductor
 
     def call(*inputs: Tensor) -> Tensor:
-        # Not as options of torch.compile, which dynamo does not see: it has to tell what is constant.
-        with compat.inductor_config.patch(_FROZEN):
+        # Set globally, since dynamo ignores options of torch.compile, and it must know what is constant.
+        with compat.inductor_config.patch(_FREEZING_OPTIONS):
             return compiled(*inputs)
 
     return call

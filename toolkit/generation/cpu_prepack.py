@@ -1,6 +1,6 @@
-"""A model that generates on a CPU, with reordered matrices (toolkit/cpu/prepacked.py) and fewer of them.
+"""Prepack a model's weights for generation on a CPU (toolkit/cpu/prepacked.py) and fuse matmuls.
 
-Matmuls of the same input are one: queries, keys and values, and the two of the feed-forward.
+Queries, keys and values become one matmul, and so do the two of the feed-forward.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from toolkit.models.common.lm_head import OutputHead
 from toolkit.models.common.rope import rotate
 
 
-def can_pack(model: Decoder) -> bool:
-    """Say if ``model`` has plain tensors in fp32 or bf16, not packed yet, on a CPU that oneDNN multiplies on:
-    bf16 where there are instructions for it."""
+def can_prepack(model: Decoder) -> bool:
+    """Report whether ``model`` is on a CPU with oneDNN, not prepacked yet, and has plain fp32 parameters, or
+    bf16 ones with native instructions."""
     plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
     plain &= all(module.weight is not None for module in model.modules() if isinstance(module, nn.Linear))
     first = next(model.parameters())
@@ -28,32 +28,35 @@ def can_pack(model: Decoder) -> bool:
 
 
 @torch.no_grad()
-def pack(model: Decoder) -> None:
-    """Reorder the matrices of ``model`` in place: its forward stays, without gradients, and its blocks lose
-    their matrices. The head keeps its own beside the reordered copy, for losses and a tied embedding. A
-    subclass of nn.Linear, which may compute otherwise, is left as it is."""
+def prepack_model(model: Decoder) -> None:
+    """Prepack ``model`` in place for forwards without gradients; its blocks no longer have their original
+    weights.
+
+    The head keeps its weight beside the reordered copy, for losses and a tied embedding. Subclasses of
+    nn.Linear stay unchanged.
+    """
     for block in model.layers.values():
         for kind, packed in ((Attention, _PackedAttention), (FeedForward, _PackedFeedForward)):
             _replace(block, kind, packed)
-        _replace(block, nn.Linear, _PackedLinear)  # those that are left
+        _replace(block, nn.Linear, _PackedLinear)  # the remaining linear layers
     if model.output is not None:
         _pack_head(model.output, model)
 
 
 def _replace(block: nn.Module, kind: type[nn.Module], packed: Any) -> None:
-    """Put ``packed`` modules in the place of those of this very ``kind`` that can be, which lose theirs."""
+    """Replace modules of exactly this ``kind`` by ``packed`` ones where possible."""
     for parent in list(block.modules()):
         for name, module in list(parent.named_children()):
-            if type(module) is kind and packed.takes(module):
+            if type(module) is kind and packed.accepts(module):
                 setattr(parent, name, packed(module))
 
 
-def _plain(*linears: nn.Module) -> bool:
+def _are_plain(*linears: nn.Module) -> bool:
     return all(type(linear) is nn.Linear for linear in linears)
 
 
 class _PackedLinear(nn.Linear):
-    """A linear layer that has its matrix in oneDNN's order alone."""
+    """A linear layer with only a reordered weight."""
 
     def __init__(self, linear: nn.Linear):
         nn.Module.__init__(self)
@@ -63,7 +66,7 @@ class _PackedLinear(nn.Linear):
         self.register_parameter("bias", None)
 
     @staticmethod
-    def takes(linear: nn.Linear) -> bool:
+    def accepts(linear: nn.Linear) -> bool:
         return linear.weight is not None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -71,7 +74,7 @@ class _PackedLinear(nn.Linear):
 
 
 class _PackedAttention(Attention):
-    """Attention of which queries, keys and values are one product, and rotated in one operation."""
+    """Attention with one matmul for queries, keys and values, and one rotation."""
 
     def __init__(self, plain: Attention):
         nn.Module.__init__(self)
@@ -81,23 +84,23 @@ class _PackedAttention(Attention):
         self.wo, self.q_norm, self.k_norm = plain.wo, plain.q_norm, plain.k_norm
 
     @staticmethod
-    def takes(plain: Attention) -> bool:
-        """An adapter may use wk by itself."""
-        return plain.adapter is None and _plain(plain.wq, plain.wk, plain.wv)
+    def accepts(plain: Attention) -> bool:
+        """Report whether there is no adapter, which may use wk by itself."""
+        return plain.adapter is None and _are_plain(plain.wq, plain.wk, plain.wv)
 
     def forward(self, x_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor:
         heads_BSHE = multiply(x_BSD, self.packed).unflatten(-1, (-1, self.head_dim))
         queries = heads_BSHE.shape[2] - 2 * self.keys
-        turned_BSHE, v_BSKE = heads_BSHE.split([queries + self.keys, self.keys], dim=2)
+        qk_BSHE, v_BSKE = heads_BSHE.split([queries + self.keys, self.keys], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            q_BSHE, k_BSKE = turned_BSHE.split([queries, self.keys], dim=2)
-            turned_BSHE = torch.cat((self.q_norm(q_BSHE), self.k_norm(k_BSKE)), dim=2)
-        q_BSHE, k_BSKE = rotate(turned_BSHE, rotations).split([queries, self.keys], dim=2)
+            q_BSHE, k_BSKE = qk_BSHE.split([queries, self.keys], dim=2)
+            qk_BSHE = torch.cat((self.q_norm(q_BSHE), self.k_norm(k_BSKE)), dim=2)
+        q_BSHE, k_BSKE = rotate(qk_BSHE, rotations).split([queries, self.keys], dim=2)
         return self.attended(q_BSHE, k_BSKE, v_BSKE, mask)
 
 
 class _PackedFeedForward(FeedForward):
-    """A feed-forward whose input is multiplied once."""
+    """A feed-forward with one matmul of its input."""
 
     def __init__(self, plain: FeedForward):
         nn.Module.__init__(self)
@@ -105,8 +108,8 @@ class _PackedFeedForward(FeedForward):
         self.w2 = plain.w2
 
     @staticmethod
-    def takes(plain: FeedForward) -> bool:
-        return _plain(plain.w1, plain.w3)
+    def accepts(plain: FeedForward) -> bool:
+        return _are_plain(plain.w1, plain.w3)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         gate_BSF, up_BSF = multiply(x_BSD, self.packed).chunk(2, dim=-1)

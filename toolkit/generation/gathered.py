@@ -1,4 +1,4 @@
-"""Weights that FSDP shards for generation: gathered once where there is room, else for every token."""
+"""Decide whether FSDP gathers the weights once for generation, or again for every token."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.distributed.dtensor import local_part
 from toolkit.launcher.environment import whole_number
 
-_SHARE = 0.5
-"""The part of the free memory for gathered weights; the rest is for shards, keys and values."""
+_MAX_FRACTION = 0.5
+"""Fraction of the free memory for gathered weights; the rest is for shards and the KV cache."""
 
 
-def fits_gathered(model: nn.Module, device: torch.device) -> tuple[bool, str]:
-    """Say if all ranks have room for the gathered weights of ``model``, which has no storage yet and which tp
-    has split already; alike on every rank. Beside it what a user should know where they have not."""
+def fits_unsharded(model: nn.Module, device: torch.device) -> tuple[bool, str]:
+    """Report whether the gathered weights of ``model``, on the meta device and sharded by tp, fit on all
+    ranks, and a note for the user if they do not. The same on every rank."""
     ranks = Ranks()
     parts = (local_part(parameter)[0] for parameter in model.parameters())
     weights = sum(part.nbytes for part in parts)
     sharing = whole_number(os.environ, "LOCAL_WORLD_SIZE", ranks.size, 1) if device.type == "cpu" else 1
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_here()
-    fits = not ranks.any_of([weights * sharing > _SHARE * free])[0]
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_memory()
+    fits = not ranks.any_of([weights * sharing > _MAX_FRACTION * free])[0]
     if fits:
         return True, ""
     return False, (
-        f"each token gathers all weights anew: {weights / 2**30:.1f} GiB for each of {sharing} rank(s) are "
-        f"more than half of the {free / 2**30:.1f} GiB that are free; --tp N, which splits them over N ranks "
-        "and gathers none, is faster"
+        f"all weights are gathered for every token: {weights / 2**30:.1f} GiB for each of {sharing} rank(s) "
+        f"exceed half of the {free / 2**30:.1f} GiB of free memory; --tp N, which shards them over N "
+        "ranks without gathering, is faster"
     )
 
 
-def free_gathered(model: nn.Module) -> None:
-    """Free what is gathered, so that parameters are shards again."""
+def reshard_all(model: nn.Module) -> None:
+    """Free gathered parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def _free_here() -> int:
-    """Bytes that processes of this machine, or of its control group, can still take; 0 if unknown."""
+def _free_host_memory() -> int:
+    """Free memory in bytes of this machine or its control group; 0 if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -55,4 +55,4 @@ def _free_here() -> int:
         used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no group, or no limit
         return free
-    return min(free, max(0, limit - int(used.get("anon", 0))))  # files that were read give their memory back
+    return min(free, max(0, limit - int(used.get("anon", 0))))  # the page cache can be reclaimed

@@ -1,7 +1,7 @@
-"""The loop: one forward of the prompts, then one of each new token, until all rows have stopped.
+"""Generate tokens: one forward of the prompts, then one per new token, until all rows have stopped.
 
-In one process or on all ranks of a sharded model, which make the same calls with the same arguments: each
-computes whole rows, and rank 0 says which tokens were chosen, so that no rounding can part them.
+Runs in one process or on all ranks of a sharded model, which make the same calls with the same arguments.
+Each computes full rows, and rank 0 broadcasts the tokens, so that rounding cannot make ranks diverge.
 """
 
 from __future__ import annotations
@@ -15,32 +15,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.errors import DataError
-from toolkit.generation.compiled import Compiler, Step, step_of
+from toolkit.generation.compiled import Compiler, Step, decode_step
 from toolkit.generation.kv_cache import KVCache
-from toolkit.generation.sampling import Draws, Sampling, draw, processed
+from toolkit.generation.sampling import RandomNumbers, Sampling, process_logits, sample
 from toolkit.models.common.decoder import Decoder
 
 FIRST_RESERVED = 256
-"""New tokens for which the cache has room from the start; it grows with what comes."""
+"""New tokens for which the cache is allocated at first; it grows as needed."""
 
 CAPACITY_STEP = 512
-"""Columns of a cache for compiled forwards are a multiple of this, so that few are compiled."""
+"""Capacities of caches for compiled forwards are multiples of this, to limit compilations."""
 
-_NONE = -1
-"""In place of a token: there is none."""
+_NO_TOKEN = -1
+"""Placeholder for a missing token."""
 
 Stop = Callable[[int, list[int]], bool]
-"""Say if the prompt of this number ends, of which these tokens have been made; the same on every rank."""
+"""Called with the index of a prompt and its tokens so far; True ends it. Must agree on every rank."""
 
 
 class Generator:
-    """Generates with ``model``, which stays as it is; ``group`` are the ranks of a sharded one.
+    """Generates tokens with ``model``; ``group`` contains the ranks of a sharded one.
 
-    ``vocabulary`` is how many ids are used, from 0: a model has more than its tokenizer where its matrices
-    were filled up. None: all that the model has.
-
-    ``compiler`` compiles the forward of one token: once for each number of rows and each
-    :data:`CAPACITY_STEP` of tokens.
+    ``vocabulary`` limits the token ids: a padded model has more of them than its tokenizer. None allows all.
+    ``compiler`` compiles the forward of one token, once per number of rows and :data:`CAPACITY_STEP` of
+    tokens.
     """
 
     def __init__(
@@ -54,8 +52,8 @@ class Generator:
         self.model = model
         self.vocabulary = min(vocabulary or model.args.vocab_size, model.args.vocab_size)
         self.group = group
-        self._compiled = compiler(step_of(model)) if compiler else None
-        self._fixed: KVCache | None = None  # kept, since a graph has its addresses
+        self._compiled = compiler(decode_step(model)) if compiler else None
+        self._fixed: KVCache | None = None  # reused, since a CUDA graph contains its addresses
 
     def generate(
         self,
@@ -67,7 +65,8 @@ class Generator:
         stop: Stop | None = None,
         batch_size: int | None = None,
     ) -> list[list[int]]:
-        """The tokens after each prompt, ``batch_size`` prompts at a time (None: all); see :meth:`stream`."""
+        """Generate the tokens after each prompt, ``batch_size`` prompts at a time (None: all); see
+        :meth:`stream`."""
         self.check(prompts)
         texts: list[list[int]] = [[] for _ in prompts]
         size = batch_size or max(1, len(prompts))
@@ -96,11 +95,11 @@ class Generator:
         stop: Stop | None = None,
         number: int = 0,
     ) -> Iterator[list[int | None]]:
-        """Each step's token of every prompt, None for those that have ended, until all have.
+        """Yield the next token of every prompt, None for those that have ended, until all have.
 
-        A prompt ends with a token of ``stop_ids``, which is handed out; where ``stop`` says so; after
-        ``max_new_tokens``; or when its own text fills the model's context. ``number`` is that of the first
-        prompt, on which what is drawn depends.
+        A prompt ends with a token of ``stop_ids``, which is yielded; if ``stop`` returns True; after
+        ``max_new_tokens``; or when it fills the model's context. ``number`` is the index of the first prompt,
+        which seeds the sampling.
 
         Raises:
             DataError: a prompt is empty, leaves no room in the context or has ids outside the vocabulary; or
@@ -116,11 +115,11 @@ class Generator:
         padding = [longest - len(prompt) for prompt in prompts]
         state = _Batch(self.model, prompts, self._cache(padding, longest, steps), self._compiled)
         chooser = _Chooser(sampling, prompts, number, self.vocabulary, self.group)
-        made: list[list[int]] = [[] for _ in prompts]
+        generated: list[list[int]] = [[] for _ in prompts]
         running = set(range(len(prompts)))
         tokens_BS = state.prompts
         for step in range(steps):
-            # Inference mode takes less time, and FSDP counts the versions of tensors, which have none there.
+            # Inference mode is faster, but FSDP needs the version counters of tensors.
             with torch.inference_mode() if self.group is None else torch.no_grad():
                 tokens_B = chooser.choose(state.logits(tokens_BS))
             tokens: list[int | None] = list(tokens_B.tolist())
@@ -129,9 +128,9 @@ class Generator:
                 if row not in running or token is None:
                     tokens[row] = None
                     continue
-                made[row].append(token)
-                full = len(prompts[row]) + len(made[row]) == context
-                if full or token in stop_ids or (stop is not None and stop(number + row, made[row])):
+                generated[row].append(token)
+                full = len(prompts[row]) + len(generated[row]) == context
+                if full or token in stop_ids or (stop is not None and stop(number + row, generated[row])):
                     running.remove(row)
             yield tokens
             if not running or step == steps - 1:
@@ -143,14 +142,14 @@ class Generator:
         if self._compiled is None:
             return KVCache(layers, padding, longest + min(steps, FIRST_RESERVED), device)
         capacity = -(-(longest + steps) // CAPACITY_STEP) * CAPACITY_STEP
-        kept = self._fixed
-        if kept is None or (len(kept.padding), kept.capacity) != (len(padding), capacity):
-            self._fixed = kept = KVCache(layers, padding, capacity, device, fixed=True)
-        kept.restart(padding)
-        return kept
+        cache = self._fixed
+        if cache is None or (len(cache.padding), cache.capacity) != (len(padding), capacity):
+            self._fixed = cache = KVCache(layers, padding, capacity, device, fixed=True)
+        cache.restart(padding)
+        return cache
 
     def check(self, prompts: Sequence[Sequence[int]], number: int = 0) -> None:
-        """See that a text can be made after each prompt; ``number`` is that of the first, told as one more.
+        """Check that each prompt can be continued; messages count prompts from ``number`` + 1.
 
         Raises:
             DataError: as :meth:`stream`, of a prompt.
@@ -158,23 +157,21 @@ class Generator:
         args = self.model.args
         for index, prompt in enumerate(prompts, start=number + 1):
             if not prompt:
-                raise DataError(
-                    f"prompt {index} has no tokens: generation starts from at least one, as BOS is"
-                )
+                raise DataError(f"prompt {index} has no tokens: generation needs at least one, such as BOS")
             if len(prompt) >= args.max_seq_len:
                 raise DataError(
-                    f"prompt {index} has {len(prompt):,} tokens, and the context of the model is "
-                    f"{args.max_seq_len:,}: shorten it to leave room for new ones"
+                    f"prompt {index} has {len(prompt):,} tokens, but the context of the model is "
+                    f"{args.max_seq_len:,}: shorten it to leave room for new tokens"
                 )
             if wrong := [token for token in prompt if not 0 <= token < self.vocabulary]:
                 raise DataError(
-                    f"prompt {index} has the token id {wrong[0]}, and the vocabulary has "
+                    f"prompt {index} has the token id {wrong[0]}, but the vocabulary has "
                     f"{self.vocabulary:,} entries; is this the tokenizer the model was trained with?"
                 )
 
 
 class _Batch:
-    """Prompts aligned at their end, and what the model has seen of them."""
+    """Prompts aligned at their end, with their cache."""
 
     def __init__(
         self, model: Decoder, prompts: Sequence[Sequence[int]], cache: KVCache, compiled: Step | None
@@ -185,12 +182,12 @@ class _Batch:
         self.prompts = torch.tensor(rows, device=cache.padding.device)
 
     def logits(self, tokens_BS: Tensor) -> Tensor:
-        """Logits (B, V) after these, the next tokens of each row."""
+        """Logits (B, V) after the next tokens of each row."""
         count = tokens_BS.shape[1]
         positions = self.cache.positions(count)
         with self.cache.attached(self.model):
-            if self.compiled is not None and self.cache.begun:
-                logits_B1V = self.compiled(tokens_BS, positions, *self.cache.changing())
+            if self.compiled is not None and self.cache.started:
+                logits_B1V = self.compiled(tokens_BS, positions, *self.cache.step_inputs())
             else:
                 with _last_position(self.model):
                     logits_B1V = self.model(tokens_BS, positions=positions)
@@ -200,10 +197,10 @@ class _Batch:
 
 @contextmanager
 def _last_position(model: Decoder) -> Iterator[None]:
-    """The head computes the logits of the last token alone."""
+    """Compute the logits of the last token only."""
 
     def last(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        # A batch, be it of one, with the strides of the whole is multiplied row by row, with copied matrices.
+        # A non-contiguous batch, even of one, would be multiplied row by row, with copied weights.
         return inputs[0][:, -1:].clone(memory_format=torch.contiguous_format), *inputs[1:]
 
     assert model.output is not None
@@ -215,7 +212,7 @@ def _last_position(model: Decoder) -> Iterator[None]:
 
 
 class _Chooser:
-    """Tokens from logits, alike on every rank."""
+    """Chooses tokens from logits, the same on every rank."""
 
     def __init__(
         self,
@@ -228,7 +225,9 @@ class _Chooser:
         self.sampling = sampling
         self.vocabulary = vocabulary
         self.group = group
-        self.draws = None if sampling.greedy else Draws(sampling.seed, range(number, number + len(prompts)))
+        self.draws = (
+            None if sampling.greedy else RandomNumbers(sampling.seed, range(number, number + len(prompts)))
+        )
         self.seen_BV: Tensor | None = None
         if sampling.repetition_penalty != 1:
             self.seen_BV = torch.zeros(len(prompts), vocabulary, dtype=torch.bool)
@@ -236,22 +235,22 @@ class _Chooser:
                 seen_V[list(prompt)] = True
 
     def choose(self, logits_BV: Tensor) -> Tensor:
-        """The next token (B,) of each row.
+        """Choose the next token (B,) of each row.
 
         Raises:
-            DataError: a row's logits are not finite, on every rank alike.
+            DataError: the logits of a row are not finite; raised on every rank.
         """
         if self.seen_BV is not None:
             self.seen_BV = self.seen_BV.to(logits_BV.device)
-        logits_BV = processed(logits_BV[:, : self.vocabulary], self.sampling, self.seen_BV)
-        tokens_B = logits_BV.argmax(-1) if self.draws is None else draw(logits_BV, self.draws.next())
-        tokens_B = tokens_B.where(logits_BV.amax(-1).isfinite(), _NONE)
+        logits_BV = process_logits(logits_BV[:, : self.vocabulary], self.sampling, self.seen_BV)
+        tokens_B = logits_BV.argmax(-1) if self.draws is None else sample(logits_BV, self.draws.next())
+        tokens_B = tokens_B.where(logits_BV.amax(-1).isfinite(), _NO_TOKEN)
         if self.group is not None:
             dist.broadcast(tokens_B, group=self.group, group_src=0)
-        if (tokens_B == _NONE).any():
+        if (tokens_B == _NO_TOKEN).any():
             raise DataError(
-                "the model's logits are not finite: its weights hold NaN or infinity, or make them\n"
-                "  fix:  take other weights, such as a checkpoint from before the run diverged"
+                "the model's logits are not finite: its weights contain or produce NaN or infinity\n"
+                "  fix:  use other weights, such as a checkpoint from before the run diverged"
             )
         if self.seen_BV is not None:
             self.seen_BV.scatter_(1, tokens_B[:, None], True)

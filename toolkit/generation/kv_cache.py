@@ -1,15 +1,13 @@
-"""The keys and values of tokens already seen, as the attention back end of a model that generates.
+"""KV cache, implemented as the attention back end of a generating model.
 
-The model's forward stays as it is: within :meth:`KVCache.attached` a forward is one of the *next* tokens of
-each row, whose keys and values are added to those kept, and whose queries see all of them. Rows are aligned
-at their end, so that all of them go on in the same column: a row shorter than the others begins with padding,
-which no token sees.
+Inside :meth:`KVCache.attached`, a forward of the model processes the *next* tokens of each row: their keys
+and values are appended to the cache, and their queries attend to all of it. Rows are aligned at their end, so
+that all continue in the same column; shorter rows begin with padding, which is masked.
 
-Of a window, a token reads the columns that it sees, and all are kept.
+With a sliding window, a token reads only the columns in its window, but all are stored.
 
-Buffers are extended by half when they are full. For a compiled forward of one token they are fixed: shapes
-and addresses stay, and what changes from token to token is tensors: the column to write to, and the columns
-to attend to, of which those that are not written yet are masked.
+Full buffers grow by half. For a compiled forward of one token they are fixed: shapes and addresses stay, and
+the column to write to and the columns to attend to are tensors; columns not written yet are masked.
 
 Shapes: B rows, S new tokens, T columns, H heads, K key/value heads, G = H / K, E head dim.
 """
@@ -34,23 +32,25 @@ from toolkit.models.common.decoder import Decoder, TransformerBlock
 
 
 @dataclass(frozen=True)
-class Window:
-    """The columns ``start`` to ``end`` of the new tokens, and what these may see. For several tokens ``mask``
-    is that of the back end ``within``. For one it is (B, 1, 1, T), of the columns from ``oldest`` on, or None
-    for all of those; in fixed buffers ``column`` (1,) is the token's, and the mask is of columns from the
-    first on."""
+class CacheWindow:
+    """The columns ``start`` to ``end`` of the new tokens, and their mask.
+
+    For several tokens, ``mask`` is that of ``backend``. For one token it is (B, 1, 1, T) over the columns
+    from ``oldest`` on, or None for all of these. In fixed buffers ``column`` (1,) is that of the token, and
+    the mask covers all columns.
+    """
 
     start: int
     end: int
     mask: AttentionMask
-    within: Any = None
+    backend: Any = None
     oldest: int = 0
     column: Tensor | None = None
 
 
 class KVCache:
-    """Keys and values of rows that begin with ``padding`` columns each. ``capacity`` columns are reserved at
-    first, and are all that there are if ``fixed``."""
+    """Keys and values of rows that begin with ``padding`` columns each. ``capacity`` columns are allocated at
+    first, and never more if ``fixed``."""
 
     def __init__(
         self, layers: int, padding: Sequence[int], capacity: int, device: torch.device, *, fixed: bool = False
@@ -64,31 +64,34 @@ class KVCache:
         self.restart(padding)
 
     def restart(self, padding: Sequence[int]) -> None:
-        """Forget what was seen; the buffers stay, for as many rows."""
+        """Clear the cache for new rows of the same number; the buffers stay."""
         self.length = 0
-        self.begun = False
+        self.started = False
         self.column.zero_()
         self.padding.copy_(torch.tensor(padding))
         self.padded = any(padding)
 
     def positions(self, count: int) -> Tensor:
-        """Positions of the next ``count`` tokens: (S,), or (B, S) where rows begin at different columns."""
-        if self.fixed and self.begun and count == 1:
+        """Positions of the next ``count`` tokens: (S,), or (B, S) if rows begin at different columns."""
+        if self.fixed and self.started and count == 1:
             return self.column - self.padding[:, None]
         columns = torch.arange(self.length, self.length + count, device=self.padding.device)
         return (columns - self.padding[:, None]).clamp(min=0) if self.padded else columns
 
     def advance(self, count: int) -> None:
-        """Keep what the last forward, of ``count`` tokens, has added."""
+        """Advance by the ``count`` tokens of the last forward."""
         self.length += count
-        self.begun = True
+        self.started = True
         if self.fixed:
             self.column.fill_(self.length)
 
-    def changing(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The columns to attend to (T,), the next token's own (1,), and how many each row has of padding
-        (B,), for :meth:`take`: what changes between forwards of one token in fixed buffers. On CPUs T is a
-        multiple of 64, or the capacity, and dynamic for a compiler; on CUDA the capacity, for a graph."""
+    def step_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs of :meth:`take`, which change between forwards of one token in fixed buffers: the columns to
+        attend to (T,), the column of the next token (1,) and the padding of each row (B,).
+
+        On CPUs T is a multiple of 64, or the capacity, and dynamic for the compiler; on CUDA it is the
+        capacity, for CUDA graphs.
+        """
         if self.padding.device.type != "cpu":
             return self.columns, self.column, self.padding
         columns = torch.arange(min(token_attention.rounded(self.length + 1), self.capacity))
@@ -96,12 +99,12 @@ class KVCache:
         return columns, self.column, self.padding
 
     def take(self, columns: Tensor, column: Tensor, padding: Tensor) -> None:
-        """Go on with these."""
+        """Use these inputs of a compiled step."""
         self.columns, self.column, self.padding = columns, column, padding
 
     @contextmanager
     def attached(self, model: Decoder) -> Iterator[None]:
-        """Attention of ``model`` through this cache."""
+        """Route the attention of ``model`` through this cache."""
         attentions = [_block(block).attention for block in model.layers.values()]
         plain, model.attention = model.attention, self.backends[0]
         self.plain = plain
@@ -114,41 +117,42 @@ class KVCache:
             for attention in attentions:
                 attention.backend = plain
 
-    def window(self, length: int, device: torch.device) -> Window:
-        """The next ``length`` columns, within :meth:`attached`; each row is a document of its own."""
-        if self.fixed and self.begun and length == 1:
+    def window(self, length: int, device: torch.device) -> CacheWindow:
+        """The window of the next ``length`` columns; call inside :meth:`attached`. Each row is one
+        document."""
+        if self.fixed and self.started and length == 1:
             seen_BT = (self.columns <= self.column) & (self.columns >= self.padding[:, None])
             if reach := self.plain.reach(len(self.columns)):
                 seen_BT &= self.columns > self.column - reach
-            return Window(0, len(self.columns), seen_BT[:, None, None], column=self.column)
+            return CacheWindow(0, len(self.columns), seen_BT[:, None, None], column=self.column)
         start, end = self.length, self.length + length
         real_BT = torch.arange(end, device=device) >= self.padding[:, None] if self.padded else None
         if length == 1:
             oldest = end - (self.plain.reach(end) or end)
             mask = None if real_BT is None else real_BT[:, None, None, oldest:]
-            return Window(start, end, mask, oldest=oldest)
-        # Padding is a document of its own, so that no row of a softmax is empty. Not all back ends take any.
-        within = self.plain if real_BT is None or self.plain.takes_padding else SDPA(self.plain.window)
+            return CacheWindow(start, end, mask, oldest=oldest)
+        # Padding is a separate document, so that no softmax is empty. Not every back end supports padding.
+        backend = self.plain if real_BT is None or self.plain.takes_padding else SDPA(self.plain.window)
         documents = None if real_BT is None else real_BT.long()
-        mask = within.mask(documents, len(self.padding), end, device, first=start)
-        return Window(start, end, mask, within)
+        mask = backend.mask(documents, len(self.padding), end, device, first=start)
+        return CacheWindow(start, end, mask, backend)
 
 
 class _CachedAttention(AttentionBackend):
-    """One block's attention back end: adds the new keys and values to those it keeps and attends to all.
+    """Attention back end of one block: appends new keys and values to its buffers and attends to all.
 
-    The learned tokens of a prefix are kept before the first column, where every query sees them."""
+    The learned tokens of a prefix are stored before the first column and are visible to every query."""
 
     def __init__(self, cache: KVCache, rows: int, capacity: int):
         self.cache = cache
         self.rows, self.capacity = rows, capacity
-        self.keys: Tensor | None = None  # (B, K, T, E), made when the first keys tell K, dtype and device
+        self.keys: Tensor | None = None  # (B, K, T, E), allocated with the first keys
         self.values: Tensor | None = None
 
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
-    ) -> Window:
-        assert documents_BS is None and first == 0, "a row is one document, and whole on this rank"
+    ) -> CacheWindow:
+        assert documents_BS is None and first == 0, "a row is one document and not sharded"
         return self.cache.window(length, device)
 
     def __call__(
@@ -156,7 +160,7 @@ class _CachedAttention(AttentionBackend):
         q_BSHE: Tensor,
         k_BSKE: Tensor,
         v_BSKE: Tensor,
-        mask: Window,
+        mask: CacheWindow,
         prefix: Prefix | None = None,
     ) -> Tensor:
         first = 0 if prefix is None else len(prefix[0])
@@ -189,30 +193,30 @@ class _CachedAttention(AttentionBackend):
         if mask.start:
             k_BSKE, v_BSKE = (x[:, :, first:end].transpose(1, 2) for x in (k_BKTE, v_BKTE))
         learned = () if prefix is None else (prefix,)
-        return mask.within(q_BSHE, k_BSKE, v_BSKE, seen, *learned)
+        return mask.backend(q_BSHE, k_BSKE, v_BSKE, seen, *learned)
 
     def _reserve(self, end: int, first: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The buffers, with at least ``end`` columns, ``first`` of them for the prefix."""
+        """Return the buffers with at least ``end`` columns, ``first`` of them for the prefix."""
         if self.keys is None or self.values is None:
             columns = max(first + self.capacity, end)
             if not self.cache.fixed:  # a mask of fixed buffers is of all
                 columns = token_attention.rounded(columns)
             shape = (self.rows, like.shape[2], columns, like.shape[3])
-            # Zeros, since what is masked must be finite too.
+            # Zeros, because masked values must be finite too.
             self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
             if self.cache.fixed:
                 for buffer in (self.keys, self.values):
                     compat.mark_static_address(buffer)
         elif end > self.keys.shape[2]:
-            assert not self.cache.fixed, "the capacity of fixed buffers is for all that comes"
+            assert not self.cache.fixed, "fixed buffers have capacity for all tokens"
             more = max(end, self.keys.shape[2] * 3 // 2) - self.keys.shape[2]
             self.keys, self.values = (F.pad(x, (0, 0, 0, more)) for x in (self.keys, self.values))
         return self.keys, self.values
 
 
 def _attend_one(q_B1HE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of one new token a row to all of its row. Heads that share keys count as queries of one head,
-    so that shared keys are read once and any kernel takes them."""
+    """Attention of one new token per row to its row. Heads that share keys become queries of one head, so
+    that keys are read once and any kernel supports them."""
     q_BKGE = q_B1HE.squeeze(1).unflatten(1, (k_BKTE.shape[1], -1))
     out_BKGE = scaled_dot_product(q_BKGE, k_BKTE, v_BKTE, mask)
     return out_BKGE.flatten(1, 2)[:, None]

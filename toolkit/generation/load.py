@@ -1,8 +1,8 @@
-"""A model to use, from weights of any format: for generation, chat and evaluation.
+"""Load a model from weights of any format, for generation, chat and evaluation.
 
-In one process the model is a plain module. Over the ranks of a process group it is sharded: split by heads
-and features among ``tp`` of them, whose hidden states are whole (:func:`apply_tensor_parallel` without
-``split_sequence``), and by FSDP among the rest. Each rank reads its shards only.
+In one process the model is a plain module. In a process group it is sharded by tensor parallelism over ``tp``
+ranks, with replicated hidden states (:func:`apply_tensor_parallel` without ``split_sequence``), and by FSDP
+over the rest. Each rank reads only its shards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from toolkit.finetune.adapter import Adapter
 from toolkit.finetune.open_adapter import open_adapted, open_adapter_on
 from toolkit.generation.adapters import Adapters
 from toolkit.generation.compiled import compiler_for
-from toolkit.generation.cpu_prepack import can_pack, pack
+from toolkit.generation.cpu_prepack import can_prepack, prepack_model
 from toolkit.generation.generator import Generator
 from toolkit.hardware import lacks_cpp_compiler
 from toolkit.models.common.args import ModelArgs
@@ -42,12 +42,18 @@ from toolkit.weights.views import note_of
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """``mesh`` is None for a model in one process, ``tokenizer`` where none was found. ``seq_len`` are the
-    tokens of a row of the training, where a checkpoint tells. ``adapters`` are those that can be selected.
-    ``note`` is what a user should know of the weights and the speed. ``eos_ids`` end a text beside the
-    tokenizer's, as generation_config.json, or config.json, beside the weights tells.
-    ``chat_template_kwargs`` are those with which a checkpoint was trained."""
+class LoadedModel:
+    """A loaded model and what belongs to it.
+
+    Attributes:
+        tokenizer: None if none was found.
+        mesh: None in one process.
+        seq_len: tokens per row in training, if a checkpoint records them.
+        adapters: those that can be selected.
+        note: notes for the user on weights and speed.
+        eos_ids: end-of-text ids from generation_config.json or config.json, in addition to the tokenizer's.
+        chat_template_kwargs: those that a checkpoint was trained with.
+    """
 
     model: Decoder
     args: ModelArgs
@@ -60,38 +66,39 @@ class Loaded:
     chat_template_kwargs: Mapping[str, bool | str] = field(default_factory=dict)
 
     def select(self, adapter: str | None) -> None:
-        """Use another of ``adapters``, or the base alone; collective. Generators of before are done with.
+        """Switch to another of ``adapters``, or None for the base. Collective. Existing generators become
+        invalid.
 
         Raises:
-            DataError, CheckpointError: weights can no longer be read.
+            DataError, CheckpointError: the weights can no longer be read.
         """
         assert self.adapters is not None, "the model was loaded with adapters"
         if self.mesh is not None and self.mesh.dp_size > 1:
-            from toolkit.generation.gathered import free_gathered
+            from toolkit.generation.gathered import reshard_all
 
-            free_gathered(self.model)
+            reshard_all(self.model)
         self.adapters.select(self.model, adapter, self.mesh.tp if self.mesh else None)
 
     def generator(self, *, compiled: bool = False) -> Generator:
-        """Generates ids of the tokenizer, on all ranks alike; ``compiled`` is worth its half minute for long
-        texts.
+        """Create a generator of the tokenizer's ids, on every rank. ``compiled`` takes half a minute, which
+        pays off for long texts.
 
-        On a CPU matrices are reordered for it, and the model's blocks hand them out no more; not where
-        another adapter may be merged into them. Compiled code has them once more.
+        On a CPU weights are prepacked, and the model's blocks no longer have the original ones; models with
+        selectable adapters are not prepacked. Compiled code stores a second copy of the weights.
 
         Raises:
-            ConfigError: a sharded model is not compiled, nor is one for a CPU without a C++ compiler.
+            ConfigError: the model is sharded, or the CPU has no C++ compiler, and ``compiled`` is set.
         """
         if compiled and self.mesh is not None:
-            rule = "a model is compiled in one process"
-            raise ConfigError(Problem(rule, "leave --compile out, or start one process", "--compile", True))
+            rule = "a model can be compiled in one process only"
+            raise ConfigError(Problem(rule, "remove --compile, or start one process", "--compile", True))
         device = next(self.model.parameters()).device
         if compiled and device.type == "cpu" and (lacks := lacks_cpp_compiler()):
-            fix = "install g++, name another in CXX, or leave --compile out"
+            fix = "install g++, set CXX to another compiler, or remove --compile"
             raise ConfigError(Problem(lacks, fix, "--compile", True))
         plain = self.mesh is None and not compiled and self.adapters is None
-        if plain and can_pack(self.model):
-            pack(self.model)
+        if plain and can_prepack(self.model):
+            prepack_model(self.model)
         group = dist.group.WORLD if self.mesh else None
         return Generator(
             self.model,
@@ -112,40 +119,39 @@ def load_model(
     verify: bool = True,
     adapters: Mapping[str, Path | str] | None = None,
     check: Callable[[Tokenizer | None, ModelArgs], object] | None = None,
-) -> Loaded:
-    """The model at ``path``, in any form that :func:`toolkit.weights.open.open_weights` opens, or an adapter,
-    PEFT's folder or a checkpoint of ours, with the base that it names.
+) -> LoadedModel:
+    """Load the model at ``path``: any format of :func:`toolkit.weights.open.open_weights`, or an adapter (a
+    PEFT folder or checkpoint) together with its base.
 
-    Its parameters are of ``dtype`` and have no gradients. Of ``adapters`` on it, by name, the first is used
-    until another is selected.
+    Parameters have ``dtype`` and no gradients. The first of ``adapters``, by name, is active until another is
+    selected.
 
-    Sharded over all ranks where there is a process group. What FSDP gathers in the first forward stays where
-    all ranks have room for it. With ``verify`` a checkpoint is compared with its hashes, of which each rank
-    takes its share. The tokenizer is that at ``tokenizer_path``, else the one
-    beside the weights, else the one that the checkpoint was trained with; ``add_bos`` says whether plain
-    texts begin with BOS, else the checkpoint's run, else the tokenizer's files. ``check`` raises what is
-    wrong with the tokenizer, on every rank alike, before weights are read.
+    In a process group the model is sharded over all ranks; parameters gathered in the first forward stay
+    gathered if they fit on all ranks. ``verify`` checks the hashes of a checkpoint, spread over the ranks.
+    The tokenizer is the one at ``tokenizer_path``, else the one next to the weights, else the one of the
+    checkpoint's training; ``add_bos`` overrides whether plain texts begin with BOS. ``check`` is called with
+    the tokenizer on every rank before weights are read, to reject it.
 
     Raises:
-        ConfigError: ``tp`` does not divide the ranks, or a dimension of the model; or a user's decoder has
-            buffers or other parameters than the toolkit's.
-        DataError: weights or tokenizer cannot be used; on every rank alike.
+        ConfigError: ``tp`` does not divide the number of ranks or a dimension of the model, or a custom
+            decoder has other parameters than the toolkit's.
+        DataError: weights or tokenizer are unusable; raised on every rank.
     """
-    source, of_base = _open(path, adapters or {}, verify)
+    source, adapter_set = _open(path, adapters or {}, verify)
     if source.args.classifier:
         raise DataError(
-            f"{path} is a classifier of {len(source.args.classifier.labels)} classes, which has no logits of "
-            "tokens\n  fix:  name a language model"
+            f"{path} is a classifier with {len(source.args.classifier.labels)} classes and generates no "
+            "tokens\n  fix:  use a language model"
         )
     mesh = _mesh(device, source.args, tp)
-    trained = of_base.adapters.get(_OWN, source)
+    trained = adapter_set.adapters.get(_DEFAULT_ADAPTER, source)
     run = run_of(trained)
     settings = saved_settings(run)
-    beside = next((it for it in (trained, source) if tokenizer_of(it)), source)
-    tokenizer = _tokenizer(beside, tokenizer_path, asked_bos(run) if add_bos is None else add_bos)
+    tokenizer_source = next((it for it in (trained, source) if tokenizer_of(it)), source)
+    tokenizer = _tokenizer(tokenizer_source, tokenizer_path, asked_bos(run) if add_bos is None else add_bos)
     if check:
         check(tokenizer, source.args)
-    prefix = any(it.options.adapter == "prefix_tuning" for it in of_base.adapters.values())
+    prefix = any(it.options.adapter == "prefix_tuning" for it in adapter_set.adapters.values())
     attention = attention_choice(
         "auto",
         "",
@@ -157,14 +163,14 @@ def load_model(
     model = meta_decoder(source.args, attention=attention).to(dtype)
     notes = [note_of(source), _shard(model, mesh, device, dtype) if mesh is not None else ""]
     model.to_empty(device=device).requires_grad_(False)
-    of_base.load(model, next(iter(of_base.adapters), None), mesh.tp if mesh else None)
-    return Loaded(
+    adapter_set.load(model, next(iter(adapter_set.adapters), None), mesh.tp if mesh else None)
+    return LoadedModel(
         model.eval(),
         source.args,
         tokenizer,
         mesh,
         settings.get("training.seq_len"),
-        adapters=of_base if adapters else None,
+        adapters=adapter_set if adapters else None,
         note="\n".join(filter(None, notes)),
         eos_ids=Ranks().on_rank_0(partial(eos_ids, source)),
         chat_template_kwargs={
@@ -173,46 +179,49 @@ def load_model(
     )
 
 
-_OWN = ""
-"""Name of the adapter that a model at a path is itself."""
+_DEFAULT_ADAPTER = ""
+"""Name of the adapter at the path of the model itself."""
 _KWARGS = "data.chat_template_kwargs."
 
 
-def _open(path: Path | str, named: Mapping[str, Path | str], verify: bool) -> tuple[WeightSource, Adapters]:
-    """The base at ``path`` and its adapters, the same on every rank."""
-    found: dict[str, Adapter] = {}
+def _open(path: Path | str, extra: Mapping[str, Path | str], verify: bool) -> tuple[WeightSource, Adapters]:
+    """Open the base at ``path`` and its adapters, the same on every rank."""
+    adapters: dict[str, Adapter] = {}
 
-    def opened() -> WeightSource:
-        base, own = open_adapted(path, verify=verify, ranks=Ranks())
-        if own is not None and named:
-            raise DataError(f"{path} is an adapter itself: name the base in its place, and it with --adapter")
-        found.update({} if own is None else {_OWN: own})
+    def open_base() -> WeightSource:
+        base, adapter = open_adapted(path, verify=verify, ranks=Ranks())
+        if adapter is not None and extra:
+            raise DataError(
+                f"{path} is itself an adapter: give the base instead, and the adapter with --adapter"
+            )
+        if adapter is not None:
+            adapters[_DEFAULT_ADAPTER] = adapter
         return base
 
-    base = open_alike(opened)
+    base = open_alike(open_base)
     assert base is not None
-    for name, folder in named.items():
+    for name, folder in extra.items():
         adapter = open_alike(partial(open_adapter_on, folder, base, verify=verify, ranks=Ranks()))
         assert isinstance(adapter, Adapter)
-        found[name] = adapter
-    return base, Adapters(base, found)
+        adapters[name] = adapter
+    return base, Adapters(base, adapters)
 
 
 def _mesh(device: torch.device, args: ModelArgs, tp: int) -> Mesh | None:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if tp < 1 or ranks % tp:
-        rule = f"it must be at least 1, and the {ranks} ranks of this start must divide by it"
-        raise ConfigError(Problem(rule, "start a multiple of tp ranks, with torchrun", "tp", tp))
-    split = {"n_heads": args.n_heads, "n_kv_heads": args.n_kv_heads, "ffn_dim": args.ffn_dim}
-    for name, size in {**split, "vocab_size": args.vocab_size}.items():
+        rule = f"it must be at least 1 and divide the {ranks} ranks"
+        raise ConfigError(Problem(rule, "start a multiple of tp ranks with torchrun", "tp", tp))
+    sharded = {"n_heads": args.n_heads, "n_kv_heads": args.n_kv_heads, "ffn_dim": args.ffn_dim}
+    for name, size in {**sharded, "vocab_size": args.vocab_size}.items():
         if size % tp:
-            rule = f"the model's {name}, {size}, must divide by it"
-            raise ConfigError(Problem(rule, "take a smaller tp; FSDP shards over the other ranks", "tp", tp))
+            rule = f"it must divide the model's {name}, {size}"
+            raise ConfigError(Problem(rule, "use a smaller tp; FSDP shards over the other ranks", "tp", tp))
     return build_mesh(device, dp_shard=ranks // tp, tp=tp) if ranks > 1 else None
 
 
 def _shard(model: Decoder, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> str:
-    """Shard ``model``, which is of ``dtype``, and return what a user should know of its speed."""
+    """Shard ``model`` of ``dtype`` and return a note for the user on its speed."""
     if mesh.tp:
         from toolkit.parallel.tensor_parallel import apply_tensor_parallel
 
@@ -221,74 +230,76 @@ def _shard(model: Decoder, mesh: Mesh, device: torch.device, dtype: torch.dtype)
         return ""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from toolkit.generation.gathered import fits_gathered
+    from toolkit.generation.gathered import fits_unsharded
     from toolkit.parallel.fsdp import apply_fsdp, fsdp_units
 
-    fits, note = fits_gathered(model, device)
+    fits, note = fits_unsharded(model, device)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False)
     options = Parallelism(fsdp_reshard_after_forward="never" if fits else "always")
     apply_fsdp(model, fsdp_units(model), mesh.fsdp, options, precision=precision)
     return note
 
 
-def _tokenizer(source: WeightSource, given: Path | str | None, add_bos: bool | None) -> Tokenizer | None:
-    """The same on every rank.
+def _tokenizer(source: WeightSource, chosen: Path | str | None, add_bos: bool | None) -> Tokenizer | None:
+    """Load the tokenizer, the same on every rank.
 
     Raises:
-        DataError: it failed on some rank, or the ranks do not find the same; alike on every rank.
+        DataError: it cannot be loaded on some rank, or the ranks load different ones; raised on every rank.
     """
     ranks, tokenizer, problems = Ranks(), None, []
     try:
-        place = given or tokenizer_of(source)
-        tokenizer = load_tokenizer(place, add_bos=add_bos) if place else None
-        if tokenizer and given:
-            _refuse_smaller(tokenizer, tokenizer_of(source))
+        path = chosen or tokenizer_of(source)
+        tokenizer = load_tokenizer(path, add_bos=add_bos) if path else None
+        if tokenizer and chosen:
+            _check_not_smaller(tokenizer, tokenizer_of(source))
     except DataError as error:
         problems = [str(error)]
     if not (failures := ranks.gather_problems(problems)):
-        found = tokenizer.fingerprint if tokenizer else None
-        same = found == ranks.on_rank_0(lambda: found)
+        fingerprint = tokenizer.fingerprint if tokenizer else None
+        same = fingerprint == ranks.on_rank_0(lambda: fingerprint)
         failures = ranks.gather_problems(
-            [] if same else [f"rank {ranks.rank} has not the tokenizer of rank 0"]
+            [] if same else [f"rank {ranks.rank} has another tokenizer than rank 0"]
         )
     if failures:
         raise DataError("\n".join(failures))
     return tokenizer
 
 
-def _refuse_smaller(tokenizer: Tokenizer, own: Path | None) -> None:
-    """Refuse a tokenizer smaller than the model's ``own``: most likely it is another.
+def _check_not_smaller(tokenizer: Tokenizer, original: Path | None) -> None:
+    """Reject a tokenizer smaller than the model's ``original`` one: it is most likely the wrong one.
 
     Raises:
         DataError: ``tokenizer`` is smaller.
     """
     try:
-        entries = vocabulary_size(own) if own else 0
+        entries = vocabulary_size(original) if original else 0
     except DataError:
-        return  # it is damaged, and another was named for that
+        return  # it is damaged, which is why another was chosen
     if tokenizer.n_words < entries:
         raise DataError(
-            f"the tokenizer {tokenizer.path} has {tokenizer.n_words:,} entries, and the model's, in {own}, "
-            f"has {entries:,}\n  fix:  leave --tokenizer out, or name one with at least as many"
+            f"the tokenizer {tokenizer.path} has {tokenizer.n_words:,} entries, but the model's, in "
+            f"{original}, has {entries:,}\n  fix:  remove --tokenizer, or use one with as many entries"
         )
 
 
-def needed_tokenizer(loaded: Loaded) -> Tokenizer:
-    """The tokenizer of ``loaded``, as :func:`fitting_tokenizer`."""
-    return fitting_tokenizer(loaded.tokenizer, loaded.args)
+def require_tokenizer(loaded: LoadedModel) -> Tokenizer:
+    """Return the tokenizer of ``loaded``, checked by :func:`check_tokenizer`."""
+    return check_tokenizer(loaded.tokenizer, loaded.args)
 
 
-def fitting_tokenizer(tokenizer: Tokenizer | None, args: ModelArgs) -> Tokenizer:
-    """Return ``tokenizer``.
+def check_tokenizer(tokenizer: Tokenizer | None, args: ModelArgs) -> Tokenizer:
+    """Return ``tokenizer`` if it is usable with the model.
 
     Raises:
         DataError: there is none, or it has more entries than the model.
     """
     if tokenizer is None:
-        raise DataError("no tokenizer lies beside the weights: name its folder or file with --tokenizer")
+        raise DataError(
+            "no tokenizer was found next to the weights: give its folder or file with --tokenizer"
+        )
     if tokenizer.n_words > args.vocab_size:
         raise DataError(
-            f"the tokenizer {tokenizer.path} has {tokenizer.n_words:,} entries and the model "
-            f"{args.vocab_size:,}: name the one it was trained with, with --tokenizer"
+            f"the tokenizer {tokenizer.path} has {tokenizer.n_words:,} entries, but the model only "
+            f"{args.vocab_size:,}: give the one it was trained with by --tokenizer"
         )
     return tokenizer

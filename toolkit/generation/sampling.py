@@ -1,8 +1,8 @@
-"""From logits to the next token: what is changed and left out, in the order of transformers, then a draw.
+"""Sample the next token from logits, which are processed in the order of transformers.
 
-The draw of a row depends on the seed, the number of its prompt and how many tokens it has had, so that a
-prompt gets the same text alone, in any batch and on any mesh. It inverts the cumulated probabilities at one
-number, in fp64.
+The random number of a row depends on the seed, the index of its prompt and the number of its tokens, so that
+a prompt gets the same text alone, in any batch and on any mesh. Sampling inverts the cumulative distribution
+in fp64.
 
 Shapes: B rows, V vocabulary.
 """
@@ -18,22 +18,22 @@ from torch import Tensor
 
 from toolkit.errors import ConfigError, Problem
 
-_STRONGEST = 1e30
-"""A repetition penalty, or one over it, that leaves logits in fp32's range; no stronger one is used."""
-_COLDEST = 1e-30
-"""A temperature at which any two logits are far apart, and none leaves fp32's range; no lower one is used."""
+_MAX_PENALTY = 1e30
+"""Limit of the repetition penalty and its inverse, which keeps logits in the range of fp32."""
+_MIN_TEMPERATURE = 1e-30
+"""Limit of the temperature, which keeps logits in the range of fp32."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. ``temperature`` 0 takes the likeliest; the defaults of the rest change nothing.
+    """Sampling options. ``temperature`` 0 is greedy; the other defaults have no effect.
 
-    ``top_k`` keeps so many of the likeliest; ``top_p`` the likeliest that together have this probability;
-    ``min_p`` those of at least this share of the likeliest one's. ``repetition_penalty`` (Keskar et al. 2019,
-    arXiv:1909.05858) makes tokens of prompt and text less likely, above 1.
+    ``top_k`` keeps the most likely tokens; ``top_p`` the most likely ones with this total probability;
+    ``min_p`` those with at least this fraction of the highest probability. A ``repetition_penalty`` above 1
+    (Keskar et al. 2019, arXiv:1909.05858) makes tokens of prompt and text less likely.
 
     Raises:
-        ConfigError: a value outside its range; all of them at once.
+        ConfigError: values are out of range; reports all of them.
     """
 
     temperature: float = 0.0
@@ -45,7 +45,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         rules = {
-            "temperature": (self.temperature >= 0, "at least 0, which takes the likeliest token"),
+            "temperature": (self.temperature >= 0, "at least 0, which selects the most likely token"),
             "top_k": (self.top_k >= 0, "at least 0, which keeps all tokens"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1, which keeps all tokens"),
             "min_p": (0 <= self.min_p <= 1, "between 0, which keeps all tokens, and 1"),
@@ -64,21 +64,21 @@ class Sampling:
         return self.temperature == 0
 
 
-def processed(logits_BV: Tensor, sampling: Sampling, seen_BV: Tensor | None = None) -> Tensor:
-    """Logits in fp32, those of tokens left out −inf. ``seen_BV`` tells the tokens that a row has had."""
+def process_logits(logits_BV: Tensor, sampling: Sampling, seen_BV: Tensor | None = None) -> Tensor:
+    """Return logits in fp32, −inf for excluded tokens. ``seen_BV`` marks the tokens that a row contains."""
     logits_BV = logits_BV.float()
     if sampling.repetition_penalty != 1 and seen_BV is not None:
-        penalty = min(max(sampling.repetition_penalty, 1 / _STRONGEST), _STRONGEST)
+        penalty = min(max(sampling.repetition_penalty, 1 / _MAX_PENALTY), _MAX_PENALTY)
         less_BV = torch.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty)
         logits_BV = torch.where(seen_BV, less_BV, logits_BV)
     if sampling.greedy:
         return logits_BV
-    logits_BV = logits_BV / max(sampling.temperature, _COLDEST)
+    logits_BV = logits_BV / max(sampling.temperature, _MIN_TEMPERATURE)
     if sampling.top_k:
         least_B1 = logits_BV.topk(min(sampling.top_k, logits_BV.shape[-1])).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
     if sampling.top_p < 1:
-        logits_BV = logits_BV.masked_fill(_beyond(logits_BV, sampling.top_p), -torch.inf)
+        logits_BV = logits_BV.masked_fill(_outside_top_p(logits_BV, sampling.top_p), -torch.inf)
     if sampling.min_p > 0:
         probabilities_BV = logits_BV.softmax(-1)
         least_B1 = sampling.min_p * probabilities_BV.amax(-1, keepdim=True)
@@ -86,23 +86,23 @@ def processed(logits_BV: Tensor, sampling: Sampling, seen_BV: Tensor | None = No
     return logits_BV
 
 
-def _beyond(logits_BV: Tensor, top_p: float) -> Tensor:
-    """The tokens left when the likeliest with a probability of ``top_p`` are taken; never the likeliest."""
+def _outside_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
+    """Mark the tokens outside the most likely ones with total probability ``top_p``."""
     ascending_BV, order_BV = logits_BV.sort(-1)
     left_BV = ascending_BV.softmax(-1).cumsum(-1) <= 1 - top_p
     left_BV[:, -1] = False
     return torch.zeros_like(left_BV).scatter_(1, order_BV, left_BV)
 
 
-def draw(logits_BV: Tensor, numbers_B: Tensor) -> Tensor:
-    """A token (B,) of each row: where the cumulated probabilities pass a number of at least 0, below 1."""
-    cumulated_BV = logits_BV.double().softmax(-1).cumsum(-1)
-    passed_B1 = numbers_B.to(cumulated_BV)[:, None] * cumulated_BV[:, -1:]
-    return torch.searchsorted(cumulated_BV, passed_B1, right=True).squeeze(1)
+def sample(logits_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """Sample a token (B,) per row by inverting the cumulative distribution at ``uniform_B``, in [0, 1)."""
+    cumulative_BV = logits_BV.double().softmax(-1).cumsum(-1)
+    threshold_B1 = uniform_B.to(cumulative_BV)[:, None] * cumulative_BV[:, -1:]
+    return torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1)
 
 
-class Draws:
-    """The numbers that decide for each of some prompts, one a step."""
+class RandomNumbers:
+    """Uniform random numbers for each prompt, one per step."""
 
     def __init__(self, seed: int, prompts: Sequence[int]):
         self._generators = []
@@ -111,5 +111,5 @@ class Draws:
             self._generators.append(torch.Generator().manual_seed(int.from_bytes(digest, "little")))
 
     def next(self) -> Tensor:
-        """(B,) fp64 of at least 0 and below 1."""
+        """Return (B,) numbers in [0, 1), in fp64."""
         return torch.stack([torch.rand((), dtype=torch.float64, generator=g) for g in self._generators])

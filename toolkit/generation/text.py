@@ -1,4 +1,4 @@
-"""Text as its tokens come: no character before all of its bytes, and spaces as the whole text has them."""
+"""Decode a stream of tokens: complete characters only, with spaces as in the full text."""
 
 from __future__ import annotations
 
@@ -6,41 +6,39 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 
-BEFORE = 6
-"""Tokens decoded before new ones, where a character begins with them. A word's space depends on what is
-before it."""
-CUT = 4
-"""Tokens that a character may be cut in. Of some tokenizers none that follows a part of one can be read."""
+CONTEXT_TOKENS = 6
+"""Tokens decoded before the new ones, because the space before a word depends on its predecessor."""
+MAX_CUT = 4
+"""Maximum number of tokens of one character; some tokenizers cannot decode from the middle of one."""
 
 
 class TextStream:
-    """The text that follows ``prompt``, piece by piece; what ``decode`` leaves out, as special tokens, is not
-    in it."""
+    """Streams the text after ``prompt``, without tokens that ``decode`` skips, such as special ones."""
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()):
         self._decode = decode
         self._ids = list(prompt)
-        self._told = len(self._ids)
-        """Tokens whose text was handed out."""
+        self._emitted = len(self._ids)
+        """Number of tokens whose text was returned."""
 
     def add(self, token: int) -> str:
-        """The text that ``token`` completes, which may be none."""
+        """Return the text that ``token`` completes, possibly none."""
         self._ids.append(token)
         text = self._new()
-        if text.endswith("\ufffd") and len(self._ids) - self._told < BEFORE:
-            return ""  # a character of which bytes are to come
-        self._told = len(self._ids)
+        if text.endswith("\ufffd") and len(self._ids) - self._emitted < CONTEXT_TOKENS:
+            return ""  # an incomplete character
+        self._emitted = len(self._ids)
         return text
 
     def rest(self) -> str:
-        """Return the text held back, when no token is to come."""
-        text, self._told = self._new(), len(self._ids)
+        """Return the remaining text after the last token."""
+        text, self._emitted = self._new(), len(self._ids)
         return text
 
     def _new(self) -> str:
-        for before in range(BEFORE, BEFORE + CUT):
-            first = max(0, self._told - before)
-            told = self._decode(self._ids[first : self._told])
-            if not told.startswith("\ufffd"):
+        for before in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_CUT):
+            first = max(0, self._emitted - before)
+            before_text = self._decode(self._ids[first : self._emitted])
+            if not before_text.startswith("\ufffd"):
                 break
-        return self._decode(self._ids[first:])[len(told) :]
+        return self._decode(self._ids[first:])[len(before_text) :]

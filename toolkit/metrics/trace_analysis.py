@@ -95,7 +95,7 @@ class StepSplit:
 
 
 def split_steps(trace: Iterable[Event]) -> StepSplit | None:
-    """StepSplit the steps in ``trace``, the ``traceEvents`` of a Chrome trace; None if it holds no step."""
+    """Split the steps in ``trace``, the ``traceEvents`` of a Chrome trace; None if it contains no step."""
     events = [event for event in trace if event.get("ph") == "X" and "dur" in event]
     steps = [
         event for event in events if event["name"].startswith(_STEP) and event["cat"] == "user_annotation"

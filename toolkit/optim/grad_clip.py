@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.compat import foreach_mul_, foreach_norm
 from toolkit.distributed.dtensor import local
+from toolkit.hardware import is_simulated
 
 # torch.nn.utils.clip_grad_norm_ adds this to the norm: the same clipping as everywhere else.
 EPSILON = 1e-6
@@ -101,7 +102,13 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
     # torch's norms in another dtype are not vectorised here: nine times slower than products of pieces, cast
     # into memory that stays in a cache.
     cast = torch.empty(_PIECE, dtype=torch.float64)
-    return [_norm_by_pieces(tensor, cast) for tensor in tensors]
+    norm = _norm_of_fake if is_simulated() else _norm_by_pieces
+    return [norm(tensor, cast) for tensor in tensors]
+
+
+def _norm_of_fake(tensor: Tensor, _: Tensor) -> Tensor:
+    """The norm in one operation: pieces would take half the time of a simulated step."""
+    return torch.linalg.vector_norm(tensor.flatten(), dtype=torch.float64)
 
 
 def _norm_by_pieces(tensor: Tensor, cast: Tensor) -> Tensor:

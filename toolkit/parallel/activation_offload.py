@@ -38,6 +38,7 @@ class OffloadedInput(ActivationWrapper):
         super().__init__(block)
         self._before = [before] if before else []  # in a list, since it is no part of this module
         self._newest: ReferenceType[HostCopy] | None = None
+        self.host_copy: type[HostCopy] = HostCopy  # replaced in fake steps
 
     def forward(self, h_BSD: Tensor, *others: Any) -> Tensor:
         place = _place(h_BSD)  # not the input itself: torch keeps the function until the backward
@@ -49,7 +50,7 @@ class OffloadedInput(ActivationWrapper):
             return checkpointed(self)(h_BSD, *others)
 
     def _host_copy(self, tensor: Tensor) -> HostCopy:
-        copy = HostCopy(tensor)
+        copy = self.host_copy(tensor)
         self._newest = ref(copy)
         copy.before = next((block._newest for block in self._before), None)
         return copy

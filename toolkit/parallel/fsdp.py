@@ -28,6 +28,7 @@ from toolkit.config.parallelism import Parallelism
 from toolkit.config.training import Training
 from toolkit.cpu.shared_memory import share_memory
 from toolkit.distributed.process_group import DTYPES, GLOO
+from toolkit.hardware import device_type
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.table import EMBEDDING
 from toolkit.models.parameters import table
@@ -109,7 +110,7 @@ def _kept_out(
     They are stored in the precision in which they are computed with, so that nothing is cast. Gradients are
     then added up in that precision, as FSDP does where it reduces each micro-batch.
     """
-    skips = parallelism.fsdp_skip_on_one_rank and mesh.device_type in SKIPPING
+    skips = parallelism.fsdp_skip_on_one_rank and device_type(mesh.device_type) in SKIPPING
     if dist.get_world_size() > 1 or not skips:
         return set()
     computed = precision.param_dtype

@@ -1,1 +1,1 @@
-"""Descriptions of a run that is not made: its memory, what its ranks send, a dry run."""
+"""Forecast a run without training: its memory, communication and step time, dry runs and layout search."""

@@ -1,8 +1,8 @@
-"""The costs of the pieces of a model: embedding, blocks and head, each forward, backward and forward again.
+"""Measure the costs of embedding, blocks and head: forward, backward and recomputation.
 
-They are noted in a fake step (:mod:`toolkit.planner.fake_step`) of a model of two blocks, in a world of as
-many ranks as tensor and context parallelism have. The first block is told apart from the others, before which
-nothing may be trained. From these pieces follow the costs of any depth, pipeline and data-parallel degree.
+A fake step (:mod:`toolkit.planner.fake_step`) of a model with two blocks, on as many ranks as tensor and
+context parallelism have, records them. The first block counts separately, because nothing before it may be
+trained. The costs for any depth, pipeline and data-parallel degree follow from these.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from toolkit.errors import ConfigError, Problem
 from toolkit.finetune.parameters import IN_ATTENTION, all_shapes, trained_names
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims, takes_ring
-from toolkit.planner.operations import found_costs
+from toolkit.planner.operations import measure_costs
 from toolkit.planner.work import Costs
 
 if TYPE_CHECKING:
     import torch
 
-_KNOWN: dict[str, Costs] = {}
+_CACHE: dict[str, Costs] = {}
 
 
 def costs(
@@ -37,34 +37,32 @@ def costs(
     checkpointed: bool,
     param_dtype: torch.dtype,
 ) -> Costs:
-    """The costs of micro-batches of ``rows`` samples, on a rank of ``tp`` × ``cp``, whose blocks are
-    ``checkpointed`` as the config has it or not at all; take embedding and head from the latter. Found once
-    for each case.
+    """Costs of micro-batches of ``rows`` samples on a rank of ``tp`` × ``cp``, measured once per case.
 
-    Nothing is compiled, and attention is SDPA. Needs no process group, and must not be called where there is
-    one.
+    Blocks are ``checkpointed`` as configured, or not at all; embedding and head are measured without. Nothing
+    is compiled, and attention is SDPA. Must be called without a process group.
 
     Raises:
-        ConfigError: some blocks are trained and others not.
+        ConfigError: only some of the blocks are trained.
     """
-    alike = _alike(config, args, tp=tp, cp=cp, rows=rows, checkpointed=checkpointed)
-    case = alike.model_dump_json(
+    probe = _probe_config(config, args, tp=tp, cp=cp, rows=rows, checkpointed=checkpointed)
+    case = probe.model_dump_json(
         include={"model", "training", "parallelism", "activation_checkpoint", "finetune", "optimizer", "loss"}
     )
     two = replace(args, n_layers=2)
     key = f"{param_dtype} {two} {case}"
-    if key not in _KNOWN:
-        refuse_unlike_blocks(args, config.finetune)
-        _KNOWN[key] = found_costs(alike, two, ParallelDims(1, 1, 1, cp, tp), param_dtype)
-    return _KNOWN[key]
+    if key not in _CACHE:
+        check_uniform_blocks(args, config.finetune)
+        _CACHE[key] = measure_costs(probe, two, ParallelDims(1, 1, 1, cp, tp), param_dtype)
+    return _CACHE[key]
 
 
-def refuse_unlike_blocks(args: ModelArgs, options: Finetune) -> None:
-    """Refuse what is trained of some blocks and not of others: two of them would not stand for all. A
-    LLaMA-Adapter, which is small, counts as one of all blocks.
+def check_uniform_blocks(args: ModelArgs, options: Finetune) -> None:
+    """Check that the same parameters are trained in every block, so that two blocks represent all. The small
+    LLaMA-Adapter is exempt.
 
     Raises:
-        ConfigError: the message names the key.
+        ConfigError: they differ; the message names the key.
     """
     kinds: dict[str, set[str]] = {str(layer): set() for layer in range(args.n_layers)}
     for name in trained_names(all_shapes(args, options), args, options):
@@ -76,21 +74,23 @@ def refuse_unlike_blocks(args: ModelArgs, options: Finetune) -> None:
     set_by = ("freeze_first_layers", "freeze_last_layers", "trainable", "frozen")
     key = next((it for it in set_by if getattr(options, it)), "lora.target_modules")
     value = options.lora.target_modules if key.startswith("lora") else getattr(options, key)
-    rule = "trains some blocks and others not, and a step is reckoned from two blocks that are alike"
-    fix = "leave it out for a forecast in which all are trained, which takes more memory and time"
+    rule = "trains only some blocks, but a step is estimated from two equal blocks"
+    fix = "remove it for a forecast that trains all blocks, which overestimates memory and time"
     raise ConfigError(Problem(rule, fix, f"finetune.{key}", value))
 
 
 def checkpointed_blocks(options: ActivationCheckpoint, blocks: int) -> range:
-    """The places of those of the ``blocks`` of a model, or of a stage, that are checkpointed."""
+    """Indices of the checkpointed ones among the ``blocks`` of a model or stage."""
     if options.mode == "none":
         return range(0)
     by_stride = options.mode == "selective" and not options.by_operator
     return range(0, blocks, int(options.selective_ac_option) if by_stride else 1)
 
 
-def _alike(config: Config, args: ModelArgs, *, tp: int, cp: int, rows: int, checkpointed: bool) -> Config:
-    """The config of a run of one micro-batch whose pieces cost what those of ``config`` do."""
+def _probe_config(
+    config: Config, args: ModelArgs, *, tp: int, cp: int, rows: int, checkpointed: bool
+) -> Config:
+    """A config of one micro-batch whose modules have the same costs as those of ``config``."""
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
     kept: dict[str, Any] = {
         name: getattr(parallelism, name)
@@ -102,12 +102,12 @@ def _alike(config: Config, args: ModelArgs, *, tp: int, cp: int, rows: int, chec
     }
     ring = takes_ring(parallelism, device="cuda", documents=False) and cp > 1
     mode = checkpointing.mode if checkpointed else "none"
-    if mode == "memory_budget":  # which chooses by what its recomputation costs, as "op" does
+    if mode == "memory_budget":  # chooses by the cost of recomputation, like "op"
         mode, option = "selective", "op"
     else:
         option = "op" if checkpointed and checkpointing.by_operator else "1"
     sizes = {"local_batch_size": rows, "global_batch_size": rows, "steps": 1}
-    if mode != "none":  # only the blocks are asked for, and a head without chunks takes half of the time
+    if mode != "none":  # only blocks are measured, and a head without chunks takes half the time
         sizes["loss_chunk_tokens"] = 0
     return config.model_copy(
         update={

@@ -1,12 +1,12 @@
-"""``comm.mode = "fake_backend"``: a run of any size checked and described by one process without a GPU.
+"""Dry run (``comm.mode = "fake_backend"``): check and describe a run of any size in one process without a
+GPU.
 
     NGPU=16384 ./run_train.sh --comm.mode fake_backend --job.config_file FILE
 
-The preflight, then the mesh, the stages of a pipeline and what single ranks hold and send. These are the
-ranks of LOG_RANK, by default the first of each pipeline stage that differs from the others: of the ranks of a
-stage the first has the largest part, where parameters do not divide evenly. A step is taken on tensors
-without storage, which tells the most memory that it takes. Neither corpus nor checkpoint is read: where they
-are not here, or no start could use them, a note says so.
+Runs the preflight, then prints the mesh, the pipeline stages, and the state and traffic of single ranks:
+those in LOG_RANK, by default the first rank of each different pipeline stage, which has the largest shards. A
+step on tensors without storage gives the peak memory. Neither corpus nor checkpoint is read; a note reports a
+missing or unusable one.
 """
 
 from __future__ import annotations
@@ -29,56 +29,58 @@ from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.planner.work import BYTES
 from toolkit.preflight.planned_run import PlannedRun
 
-if TYPE_CHECKING:  # it imports torch, which a mistake shall not wait for
+if TYPE_CHECKING:  # these import torch, and a mistake is reported before that
     from toolkit.planner.allocations import StepMemory
-    from toolkit.planner.memory import Holding, Part
+    from toolkit.planner.memory import ParameterShard, RankState
     from toolkit.planner.traffic import Exchange
 
-_SHOWN = 3
-_OF_THIS_MACHINE = ("folders_writable", "wandb_ready", "triton_has_a_compiler")
-"""Rules about where a run writes and compiles, which a description does not."""
-_OF_MODEL = ("architecture_readable", "tokenizer_readable", "weights_readable")
-"""Rules about the files that may say what the model is."""
+_MAX_ITEMS = 3
+_MACHINE_RULES = ("folders_writable", "wandb_ready", "triton_has_a_compiler")
+"""Rules about this machine's folders and compilers, which a dry run does not use."""
+_MODEL_RULES = ("architecture_readable", "tokenizer_readable", "weights_readable")
+"""Rules about the files that may define the model."""
 
 
 def dry_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> int:
-    """Check and describe the run that ``config``, read from ``argv``, and the variables of a launch ask for.
+    """Check and describe the run of ``config``, read from ``argv``, and of the launch variables.
 
     Raises:
-        ConfigError: the run cannot be.
-        DataError: the file that says what the model is cannot be read.
+        ConfigError: the configuration is invalid.
+        DataError: the file that defines the model cannot be read.
     """
-    run = planned(config, environ, argv)
+    run = plan_run(config, environ, argv)
     config = run.config
-    preflight.raise_problems(config, world_size=run.world_size, hardware=run.hardware, only=needed(run))
+    preflight.raise_problems(
+        config, world_size=run.world_size, hardware=run.hardware, only=required_rules(run)
+    )
     if config.job.print_config:
         print(config.to_toml())
     print("dry    nothing is trained, and no corpus or checkpoint is read")
     print(preflight.describe(config, world_size=run.world_size, hardware=run.hardware))
     for problem in preflight.check(config, world_size=run.world_size, hardware=run.hardware):
-        why = one_line(f"{problem.key} = {problem.value!r}: {problem.rule}")
-        print(f"note   a start here would end: {why}")
+        reason = one_line(f"{problem.key} = {problem.value!r}: {problem.rule}")
+        print(f"note   a run started here would fail: {reason}")
     print("\n".join(_describe_mesh(run)))
     if run.stages:
         print("\n".join(_describe_stages(run)))
     from toolkit.distributed.process_group import DTYPES
     from toolkit.planner.fake_step import step_memory
-    from toolkit.planner.memory import holding
+    from toolkit.planner.memory import rank_state
     from toolkit.planner.traffic import step_traffic
 
     assert run.mesh and run.model, "the preflight found nothing wrong with the config"
-    alike = distinct(run)
+    alike = distinct_ranks(run)
     for rank in shown_ranks(environ, run.world_size, ",".join(map(str, alike))):
         options: dict[str, Any] = {"param_dtype": DTYPES[run.precision], "target": run.hardware.device}
-        found = holding(config, run.model, run.mesh, rank, param_dtype=options["param_dtype"])
+        state = rank_state(config, run.model, run.mesh, rank, param_dtype=options["param_dtype"])
         step = step_memory(config, run.model, run.mesh, rank, **options)
         sent = step_traffic(config, run.model, run.mesh, rank, **options)
-        print("\n".join(_describe_rank(run, found, step, sent, alike.get(rank, []))), flush=True)
+        print("\n".join(_describe_rank(run, state, step, sent, alike.get(rank, []))), flush=True)
     return EXIT_FINISHED
 
 
-def planned(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> PlannedRun:
-    """The run of all nodes; where their number may change, of the most that a mesh of the list has."""
+def plan_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> PlannedRun:
+    """The run on all nodes; with elastic meshes, on the largest one."""
     device = config.training.device
     ranks, (least, most) = world_size(environ, device), node_range(environ)
     if config.parallelism.elastic_meshes and least < most:
@@ -89,50 +91,50 @@ def planned(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> 
     return PlannedRun(config, ranks, target(environ, device))
 
 
-def needed(run: PlannedRun) -> list[str]:
-    """The rules that a description cannot do without: those of the config, and those about the files that say
-    what the model is, where nothing else does."""
-    found = [it.check.__name__ for it in preflight.rules_of(run) if it.error is ConfigError]
+def required_rules(run: PlannedRun) -> list[str]:
+    """Names of the rules that a dry run needs: those of the config, and those about the files that define the
+    model, if only they do."""
+    names = [it.check.__name__ for it in preflight.rules_of(run) if it.error is ConfigError]
     unknown = run.model is None or (needs_tokenizer(run.config) and run.vocabulary is None)
-    return [name for name in found if name not in _OF_THIS_MACHINE] + (list(_OF_MODEL) if unknown else [])
+    return [name for name in names if name not in _MACHINE_RULES] + (list(_MODEL_RULES) if unknown else [])
 
 
 def world_size(environ: Mapping[str, str], device: str) -> int:
-    """NGPU × NNODES as of a launch, else WORLD_SIZE as of torchrun, else what is here."""
-    here, most = detect(device).count, MAX_RANKS
+    """NGPU × NNODES as in a launch, else WORLD_SIZE as under torchrun, else the devices of this machine."""
+    local, most = detect(device).count, MAX_RANKS
     if environ.get("NGPU") or environ.get("NNODES"):
-        return whole_number(environ, "NGPU", here, 1, most) * node_range(environ)[1]
-    return whole_number(environ, "WORLD_SIZE", here, 1, most)
+        return whole_number(environ, "NGPU", local, 1, most) * node_range(environ)[1]
+    return whole_number(environ, "WORLD_SIZE", local, 1, most)
 
 
 def target(environ: Mapping[str, str], device: str) -> Hardware:
-    """Choose the hardware that the run is meant for: GPUs such as are here, or any where there is none; the
-    CPU if that is the ``device``, or if an empty CUDA_VISIBLE_DEVICES hides the GPUs."""
-    here = detect(device)
-    if device == "cpu" or here.device == "cuda" or "CUDA_VISIBLE_DEVICES" in environ:
-        return here
-    name = "GPUs, of which none is here"
-    return replace(here, device="cuda", name=name, native_bf16=True, capability=9.0)
+    """The hardware to plan for: the GPUs of this machine, or unknown ones if there are none; the CPU if that
+    is the ``device``, or if an empty CUDA_VISIBLE_DEVICES hides the GPUs."""
+    local = detect(device)
+    if device == "cpu" or local.device == "cuda" or "CUDA_VISIBLE_DEVICES" in environ:
+        return local
+    name = "GPUs, none on this machine"
+    return replace(local, device="cuda", name=name, native_bf16=True, capability=9.0)
 
 
 # The mesh
 
 
 def strides(layout: ParallelDims) -> dict[str, int]:
-    """How far apart in rank the neighbours in each dimension lie, outermost first."""
-    found, stride = {}, 1
+    """Difference in rank between neighbors in each dimension, outermost first."""
+    result, stride = {}, 1
     for name in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
-        found[name] = stride
+        result[name] = stride
         stride *= getattr(layout, name)
-    return dict(reversed(found.items()))
+    return dict(reversed(result.items()))
 
 
 def coordinates(layout: ParallelDims, rank: int) -> dict[str, int]:
-    """Where ``rank`` is in each dimension."""
+    """Coordinates of ``rank`` in each dimension."""
     return {name: rank // stride % getattr(layout, name) for name, stride in strides(layout).items()}
 
 
-def _used(layout: ParallelDims) -> dict[str, int]:
+def _used_strides(layout: ParallelDims) -> dict[str, int]:
     return {name: stride for name, stride in strides(layout).items() if getattr(layout, name) > 1}
 
 
@@ -140,17 +142,17 @@ def _describe_mesh(run: PlannedRun) -> Iterator[str]:
     assert run.mesh
     if run.world_size == 1:
         return
-    used = _used(run.mesh)
+    used = _used_strides(run.mesh)
     formula = " + ".join(name if stride == 1 else f"{stride}·{name}" for name, stride in used.items())
     yield f"\nrank = {formula}; rank 0 is with"
     for name, stride in used.items():
         size = getattr(run.mesh, name)
-        yield f"  {name:<12} {size:>5}  {_few([str(place * stride) for place in range(size)])}"
+        yield f"  {name:<12} {size:>5}  {_abbreviate([str(place * stride) for place in range(size)])}"
 
 
-def _few(items: Sequence[str]) -> str:
-    """``items``, of many the first ones and the last."""
-    return ", ".join(items if len(items) <= _SHOWN + 1 else [*items[:_SHOWN], "…", items[-1]])
+def _abbreviate(items: Sequence[str]) -> str:
+    """Join ``items``, or only the first ones and the last."""
+    return ", ".join(items if len(items) <= _MAX_ITEMS + 1 else [*items[:_MAX_ITEMS], "…", items[-1]])
 
 
 # The pipeline
@@ -162,12 +164,12 @@ def _describe_stages(run: PlannedRun) -> Iterator[str]:
     yield f"\n{'stage':>5}  {'first rank':>10}  {'parameters':>15}  modules"
     owner = {stage: place for place, stages in enumerate(run.stages.of_ranks) for stage in stages}
     for stage, modules in enumerate(run.stages.modules):
-        numbers = f"{_parameters(run, modules):,}"
-        yield f"{stage:>5}  {owner[stage] * stride:>10}  {numbers:>15}  {_modules(modules)}"
+        count = f"{_parameters(run, modules):,}"
+        yield f"{stage:>5}  {owner[stage] * stride:>10}  {count:>15}  {_module_names(modules)}"
 
 
 def _parameters(run: PlannedRun, modules: Sequence[str]) -> int:
-    """Numbers in the parameters of a stage; a tied head on another than the embedding is a copy of it."""
+    """Number of parameters of a stage; a tied head on another stage than the embedding is a copy."""
     assert run.model
     tied = run.model.tie_embeddings and "tok_embeddings" in modules
     sizes = {
@@ -179,8 +181,8 @@ def _parameters(run: PlannedRun, modules: Sequence[str]) -> int:
     return sum(sizes[name] if name in sizes else blocks[int(name.partition(".")[2])] for name in modules)
 
 
-def _modules(names: Sequence[str]) -> str:
-    """Names of modules, those of blocks with their numbers in one."""
+def _module_names(names: Sequence[str]) -> str:
+    """Join the names of modules, with all blocks in one range."""
     layers = [int(name.partition(".")[2]) for name in names if name.startswith("layers.")]
     others = [name for name in names if not name.startswith("layers.")]
     first = [name for name in others if name == "tok_embeddings"]
@@ -189,103 +191,105 @@ def _modules(names: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """0–3, 7 for 0, 1, 2, 3, 7."""
+    """Format numbers as ranges: 0–3, 7 for 0, 1, 2, 3, 7."""
     runs = [list(group) for _, group in groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0])]
     ends = [(run[0][1], run[-1][1]) for run in runs]
     return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in ends)
 
 
-def distinct(run: PlannedRun) -> dict[int, list[int]]:
-    """The first rank of each pipeline rank whose stages are unlike those before, and the ranks like it."""
+def distinct_ranks(run: PlannedRun) -> dict[int, list[int]]:
+    """Map the first rank of each kind of pipeline rank to the other pipeline ranks with equal stages."""
     if run.stages is None:
         return {0: []}
     assert run.mesh
     stride, stages = strides(run.mesh)["pp"], run.stages
-    found: dict[object, list[int]] = {}
-    for place, held in enumerate(stages.of_ranks):
+    by_kind: dict[object, list[int]] = {}
+    for place, stage_indices in enumerate(stages.of_ranks):
         kinds = tuple(
             tuple("layers" if name.startswith("layers.") else name for name in stages.modules[stage])
-            for stage in held
+            for stage in stage_indices
         )
-        found.setdefault(kinds, []).append(place * stride)
-    return {ranks[0]: ranks[1:] for ranks in found.values()}
+        by_kind.setdefault(kinds, []).append(place * stride)
+    return {ranks[0]: ranks[1:] for ranks in by_kind.values()}
 
 
 # A rank
 
 
 def _describe_rank(
-    run: PlannedRun, found: Holding, step: StepMemory, sent: Sequence[Exchange], alike: Sequence[int]
+    run: PlannedRun, found: RankState, step: StepMemory, sent: Sequence[Exchange], alike: Sequence[int]
 ) -> Iterator[str]:
     assert run.mesh
     place = coordinates(run.mesh, found.rank)
-    where = ", ".join(f"{name} {place[name]}" for name in _used(run.mesh))
+    where = ", ".join(f"{name} {place[name]}" for name in _used_strides(run.mesh))
     stages = ""
     if run.stages:
-        held = run.stages.of_ranks[place["pp"]]
-        stages = f", {'stage' if len(held) == 1 else 'stages'} {' and '.join(map(str, held))}"
+        stage_indices = run.stages.of_ranks[place["pp"]]
+        stages = (
+            f", {'stage' if len(stage_indices) == 1 else 'stages'} {' and '.join(map(str, stage_indices))}"
+        )
     yield f"\nrank {found.rank}{f' ({where})' if where else ''}{stages}"
     if alike:
-        yield f"  alike: the ranks {_few([str(rank) for rank in alike])}"
-    for name, size, said in [*_memory(run, found), *_of_step(step), *_sent(sent)]:
-        yield f"  {name:<23} {_size(size):>11}  {said}".rstrip()
-    rows = list(_rows(found.parts))
+        yield f"  same on ranks {_abbreviate([str(rank) for rank in alike])}"
+    for name, size, note in [*_state_rows(run, found), *_step_rows(step), *_traffic_rows(sent)]:
+        yield f"  {name:<23} {_size(size):>11}  {note}".rstrip()
+    rows = list(_shape_rows(found.parts))
     width = max(len(name) for name, _, _ in rows)
     for name, whole, local in rows:
         yield f"  {name:<{width}}  {whole:>15} → {local}"
 
 
-def _memory(run: PlannedRun, found: Holding) -> Iterator[tuple[str, int, str]]:
-    """Bytes held, and where."""
+def _state_rows(run: PlannedRun, found: RankState) -> Iterator[tuple[str, int, str]]:
+    """Bytes of each kind of state, and where they are stored."""
     training, options = run.config.training, run.config.parallelism
     assert run.mesh and run.batch
     where = "in CPU memory" if training.enable_cpu_offload else ""
     stored = found.parameter_bytes
-    gradients, said = found.gradient_bytes, where
+    gradients, note = found.gradient_bytes, where
     if run.config.optimizer.early_step_in_backward and run.mesh.dp_replicate == 1:
         gradients = max(unit.stored_gradients for unit in found.units) * BYTES[training.dtype]
-        said = "of one unit"
-    kept = "linear layers in NF4" if run.config.finetune.quantizes else training.dtype
-    yield "parameters", stored, ", ".join(filter(None, [kept, where]))
-    yield "gradients", gradients, said
+        note = "of one unit"
+    stored_as = "linear layers in NF4" if run.config.finetune.quantizes else training.dtype
+    yield "parameters", stored, ", ".join(filter(None, [stored_as, where]))
+    yield "gradients", gradients, note
     yield "optimizer state", found.optimizer_bytes, where
-    yield "together", stored + gradients + found.optimizer_bytes, "without activations"
+    yield "total", stored + gradients + found.optimizer_bytes, "without activations"
     dtype = run.precision
     largest = max(found.units, key=lambda unit: unit.bytes)
     pipeline = run.mesh.pp > 1
     yield "largest unit", largest.bytes, f"{largest.name}, gathered in {dtype}"
     if pipeline or reshard_after_forward(options) == "never":
-        said = "gathered, until the step ends" if pipeline else "gathered, until backward"
-        yield "all units", sum(unit.bytes for unit in found.units), said
+        note = "gathered until the end of the step" if pipeline else "gathered until backward"
+        yield "all units", sum(unit.bytes for unit in found.units), note
     if pipeline or (not options.fsdp_sync_each_batch and run.batch.accumulation > 1):
         reduced = training.mixed_precision_reduce
         whole = sum(unit.gradients for unit in found.units)
-        yield "whole gradients", whole * BYTES[reduced], f"{reduced}, until the step's last micro-batch"
+        yield "unsharded gradients", whole * BYTES[reduced], f"{reduced}, until the last micro-batch"
 
 
-def _of_step(step: StepMemory) -> Iterator[tuple[str, int, str]]:
-    """The most that a step takes, and for what."""
+def _step_rows(step: StepMemory) -> Iterator[tuple[str, int, str]]:
+    """Peak memory of a step, by purpose."""
     yield "peak of a step", step.peak, f"in {step.moment}"
     for part, size in sorted(step.parts.items(), key=lambda it: -it[1]):
         yield f"  {part}", size, ""
 
 
-def _sent(exchanges: Sequence[Exchange]) -> Iterator[tuple[str, int, str]]:
-    """Bytes that go out over each dimension in a step, without the few of the whole world."""
+def _traffic_rows(exchanges: Sequence[Exchange]) -> Iterator[tuple[str, int, str]]:
+    """Bytes sent over each dimension in a step, without the small ones over all ranks."""
     from toolkit.planner.traffic import WORLD
 
     sizes: dict[str, Counter[str]] = {}
     for exchange in exchanges:
         if exchange.dimension != WORLD:
             operation = exchange.operation.replace("_", "-")
-            sizes.setdefault(exchange.dimension, Counter())[operation] += round(exchange.sent)
+            sizes.setdefault(exchange.dimension, Counter())[operation] += round(exchange.sent_bytes)
     for dimension, by_operation in sizes.items():
         each = ", ".join(f"{_size(size)} {operation}" for operation, size in by_operation.items())
-        yield f"sent over {dimension}", by_operation.total(), f"a step: {each}"
+        yield f"sent over {dimension}", by_operation.total(), f"per step: {each}"
 
 
-def _rows(parts: Sequence[Part]) -> Iterator[tuple[str, str, str]]:
-    """Name, whole and local shape; blocks with the same shapes in one row."""
+def _shape_rows(parts: Sequence[ParameterShard]) -> Iterator[tuple[str, str, str]]:
+    """Name, full and local shape of parameters; blocks with the same shapes share a row."""
     blocks: dict[tuple[str, ...], list[int]] = {}
     for part in parts:
         layer, name = [], part.name

@@ -1,8 +1,7 @@
-"""The memory of a rank's step by arithmetic, for a search that looks at thousands of layouts.
+"""Estimate the memory of a rank's step, fast enough for a search over thousands of layouts.
 
-The pieces are those of :mod:`toolkit.planner.costs`: what a block, the embedding and the head keep and need.
-Layers, stages, shards and micro-batches in flight are counted here. A fake step of the layout is the truth
-of its finalists.
+Combines the costs of a block, the embedding and the head (:mod:`toolkit.planner.costs`) with the numbers of
+layers, stages, shards and micro-batches in flight. The best layouts are verified in a fake step.
 """
 
 from __future__ import annotations
@@ -20,16 +19,20 @@ from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.parallel.pipeline_schedules import pipeline_stages
 from toolkit.planner.costs import checkpointed_blocks, costs
 from toolkit.planner.pipeline import orders
-from toolkit.planner.work import BYTES, Costs, Piece
+from toolkit.planner.work import BYTES, Costs, ModuleCost
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Bytes of parameters, gradients and optimizer state for each number that a block and the ends store, and
-    of one whole block and both ends."""
+class StateBytes:
+    """Bytes of (parameters, gradients, optimizer state).
+
+    Attributes:
+        block, ends: per element of a block, and of embedding and head.
+        whole_block, whole_ends: of one unsharded block, and of embedding and head.
+    """
 
     block: tuple[float, ...]
     ends: tuple[float, ...]
@@ -39,7 +42,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of the fullest ``rank`` of a pipeline, by what they are for."""
+    """Bytes of the pipeline ``rank`` with the highest memory, by purpose."""
 
     rank: int
     parts: dict[str, float]
@@ -49,59 +52,65 @@ class Estimate:
         return sum(self.parts.values())
 
 
-def stored_bytes(config: Config, args: ModelArgs, param_dtype: torch.dtype) -> Stored:
-    """Find them in models of one and of two blocks on one rank, whatever optimizer, adapter or dtype."""
-    from toolkit.planner.memory import holding
+def state_bytes(config: Config, args: ModelArgs, param_dtype: torch.dtype) -> StateBytes:
+    """Measure the state of models with one and two blocks on one rank, for any optimizer, adapter or
+    dtype."""
+    from toolkit.planner.memory import rank_state
 
     training = config.training.model_copy(
         update={"local_batch_size": 1, "global_batch_size": 1, "enable_cpu_offload": False}
     )
     alone = config.model_copy(update={"parallelism": Parallelism(), "training": training})
     one_rank = ParallelDims(1, 1, 1, 1, 1)
-    found = []
+    measured = []
     for layers in (1, 2):
-        held = holding(alone, replace(args, n_layers=layers), one_rank, 0, param_dtype=param_dtype)
-        numbers = sum(math.prod(part.whole) for part in held.parts)
-        sizes = (held.parameter_bytes, held.gradient_bytes, held.optimizer_bytes)
-        found.append((numbers, sizes))
-    (one, sizes_1), (two, sizes_2) = found
+        state = rank_state(alone, replace(args, n_layers=layers), one_rank, 0, param_dtype=param_dtype)
+        elements = sum(math.prod(part.whole) for part in state.parts)
+        measured.append((elements, (state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes)))
+    (one, sizes_1), (two, sizes_2) = measured
     block = two - one
     grown = tuple(after - before for before, after in zip(sizes_1, sizes_2, strict=True))
     rest = tuple(before - more for before, more in zip(sizes_1, grown, strict=True))
     of_block, of_ends = (
-        tuple(size / numbers for size in sizes) for sizes, numbers in ((grown, block), (rest, one - block))
+        tuple(size / elements for size in sizes) for sizes, elements in ((grown, block), (rest, one - block))
     )
-    return Stored(of_block, of_ends, grown, rest)
+    return StateBytes(of_block, of_ends, grown, rest)
 
 
 def estimate(
     config: Config,
     args: ModelArgs,
     layout: ParallelDims,
-    stored: Stored,
+    stored: StateBytes,
     param_dtype: torch.dtype,
     *,
     whole: bool = False,
     rank: int | None = None,
 ) -> Estimate:
-    """Estimate the memory of a ``rank`` of the pipeline, by default the fullest, to about a twentieth. The
-    run has passed the preflight. Pieces of ``whole`` sequences take no less than cp's shards of them."""
+    """Estimate the memory of a ``rank`` of the pipeline, by default the one with the most, to about 5%.
+
+    The run has passed the preflight. ``whole`` ignores cp's sharding of sequences, which gives an upper
+    bound.
+    """
     rows, _ = samples(config, layout)
     cp = 1 if whole else layout.cp
-    plain, again = (
+    plain, recomputed = (
         costs(config, args, tp=layout.tp, cp=cp, rows=rows, checkpointed=mode, param_dtype=param_dtype)
         for mode in (False, config.activation_checkpoint.mode != "none")
     )
-    # Most in flight, most blocks, the head.
+    # The rank with most micro-batches in flight, with most blocks, and with the head.
     ranks = {0, min(1, layout.pp - 1), layout.pp - 1} if rank is None else {rank}
     return max(
-        (_of_rank(config, args, layout, stored, plain, again, each, param_dtype.itemsize) for each in ranks),
-        key=lambda found: found.bytes,
+        (
+            _estimate_rank(config, args, layout, stored, plain, recomputed, each, param_dtype.itemsize)
+            for each in ranks
+        ),
+        key=lambda it: it.bytes,
     )
 
 
 def samples(config: Config, layout: ParallelDims) -> tuple[int, int]:
-    """Samples of a micro-batch of a rank, and its micro-batches of a step."""
+    """Samples per micro-batch on a rank, and its micro-batches per step."""
     rows = config.training.global_batch_size // layout.dp
     if layout.pp > 1:
         size = config.parallelism.pipeline_parallel_microbatch_size
@@ -112,7 +121,7 @@ def samples(config: Config, layout: ParallelDims) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def in_flight(schedule: str, pp: int, rank: int, stages: int, micro_batches: int) -> int:
-    """The most forwards of a stage whose backward has not been, on a ``rank`` of the pipeline."""
+    """Peak number of forwards without their backward on a ``rank`` of the pipeline."""
     alive = most = 0
     for kind, _, _ in orders(schedule, pp, stages, micro_batches)[rank]:
         alive += (kind == "F") - (kind in ("B", "W"))
@@ -120,13 +129,13 @@ def in_flight(schedule: str, pp: int, rank: int, stages: int, micro_batches: int
     return most
 
 
-def _of_rank(
+def _estimate_rank(
     config: Config,
     args: ModelArgs,
     layout: ParallelDims,
-    stored: Stored,
+    stored: StateBytes,
     plain: Costs,
-    again: Costs,
+    recomputed: Costs,
     rank: int,
     itemsize: int,
 ) -> Estimate:
@@ -134,80 +143,82 @@ def _of_rank(
     rows, micro_batches = samples(config, layout)
     if layout.pp > 1:
         stages = pipeline_stages(options, args.n_layers)
-        held = [name for stage in stages.of_ranks[rank] for name in stages.modules[stage]]
+        module_names = [name for stage in stages.of_ranks[rank] for name in stages.modules[stage]]
         count, each = len(stages.modules), len(stages.of_ranks[rank])
         alive = in_flight(options.pipeline_parallel_schedule, layout.pp, rank, count, micro_batches) / each
-        received = micro_batches * (2 * each - ("tok_embeddings" in held) - ("output" in held))
+        received = micro_batches * (
+            2 * each - ("tok_embeddings" in module_names) - ("output" in module_names)
+        )
     else:
-        held = ["tok_embeddings", *(f"layers.{index}" for index in range(args.n_layers)), "output"]
+        module_names = ["tok_embeddings", *(f"layers.{index}" for index in range(args.n_layers)), "output"]
         alive, received = 1.0, 0
-    blocks = sum(name.startswith("layers.") for name in held)
+    blocks = sum(name.startswith("layers.") for name in module_names)
     embedding, head = plain.embedding, plain.head
-    if args.tie_embeddings and layout.pp > 1:  # the last stage has a copy of its own
-        table = {name: getattr(embedding, name) for name in ("numbers", "trained", "gathered_bytes")}
+    if args.tie_embeddings and layout.pp > 1:  # the last stage has a copy
+        table = {name: getattr(embedding, name) for name in ("elements", "trained", "gathered_bytes")}
         head = replace(head, **table)
-    ends = [it for name, it in (("tok_embeddings", embedding), ("output", head)) if name in held]
+    ends = [it for name, it in (("tok_embeddings", embedding), ("output", head)) if name in module_names]
     parameters, gradients, state = (
-        (of_block * blocks * plain.block.numbers + of_ends * sum(piece.numbers for piece in ends))
+        (of_block * blocks * plain.block.elements + of_ends * sum(it.elements for it in ends))
         / (layout.dp_shard * layout.cp)
         for of_block, of_ends in zip(stored.block, stored.ends, strict=True)
     )
     if training.enable_cpu_offload:
         parameters = gradients = state = 0.0
     checkpointed = len(checkpointed_blocks(config.activation_checkpoint, blocks))
-    kept_by_head = head.saved_bytes if head in ends else 0
-    heads = alive if alive == micro_batches else 1.0  # else the last stage's backward is at once
+    saved_by_head = head.saved_bytes if head in ends else 0
+    heads = alive if alive == micro_batches else 1.0  # else the last stage runs backward right after forward
     hidden = rows * training.seq_len * args.dim * itemsize / (layout.tp * layout.cp)
-    saved = heads * kept_by_head + alive * (
-        checkpointed * again.block.saved_bytes
+    saved = heads * saved_by_head + alive * (
+        checkpointed * recomputed.block.saved_bytes
         + (blocks - checkpointed) * plain.block.saved_bytes
         + (embedding.saved_bytes if embedding in ends else 0)
         + (hidden if layout.pp > 1 else 0)
     )
-    if config.activation_checkpoint.enable_activation_offloading:  # all inputs but that of the block at work
+    if config.activation_checkpoint.enable_activation_offloading:  # all inputs but that of the current block
         saved -= hidden * max(0, alive * checkpointed - 1)
-    before = saved - kept_by_head  # and after the head's own backward
-    block = again.block if checkpointed else plain.block
+    without_head = saved - saved_by_head  # before the head's forward and after its backward
+    block = recomputed.block if checkpointed else plain.block
     every = [block] * blocks + ends
     whole = layout.pp > 1 or (not options.fsdp_sync_each_batch and micro_batches > 1)
-    kept = reshard_after_forward(options) == "never"
+    stays_gathered = reshard_after_forward(options) == "never"
     root = float(embedding.gathered_bytes) if args.tie_embeddings and layout.pp == 1 else 0.0
-    number = BYTES[training.mixed_precision_reduce]
-    waiting = float(number * sum(it.trained for it in every)) if whole else 0.0
+    reduce_bytes = BYTES[training.mixed_precision_reduce]
+    unreduced = float(reduce_bytes * sum(it.trained for it in every)) if whole else 0.0
 
     def moment(
         work: float,
         *,
-        near: Sequence[Piece] = (),
+        near: Sequence[ModuleCost] = (),
         summed: int = 0,
         activations: float = saved,
         end: bool = False,
     ) -> dict[str, float]:
-        """Count what lives while ``near`` are gathered and gradients of so many numbers ``summed``."""
+        """Memory while ``near`` are gathered and the gradients of ``summed`` elements are reduced."""
         of_step = micro_batches > 1 and not whole
         early = config.optimizer.early_step_in_backward and layout.dp_replicate == 1
-        gathered = sum(it.gathered_bytes for it in (every if kept else near))
+        gathered = sum(it.gathered_bytes for it in (every if stays_gathered else near))
         return {
             "parameters": parameters,
             "gradients": gradients if of_step or (end and not whole and not early) else 0.0,
             "optimizer state": state,
             "activations": activations,
             "received": hidden * received,
-            "gathered parameters": gathered if kept else gathered + root,
-            "reductions": waiting or number * summed * (1 + 1 / (layout.dp_shard * layout.cp)),
+            "gathered parameters": gathered if stays_gathered else gathered + root,
+            "reductions": unreduced or reduce_bytes * summed * (1 + 1 / (layout.dp_shard * layout.cp)),
             "work of backward": float(work),
         }
 
     following = max(block.trained, head.trained if head in ends else 0)
     moments = [
-        moment(block.backward_bytes, near=[block, block], summed=following, activations=before),
+        moment(block.backward_bytes, near=[block, block], summed=following, activations=without_head),
         moment(embedding.backward_bytes, summed=embedding.trained, activations=0.0, end=True),
     ]
     if head in ends:
-        moments.append(moment(head.forward_bytes, near=[head, block], activations=before))
+        moments.append(moment(head.forward_bytes, near=[head, block], activations=without_head))
         moments.append(moment(head.backward_bytes, near=[head, block]))
         work = 0.0 if whole else head.gathered_bytes
-        moments.append(moment(work, near=[block], summed=head.trained, activations=before))
+        moments.append(moment(work, near=[block], summed=head.trained, activations=without_head))
     return Estimate(rank, max(moments, key=lambda parts: sum(parts.values())))
 
 
@@ -216,24 +227,24 @@ def fake_peak(
     args: ModelArgs,
     layout: ParallelDims,
     memory: Estimate,
-    stored: Stored,
+    stored: StateBytes,
     param_dtype: torch.dtype,
 ) -> float:
-    """The peak of the step of the rank that ``memory`` is of, run on tensors without storage. Of a deep model
-    it is run with few blocks, and the others add what the estimate gives them."""
+    """Peak memory of a step on the rank of ``memory``, in a fake step. A deep model runs with few blocks, and
+    the estimate is added for the others."""
     from toolkit.planner.fake_step import step_memory
 
     few, layers = _shallow(config, args.n_layers)
     less = replace(args, n_layers=layers)
     rank = memory.rank * (layout.world_size // layout.pp)
-    found = step_memory(few, less, layout, rank, param_dtype=param_dtype, target="cuda")
+    step = step_memory(few, less, layout, rank, param_dtype=param_dtype, target="cuda")
     rest = memory.bytes - estimate(few, less, layout, stored, param_dtype, rank=memory.rank).bytes
-    # With one micro-batch gradients grow as activations go, and what is more at the end may be less here.
-    return max(found.peak + rest, memory.bytes if samples(config, layout)[1] == 1 else 0.0)
+    # With one micro-batch the peak may move from activations to gradients as blocks are added.
+    return max(step.peak + rest, memory.bytes if samples(config, layout)[1] == 1 else 0.0)
 
 
 def _shallow(config: Config, n_layers: int) -> tuple[Config, int]:
-    """The config with few blocks on a rank, and the layers of the model for it."""
+    """The config with few blocks per rank, and the number of layers for it."""
     options, checkpointing = config.parallelism, config.activation_checkpoint
     if options.pipeline_parallel_degree == 1:
         by_stride = checkpointing.mode == "selective" and not checkpointing.by_operator

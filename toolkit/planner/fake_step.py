@@ -1,5 +1,5 @@
-"""One step of one rank that computes nothing: the model, the schedule and the optimizer of the run itself, on
-tensors that have shapes and no storage, in a world whose other ranks do not exist.
+"""Run one step of one rank on fake tensors: the run's own model, schedule and optimizer, without storage and
+without other ranks.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from toolkit import fused, loss
+from toolkit import fused
 from toolkit.build import build_model
 from toolkit.compat import (
     FakeTensor,
@@ -26,31 +25,31 @@ from toolkit.compat import (
 )
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, batch_shape
+from toolkit.hardware import simulate
 from toolkit.models.common.args import ModelArgs
-from toolkit.optim import grad_clip
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
-from toolkit.parallel import activation_offload, fsdp
+from toolkit.parallel.activation_offload import HostCopy, OffloadedInput
 from toolkit.parallel.dims import ParallelDims, takes_ring
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch
 from toolkit.parallel.pipeline_parallel import Pipeline
-from toolkit.planner.allocations import StepMemory, watched
-from toolkit.planner.memory import pretended
+from toolkit.planner.allocations import StepMemory, track_memory
+from toolkit.planner.memory import fake_world
 from toolkit.train_step import TrainStep
 
-_PLAIN = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_KEEP_ALL = ("GPipe", "LoopedBFS")
-"""Schedules whose backwards begin when all forwards have ended."""
-_ON_THE_HOST = ("parameters", "gradients", "optimizer state", "work of the update")
-"""Parts that ``training.enable_cpu_offload`` keeps in CPU memory."""
+_SCALAR_TYPES = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_ALL_FORWARDS_FIRST = ("GPipe", "LoopedBFS")
+"""Schedules that run all forwards before the first backward."""
+_OFFLOADED = ("parameters", "gradients", "optimizer state", "work of the update")
+"""Parts that ``training.enable_cpu_offload`` stores in CPU memory."""
 
 
 @dataclass(frozen=True)
 class FakeRun:
-    """A rank before a step; ``state`` has the optimizer's tensors. ``passes`` are the step's forwards and
-    backwards alone."""
+    """A rank before a step. ``state`` contains the optimizer's tensors; ``passes`` runs only the forwards and
+    backwards of the ``step``."""
 
     model_parts: ModelParts
     optimizer: Optimizer
@@ -59,8 +58,8 @@ class FakeRun:
     passes: Callable[[], Any]
 
 
-class _OnTheHost(activation_offload.HostCopy):
-    """Takes none of the device's memory, and so none here."""
+class _FakeHostCopy(HostCopy):
+    """An offloaded tensor, which takes no device memory."""
 
     def __init__(self, tensor: Tensor):
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
@@ -71,13 +70,13 @@ class _OnTheHost(activation_offload.HostCopy):
             self.coming = torch.empty(self.shape, dtype=self.dtype)
 
 
-class _Shapes(FakeTensorMode):
-    """Tensors without storage, whose operations are remembered by the shapes that they are given.
+class _CachedFakeMode(FakeTensorMode):
+    """Fake tensor mode with a cache of operations by the shapes of their inputs.
 
-    Torch's own memory of them takes three times as long, which is most of a fake step's time.
+    torch's own cache is three times slower and would take most of a fake step's time.
     """
 
-    _known: ClassVar[dict[Any, Any]] = {}
+    _cache: ClassVar[dict[Any, Any]] = {}
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -88,65 +87,65 @@ class _Shapes(FakeTensorMode):
             return args[0].fake_device
         if func is local_scalar.default and type(args[0]) is FakeTensor:
             return 1.0 if args[0].is_floating_point() else 1
-        given: list[FakeTensor] = []
+        inputs: list[FakeTensor] = []
         try:
-            key = (func, _described(args, given), _described(tuple((kwargs or {}).items()), given))
-            made = self._known.get(key)
-        except TypeError:  # what a key cannot stand for
-            return self._unknown(func, types, args, kwargs or {})
-        if made is None:
+            key = (func, _cache_key(args, inputs), _cache_key(tuple((kwargs or {}).items()), inputs))
+            cached = self._cache.get(key)
+        except TypeError:  # an argument without a key
+            return self._dispatch_uncached(func, types, args, kwargs or {})
+        if cached is None:
             result = super().dispatch(func, types, args, kwargs)
-            if (recipe := _recipe(result, given)) is not None:
-                self._known[key] = (type(result), recipe)
+            if (recipe := _recipe(result, inputs)) is not None:
+                self._cache[key] = (type(result), recipe)
             return result
-        kind, recipe = made
-        outputs = [self._make(each, given) for each in recipe]
+        kind, recipe = cached
+        outputs = [self._rebuild(each, inputs) for each in recipe]
         return kind(outputs) if kind in (list, tuple) else outputs[0]
 
-    def _unknown(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _dispatch_uncached(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         tensors = [it for it in tree_iter((args, kwargs)) if isinstance(it, Tensor)]
         if tensors and not any(isinstance(it, FakeTensor) or it.is_meta for it in tensors):
             return func(*args, **kwargs)
         return super().dispatch(func, types, args, kwargs)
 
-    def _make(self, recipe: Any, given: list[FakeTensor]) -> Any:
+    def _rebuild(self, recipe: Any, inputs: list[FakeTensor]) -> Any:
         if recipe is None:
             return None
         source, view, dtype, device = recipe
         if view is None:
-            return given[source]
+            return inputs[source]
         shape, stride, offset = view
         if source is None:
-            made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         else:
-            made = torch.empty(0, dtype=dtype, device="meta")
-            made.set_(given[source].untyped_storage(), offset, shape, stride)
-        return FakeTensor(self, made, device)
+            tensor = torch.empty(0, dtype=dtype, device="meta")
+            tensor.set_(inputs[source].untyped_storage(), offset, shape, stride)
+        return FakeTensor(self, tensor, device)
 
 
-def _described(value: Any, given: list[FakeTensor]) -> Any:
-    """A key for an argument, whose tensors join those that are ``given``.
+def _cache_key(value: Any, inputs: list[FakeTensor]) -> Any:
+    """A cache key for an argument, whose tensors are appended to ``inputs``.
 
     Raises:
-        TypeError: it is none of what a key can stand for.
+        TypeError: the argument has no key.
     """
     kind = type(value)
     if kind is FakeTensor:
         if value.constant is not None or value.is_complex():
             raise TypeError
-        given.append(value)
+        inputs.append(value)
         return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
     if kind in (tuple, list):
-        return tuple([_described(it, given) for it in value])
-    if value is None or kind in _PLAIN:
+        return tuple([_cache_key(it, inputs) for it in value])
+    if value is None or kind in _SCALAR_TYPES:
         return kind, value
     raise TypeError
 
 
-def _recipe(result: Any, given: list[FakeTensor]) -> Any:
-    """How to make a result again: of each tensor the given one that it is or is a view of, or none; and what
-    it looks like."""
-    storages = {id(it.untyped_storage()): place for place, it in enumerate(given)}
+def _recipe(result: Any, inputs: list[FakeTensor]) -> Any:
+    """How to rebuild a result: for each tensor the index of the input that it is or views, or None, and its
+    metadata; None if it cannot be rebuilt."""
+    storages = {id(it.untyped_storage()): place for place, it in enumerate(inputs)}
     found: list[Any] = []
     for each in result if type(result) in (tuple, list) else [result]:
         if each is None:
@@ -154,7 +153,7 @@ def _recipe(result: Any, given: list[FakeTensor]) -> Any:
             continue
         if type(each) is not FakeTensor or each.constant is not None or each.is_complex():
             return None
-        same = [place for place, it in enumerate(given) if it is each]
+        same = [place for place, it in enumerate(inputs) if it is each]
         if same:
             found.append((same[0], None, None, None))
             continue
@@ -173,11 +172,6 @@ def _recipe(result: Any, given: list[FakeTensor]) -> Any:
     return found
 
 
-def _norm(gradient: Tensor, _: Tensor) -> Tensor:
-    """The norm in one operation: by pieces, as on a CPU, it takes half of a fake step's time."""
-    return torch.linalg.vector_norm(gradient.flatten(), dtype=torch.float64)
-
-
 @contextmanager
 def fake_run(
     config: Config,
@@ -189,35 +183,34 @@ def fake_run(
     target: str = "cpu",
     count: int | None = None,
 ) -> Iterator[FakeRun]:
-    """Build ``rank`` of a run that passed the preflight, on the device ``target``, whose step has ``count``
-    micro-batches, by default as many as its memory asks for.
+    """Build ``rank`` of a run that passed the preflight for the device type ``target``.
 
-    Nothing is compiled, FSDP's collectives have buffers of their own, and attention is one that a CPU has and
-    that keeps as much. Needs no process group, and must not be called where there is one.
+    Its step has ``count`` micro-batches, by default enough for the peak memory of all. Nothing is compiled,
+    FSDP's collectives have separate buffers, and attention is a CPU implementation that saves the same
+    tensors. Must be called without a process group.
     """
-    config = _simplified(config, target, cp=layout.cp)
+    config = _simplify(config, target, cp=layout.cp)
     device = torch.device("cpu")
     batch = _batch(config, layout)
-    with pretended(rank, layout.world_size), ExitStack() as stack:
-        if target in loss.CHUNK_LOGITS:
-            stack.enter_context(mock.patch.dict(loss.CHUNK_LOGITS, cpu=loss.CHUNK_LOGITS[target]))
-        stack.enter_context(mock.patch.object(grad_clip, "_norm_by_pieces", _norm))
-        stack.enter_context(mock.patch.object(activation_offload, "HostCopy", _OnTheHost))
-        stack.enter_context(mock.patch.object(fsdp, "SKIPPING", ("cpu",) if target == "cuda" else ()))
+    with fake_world(rank, layout.world_size), ExitStack() as stack:
+        stack.enter_context(simulate(target))
         mesh = build_mesh(device, **asdict(layout))
         model_parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
         if target == "cuda":
-            # The loss stays in pieces, whose temporary memory a fused one does not take.
+            # The chunked loss counts its temporary memory, which the fused one does not use.
             parts = set(config.training.fused_parts) - {"loss"}
             stack.callback(fused.enable, fused.enable(parts))
-        stack.enter_context(_Shapes())
+        stack.enter_context(_CachedFakeMode())
         for model in model_parts.models:
             model.to_empty(device=device)
+            for module in model.modules():
+                if isinstance(module, OffloadedInput):
+                    module.host_copy = _FakeHostCopy
         if model_parts.connect:
             model_parts.connect()
-        named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
-        with unset_fake_temporarily():  # which reckons with real numbers, such as offsets
-            optimizer = build_optimizer(named, config)
+        parameters = [*model_parts.named_parameters(), *model_parts.tied_copies()]
+        with unset_fake_temporarily():  # it computes with real values, such as offsets
+            optimizer = build_optimizer(parameters, config)
         step = TrainStep(
             model_parts,
             optimizer,
@@ -229,7 +222,7 @@ def fake_run(
         yield FakeRun(
             model_parts,
             optimizer,
-            list(optimizer_tensors(named, optimizer).values()),
+            list(optimizer_tensors(parameters, optimizer).values()),
             lambda: step(batches(), learning_rate=1e-3),
             lambda: model_parts.backward(
                 [model_parts.prepare(each, device) for each in batches()], torch.ones((), dtype=torch.float64)
@@ -246,19 +239,21 @@ def step_memory(
     param_dtype: torch.dtype,
     target: str = "cpu",
 ) -> StepMemory:
-    """Find what a step takes of ``rank``'s memory, as :func:`fake_run` has it. A row is one document: where
-    it has many, attention on a CPU takes less."""
+    """Measure the memory of a step of ``rank`` in a :func:`fake_run`. A row is one document; with several,
+    attention on a CPU takes less."""
     with (
         fake_run(config, args, layout, rank, param_dtype=param_dtype, target=target) as run,
-        watched(run.model_parts.models, run.optimizer, run.state) as found,
+        track_memory(run.model_parts.models, run.optimizer, run.state) as summarize,
     ):
         run.step()
-        memory = found(_ON_THE_HOST if config.training.enable_cpu_offload else ())
-        return memory.beside("buffers of transfers", _not_received(config, layout, run.model_parts))
+        memory = summarize(_OFFLOADED if config.training.enable_cpu_offload else ())
+        return memory.with_part(
+            "buffers of transfers", _unused_receive_buffers(config, layout, run.model_parts)
+        )
 
 
-def _not_received(config: Config, layout: ParallelDims, model_parts: ModelParts) -> int:
-    """Bytes that a pipeline keeps ready for the transfers of those micro-batches that were left out."""
+def _unused_receive_buffers(config: Config, layout: ParallelDims, model_parts: ModelParts) -> int:
+    """Bytes of a pipeline's receive buffers for the micro-batches that the fake step omits."""
     if not isinstance(model_parts, Pipeline):
         return 0
     batch = _batch(config, layout)
@@ -269,9 +264,9 @@ def _not_received(config: Config, layout: ParallelDims, model_parts: ModelParts)
     return left * (2 * len(model_parts.stages) - ends) * hidden.nbytes
 
 
-def _simplified(config: Config, target: str, *, cp: int) -> Config:
+def _simplify(config: Config, target: str, *, cp: int) -> Config:
     attention = config.model.attention
-    if target == "cuda" and attention != "sdpa":  # which takes masks of parts of sequences
+    if target == "cuda" and attention != "sdpa":  # which accepts masks for parts of sequences
         attention = "blockwise" if cp > 1 else "sdpa"
     parallelism = config.parallelism
     if not takes_ring(config.parallelism, device=target, documents=config.data.document_mask):
@@ -290,12 +285,12 @@ def _batch(config: Config, layout: ParallelDims) -> BatchShape:
     batch = batch_shape(
         global_batch_size=training.global_batch_size, local_batch_size=training.local_batch_size, dp=layout.dp
     )
-    assert batch, "the preflight found that the batch divides"
+    assert batch, "the preflight checks that the batch divides"
     return batch
 
 
 def micro_batches(config: Config, layout: ParallelDims) -> int:
-    """Micro-batches of a rank's step."""
+    """Micro-batches per step on a rank."""
     batch = _batch(config, layout)
     if layout.pp == 1:
         return batch.accumulation
@@ -303,18 +298,18 @@ def micro_batches(config: Config, layout: ParallelDims) -> int:
 
 
 def _count(config: Config, batch: BatchShape, pp: int) -> int:
-    """The micro-batches of the fake step. Of many, so many that memory is that of all: the first, the last
-    and one between; in a pipeline two for each rank, where its schedule does not keep all of them."""
+    """Micro-batches of the fake step, as few as have the peak memory of all: the first, the last and one
+    between; in a pipeline two per rank, unless its schedule runs all forwards first."""
     if pp == 1:
         return min(batch.accumulation, 3)
     options = config.parallelism
     count = batch.local * batch.accumulation // options.pipeline_parallel_microbatch_size
-    keeps = options.pipeline_parallel_schedule in _KEEP_ALL or options.pipeline_parallel_schedule_csv
-    return count if keeps else min(count, 2 * pp)
+    all_alive = options.pipeline_parallel_schedule in _ALL_FORWARDS_FIRST
+    return count if all_alive or options.pipeline_parallel_schedule_csv else min(count, 2 * pp)
 
 
 def _batches(config: Config, batch: BatchShape, pp: int, count: int) -> list[MicroBatch]:
-    """The micro-batches of the fake step, of documents where pairs are compared."""
+    """Micro-batches of the fake step; DPO's have document indices."""
     rows = config.parallelism.pipeline_parallel_microbatch_size if pp > 1 else batch.local
     shape = (rows, config.training.seq_len)
     pairs = config.finetune.objective == "dpo"

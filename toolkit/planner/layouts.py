@@ -1,15 +1,13 @@
-"""The layouts that a search looks at, as settings of a config.
+"""Enumerate the layouts of a search, as settings of a config.
 
-The degrees of the mesh are varied, the micro-batch, activation checkpointing, a pipeline's schedule, and
-whether parameters stay gathered. Global batch and length of a sample are the config's. Some layouts are left
-out, and counted with the reason:
+Mesh degrees, micro-batch size, activation checkpointing, pipeline schedule and resharding vary; global batch
+and sequence length are the config's. Some layouts are skipped and counted with the reason:
 
-- tp divides a node, for it sends four times a block and is waited for;
-- cp is as small as can be, for ranks of dp do the same work and send less: it grows where the batch has not a
-  sequence for each rank, and where one sequence does not fit;
-- replicas are of whole nodes, or there is nothing but replicas;
-- GPipe and LoopedBFS stand in where a step has too few micro-batches for 1F1B, else they keep more and wait
-  as long; zero-bubble schedules go with no checkpointing, whose blocks they would compute once a weight.
+- tp stays within a node: it communicates four times per block, without overlap; - cp is minimal, because dp
+ranks do the same work with less communication: it grows only if the batch has fewer sequences than ranks, or
+if a sequence does not fit; - replicas consist of whole nodes, unless all of dp is replicas; - GPipe and
+LoopedBFS are used only if there are too few micro-batches for 1F1B, which has the same bubble and less
+memory; zero-bubble schedules run without checkpointing, because they would recompute a block for each weight.
 """
 
 from __future__ import annotations
@@ -24,22 +22,22 @@ from toolkit.parallel.dims import ParallelDims, degrees
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _TOKENS = 16384
-"""Tokens of a micro-batch beyond which products are as fast as they get, and activations only grow."""
+"""Tokens per micro-batch beyond which GEMMs get no faster and only activations grow."""
 _SPLIT = ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
 _P = "parallelism."
 _SCHEDULE = f"{_P}pipeline_parallel_schedule"
 SIZES = (f"{_P}pipeline_parallel_microbatch_size", "training.local_batch_size")
-"""Keys of the micro-batch."""
-_UNSAID: dict[str, Any] = {
+"""Keys of the micro-batch size."""
+_RESET: dict[str, Any] = {
     f"{_P}sharding_strategy": None,
     f"{_P}module_fqns_per_model_part": None,
     f"{_P}pipeline_parallel_schedule_csv": "",
 }
-"""Keys that would say otherwise."""
+"""Keys reset because they would override the layout."""
 
 
 def fixed_batch(config: Config, world: int) -> Config:
-    """``config`` with the global batch that it has on ``world`` ranks, where it leaves that to the mesh."""
+    """Set the global batch that ``config`` has on ``world`` ranks, if it depends on the mesh."""
     training = config.training
     if training.global_batch_size != -1:
         return config
@@ -48,29 +46,32 @@ def fixed_batch(config: Config, world: int) -> Config:
     return with_settings(config, {"training.global_batch_size": total})
 
 
-def settings_of(
+def layout_settings(
     config: Config,
     args: ModelArgs,
     mesh: ParallelDims,
     node: int,
-    held: float,
-    room: float,
-    lose: Callable[[str, int], object],
+    sharded: float,
+    capacity: float,
+    reject: Callable[[str, int], object],
 ) -> Iterator[dict[str, Any]]:
-    """The settings of a layout but for checkpointing, where ``mesh`` says all but the replicas. ``held`` are
-    the bytes that ranks of dp_shard divide, of which ``room`` is there; ``lose`` counts what is left out."""
+    """Settings of all layouts of ``mesh``, which defines all but the replicas, without checkpointing.
+
+    ``sharded`` are the bytes that dp_shard's ranks share, of which each has ``capacity``; ``reject`` counts
+    skipped layouts.
+    """
     rows = config.training.global_batch_size // mesh.dp
     length = config.training.seq_len
     sizes = [it for it in _MICRO_BATCHES if rows % it == 0 and (it == 1 or it * length <= _TOKENS)]
     for replicate in divisors(mesh.dp):
         sharding = mesh.dp // replicate * mesh.cp
         if replicate not in (1, mesh.dp) and sharding * mesh.tp % node:
-            lose("replicas", 1)
+            reject("replicas", 1)
             continue
-        if held / (mesh.dp // replicate) > room:
-            lose("fit", 1)
+        if sharded / (mesh.dp // replicate) > capacity:
+            reject("fit", 1)
             break
-        degree = _UNSAID | {
+        degree = _RESET | {
             "training.global_batch_size": config.training.global_batch_size,
             f"{_P}tensor_parallel_degree": mesh.tp,
             f"{_P}context_parallel_degree": mesh.cp,
@@ -85,27 +86,27 @@ def settings_of(
                 if mesh.pp == 1:
                     yield of_mesh | {"training.local_batch_size": size}
                     continue
-                for schedule in _schedules(config, args, mesh.pp, rows // size, lose):
+                for schedule in _schedules(config, args, mesh.pp, rows // size, reject):
                     if reshard == "always" and schedule[_SCHEDULE] in _SPLIT:
-                        continue  # which need what they have gathered
+                        continue  # these schedules need gathered parameters
                     yield of_mesh | schedule | {f"{_P}pipeline_parallel_microbatch_size": size}
 
 
 def _schedules(
-    config: Config, args: ModelArgs, pp: int, micro_batches: int, lose: Callable[[str, int], object]
+    config: Config, args: ModelArgs, pp: int, micro_batches: int, reject: Callable[[str, int], object]
 ) -> Iterator[dict[str, Any]]:
-    """Schedules by name, and those of several stages a rank with as many as there may be."""
+    """Settings of the schedules; interleaved ones with every possible number of stages per rank."""
     ends = config.parallelism.pipeline_parallel_first_stage_less_layers
     ends += config.parallelism.pipeline_parallel_last_stage_less_layers
     layers = args.n_layers + ends
     key = f"{_P}pipeline_parallel_layers_per_stage"
     few = micro_batches < pp
     if pp > layers:
-        lose("stages", 1)
+        reject("stages", 1)
         return
     yield {_SCHEDULE: "GPipe" if few else "1F1B", key: None}
     if 2 * pp > layers:
-        lose("stages", 1)
+        reject("stages", 1)
         return
     for each in (2, 4, 8):
         if layers % (pp * each) == 0 or each == 2:
@@ -114,13 +115,13 @@ def _schedules(
     if few:
         yield {_SCHEDULE: "LoopedBFS", key: None}
     else:
-        lose("forwards first", 2)
+        reject("forwards first", 2)
     for name in _SPLIT:
         yield {_SCHEDULE: name, key: None}
 
 
-def checkpointing_of(config: Config) -> list[dict[str, Any]]:
-    """The modes that are tried, from what keeps least, the config's own stride among them."""
+def checkpointing_settings(config: Config) -> list[dict[str, Any]]:
+    """Modes of activation checkpointing to try, from least to most memory, with the config's own stride."""
     mode, option = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
     none: dict[str, Any] = {mode: "none"}
     if config.parallelism.pipeline_parallel_degree > 1 and (
@@ -128,14 +129,14 @@ def checkpointing_of(config: Config) -> list[dict[str, Any]]:
     ):
         return [none]
     tried = [{mode: "full"}, {mode: "selective", option: "op"}, none]
-    own = config.activation_checkpoint
-    if own.mode == "selective" and not own.by_operator:
-        tried.insert(1, {mode: "selective", option: own.selective_ac_option})
+    configured = config.activation_checkpoint
+    if configured.mode == "selective" and not configured.by_operator:
+        tried.insert(1, {mode: "selective", option: configured.selective_ac_option})
     return tried
 
 
 def with_settings(config: Config, settings: dict[str, Any]) -> Config:
-    """``config`` with other values, whose origin is the search."""
+    """Return ``config`` with other values."""
     tables: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
         table, _, name = key.rpartition(".")

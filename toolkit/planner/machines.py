@@ -1,4 +1,4 @@
-"""Rates of a machine, that a step's time is reckoned from; machines.toml has those of GPUs."""
+"""Rates of machines for step time estimates; machines.toml contains those of GPUs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ FILE = Path(__file__).with_name("machines.toml")
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of device, in bytes, FLOP/s and seconds, and how its ranks are joined.
+    """A kind of device and its interconnect, in bytes, FLOP/s and seconds.
 
     Attributes:
-        peak: FLOP/s by dtype, such as "bfloat16"; one that is not there it does not multiply.
-        matmul, matmul_float8, attention: parts of the peak that are reached.
-        bandwidth: bytes a second that simple operations read and write.
-        node: ranks that ``link`` joins; ``network`` joins the others.
-        link, network: bytes a second that one rank sends.
-        link_latency, network_latency: seconds of a hop.
-        launch: seconds of the host for one operation, which pass beside the device's.
+        peak: FLOP/s by dtype, such as "bfloat16"; missing dtypes are not supported.
+        matmul, matmul_float8, attention: achieved fractions of the peak.
+        bandwidth: bytes per second read and written by elementwise operations.
+        node: ranks connected by ``link``; ``network`` connects nodes.
+        link, network: bytes per second sent by one rank.
+        link_latency, network_latency: seconds per hop.
+        launch: host seconds per operation, overlapped with the device.
     """
 
     name: str
@@ -46,17 +46,17 @@ class Machine:
 
 @functools.cache
 def machines() -> dict[str, Machine]:
-    """The kinds of GPUs of machines.toml, by name."""
+    """The GPUs of machines.toml by name."""
     rows = tomllib.loads(FILE.read_text(encoding="utf-8"))
-    alike = rows.pop("defaults")
-    return {name: _machine(name, alike | row) for name, row in rows.items()}
+    defaults = rows.pop("defaults")
+    return {name: _machine(name, defaults | row) for name, row in rows.items()}
 
 
-def machine_named(name: str) -> Machine:
-    """The GPU kind of that name, however it is spelled.
+def find_machine(name: str) -> Machine:
+    """Find a GPU by name, in any spelling.
 
     Raises:
-        ConfigError: there is none; the message names the nearest.
+        ConfigError: it is unknown; the message suggests the closest.
     """
     known = machines()
     plain = "".join(it for it in name.lower() if it.isalnum()).removeprefix("nvidia").removesuffix("gb")
@@ -65,15 +65,15 @@ def machine_named(name: str) -> Machine:
             return machine
     near = [kind for kind in known if plain and kind.replace("-", "").startswith(plain)]
     near = near or [kind for kind in (closest(name.lower(), known),) if kind]
-    fix = f"{f'did you mean {join_or(near)}? ' if near else ''}the kinds are {', '.join(known)}"
-    raise ConfigError(Problem(f"there is no kind of GPU {name!r} in {FILE.name}", fix, "--gpu", name))
+    fix = f"{f'did you mean {join_or(near)}? ' if near else ''}known GPUs: {', '.join(known)}"
+    raise ConfigError(Problem(f"unknown GPU {name!r}: {FILE.name} does not have it", fix, "--gpu", name))
 
 
-def machine_of(device: str) -> Machine | None:
-    """The GPU kind whose name has the most words of what its driver calls it, if one is there: none of a
-    relative with other numbers (NVL, laptop, Ti, D), nor of a slice.
+def machine_from_device(device: str) -> Machine | None:
+    """Find the GPU that best matches the driver's name; None for variants with other rates (NVL, laptop, Ti,
+    D) and MIG slices.
 
-    >>> machine_of("NVIDIA A100-SXM4-80GB").name, machine_of("NVIDIA H100 80GB HBM3").name
+    >>> machine_from_device("NVIDIA A100-SXM4-80GB").name, machine_from_device("NVIDIA H100 80GB HBM3").name
     ('a100-80', 'h100')
     """
     plain = device.lower().replace("-", " ").replace("rtx ", "rtx")
@@ -81,8 +81,8 @@ def machine_of(device: str) -> Machine | None:
         return None
     words = {word.removesuffix("gb") for word in plain.split()}
     known = (kind for kind in machines() if ("pcie" in kind) == ("pcie" in words))
-    named = [kind for kind in known if words.issuperset(kind.split("-"))]
-    return machines()[max(named, key=lambda kind: kind.count("-"))] if named else None
+    matches = [kind for kind in known if words.issuperset(kind.split("-"))]
+    return machines()[max(matches, key=lambda kind: kind.count("-"))] if matches else None
 
 
 def _machine(name: str, row: Mapping[str, float]) -> Machine:

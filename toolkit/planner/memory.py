@@ -1,8 +1,7 @@
-"""Compute what single ranks of a run store, by building their part of the model without its numbers.
+"""Compute the sharded state of single ranks by building their model on the meta device.
 
-A process group that sends nothing stands in for the world, so that one process takes the place of any rank
-of any number. The model is built as for training, on the meta device, where a tensor has a shape and no
-storage.
+A fake process group lets one process stand for any rank of any world. The model is built as for training, but
+its tensors have no storage.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from toolkit.parallel.model_parts import ModelParts
 
 
 @dataclass(frozen=True)
-class Part:
-    """A rank's part ``local`` of the parameter ``name``, which is of shape ``whole`` and may be frozen."""
+class ParameterShard:
+    """A rank's shard of shape ``local`` of the parameter ``name`` of shape ``whole``, which may be frozen."""
 
     name: str
     whole: tuple[int, ...]
@@ -44,9 +43,9 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Parameters that FSDP gathers together: the ``bytes`` that the rank then has, which tensor parallelism
-    has cut, and numbers of gradients, whole and as the rank stores them."""
+class UnitMemory:
+    """An FSDP unit: gathered ``bytes`` (sharded by tensor parallelism only), and the elements of its
+    unsharded and of its stored gradients."""
 
     name: str
     bytes: int
@@ -55,12 +54,12 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Holding:
-    """Shards of model and optimizer that ``rank`` stores."""
+class RankState:
+    """Sharded model and optimizer state of ``rank``."""
 
     rank: int
-    parts: list[Part]
-    units: list[Unit]
+    parts: list[ParameterShard]
+    units: list[UnitMemory]
     optimizer_bytes: int
 
     @property
@@ -72,36 +71,36 @@ class Holding:
         return sum(part.bytes for part in self.parts if part.trained)
 
 
-def holding(
+def rank_state(
     config: Config,
     args: ModelArgs,
     layout: ParallelDims,
     rank: int,
     *,
     param_dtype: torch.dtype,
-) -> Holding:
-    """Count what ``rank`` of a run that passed the preflight stores after its first step.
+) -> RankState:
+    """Compute the state of ``rank`` after its first step, in a run that passed the preflight.
 
-    It computes in ``param_dtype``. Needs no process group, and must not be called where there is one.
+    It computes in ``param_dtype``. Must be called without a process group.
     """
-    with pretended(rank, layout.world_size):
+    with fake_world(rank, layout.world_size):
         device = torch.device("cpu")
         mesh = build_mesh(device, **asdict(layout))
         model_parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
-        named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
-        optimizer = _optimizer(config, named)
-        return Holding(
+        parameters = [*model_parts.named_parameters(), *model_parts.tied_copies()]
+        optimizer = _optimizer(config, parameters)
+        return RankState(
             rank=rank,
-            parts=[_part(name, parameter) for name, parameter in named],
+            parts=[_shard(name, parameter) for name, parameter in parameters],
             units=list(_units(model_parts, param_dtype)),
-            optimizer_bytes=sum(local(it).nbytes for it in optimizer_tensors(named, optimizer).values()),
+            optimizer_bytes=sum(local(it).nbytes for it in optimizer_tensors(parameters, optimizer).values()),
         )
 
 
 @contextmanager
-def pretended(rank: int, world_size: int) -> Iterator[None]:
-    """This process as ``rank`` of a world whose other ranks do not exist: collectives return at once."""
-    hook = sys.excepthook  # around which torch puts one that names the rank
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """Make this process ``rank`` of a fake world, whose collectives return immediately."""
+    hook = sys.excepthook  # torch wraps it to add the rank
     dist.init_process_group("fake", store=compat.FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -110,54 +109,56 @@ def pretended(rank: int, world_size: int) -> Iterator[None]:
         sys.excepthook = hook
 
 
-def _part(name: str, parameter: nn.Parameter) -> Part:
-    here = local(parameter)
-    return Part(name, tuple(parameter.shape), tuple(here.shape), here.nbytes, parameter.requires_grad)
+def _shard(name: str, parameter: nn.Parameter) -> ParameterShard:
+    shard = local(parameter)
+    return ParameterShard(
+        name, tuple(parameter.shape), tuple(shard.shape), shard.nbytes, parameter.requires_grad
+    )
 
 
-def _optimizer(config: Config, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    # The kernels differ in speed alone, and the fused ones are for devices that compute.
-    changes = {"implementation": "for-loop", "early_step_in_backward": False}  # which change no state
+def _optimizer(config: Config, parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+    # Implementations differ in speed alone, and the fused kernels need a real device.
+    changes = {"implementation": "for-loop", "early_step_in_backward": False}  # neither changes the state
     options = config.optimizer.model_copy(update=changes)
-    return build_optimizer(named, config.model_copy(update={"optimizer": options}))
+    return build_optimizer(parameters, config.model_copy(update={"optimizer": options}))
 
 
-def _units(model_parts: ModelParts, dtype: torch.dtype) -> Iterator[Unit]:
-    """The FSDP units of the stages here, in order. Modules that are gathered together share a state."""
+def _units(model_parts: ModelParts, dtype: torch.dtype) -> Iterator[UnitMemory]:
+    """FSDP units of this rank's stages, in order. Modules of one unit share an FSDP state."""
     for model in model_parts.models:
         modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         states = {name: fsdp_state(module) for name, module in modules.items()}
-        held: dict[object, list[nn.Parameter]] = {state: [] for state in states.values()}
+        unit_parameters: dict[object, list[nn.Parameter]] = {state: [] for state in states.values()}
         for name, parameter in model.named_parameters():
-            holder = name.rpartition(".")[0]
-            while holder not in states:
-                holder = holder.rpartition(".")[0]
-            held[states[holder]].append(parameter)
-        for state, parameters in held.items():
-            if not parameters:  # a root whose units have all
+            owner = name.rpartition(".")[0]
+            while owner not in states:
+                owner = owner.rpartition(".")[0]
+            unit_parameters[states[owner]].append(parameter)
+        for state, parameters in unit_parameters.items():
+            if not parameters:  # a root without parameters of its own
                 continue
             names = [clean_name(name) or "the rest" for name in states if states[name] is state]
-            yield Unit(
+            yield UnitMemory(
                 ", ".join(names),
-                bytes=sum(gathered_numbers(it) * gathered_dtype(it, dtype).itemsize for it in parameters),
-                gradients=sum(gathered_numbers(it) for it in parameters if it.requires_grad),
+                bytes=sum(gathered_elements(it) * gathered_dtype(it, dtype).itemsize for it in parameters),
+                gradients=sum(gathered_elements(it) for it in parameters if it.requires_grad),
                 stored_gradients=sum(local(it).numel() for it in parameters if it.requires_grad),
             )
 
 
 def gathered_dtype(parameter: Tensor, param_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a parameter is gathered in: bytes where they stand for other numbers."""
-    if hasattr(local(parameter), "fsdp_pre_all_gather"):  # makes float8 of it
+    """The dtype in which a parameter is gathered; uint8 stands for packed formats."""
+    if hasattr(local(parameter), "fsdp_pre_all_gather"):  # casts to float8
         return torch.uint8
     return param_dtype if parameter.is_floating_point() else parameter.dtype
 
 
-def gathered_numbers(parameter: nn.Parameter) -> int:
-    """Numbers of a parameter once FSDP has gathered it: all but what tensor parallelism has cut off."""
-    numbers = parameter.numel()
+def gathered_elements(parameter: nn.Parameter) -> int:
+    """Elements of a parameter gathered by FSDP, sharded by tensor parallelism only."""
+    elements = parameter.numel()
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         for name, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=False):
             if name == "tp" and placement.is_shard():
-                numbers //= mesh[name].size()
-    return numbers
+                elements //= mesh[name].size()
+    return elements

@@ -1,4 +1,4 @@
-"""Words for what a search has found: the table of layouts, why the others lose, and the arithmetic."""
+"""Format the result of a search: the table of layouts, the rejected ones, and the breakdown of the first."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.models.parameters import parameter_count
 from toolkit.planner.estimate import samples
 from toolkit.planner.machines import Machine
-from toolkit.planner.search import Candidate, Found
+from toolkit.planner.search import Candidate, SearchResult
 
-_LOSES = {
-    "compute": "compute more",
-    "bubble": "wait longer in the pipeline",
-    "tp": "wait longer for tp",
-    "cp": "wait longer for cp",
-    "dp_shard": "wait longer for FSDP",
-    "dp_replicate": "wait longer for the replicas",
+_SLOWER = {
+    "compute": "more computation",
+    "bubble": "larger pipeline bubble",
+    "tp": "more exposed communication of tp",
+    "cp": "more exposed communication of cp",
+    "dp_shard": "more exposed communication of FSDP",
+    "dp_replicate": "more exposed communication of replicas",
 }
-_NOT_TRIED = {
-    "bound": "cannot be faster than the last one shown: GEMMs or all but recomputation take longer",
+_REASONS = {
+    "bound": "lower bound of the step time is above the last one shown",
     "stages": "more stages than the model has layers",
-    "node": "tp across nodes: it sends four times a block, and is waited for",
+    "node": "tp across nodes: it communicates four times per block, without overlap",
     "batch": "dp does not divide the global batch",
-    "needless cp": "cp larger than is needed: ranks of dp do the same and send less",
+    "needless cp": "cp larger than needed: dp ranks do the same work with less communication",
     "replicas": "replicas that share a node: the whole node could shard",
-    "forwards first": "GPipe and LoopedBFS: they wait as 1F1B does, and keep all micro-batches",
+    "forwards first": "GPipe and LoopedBFS: same bubble as 1F1B, but all micro-batches in memory",
 }
 
 
-def head(args: ModelArgs, world: int, machine: Machine, found: Found) -> str:
-    """The model and the GPUs in a line."""
+def headline(args: ModelArgs, world: int, machine: Machine, result: SearchResult) -> str:
+    """Describe the model and the GPUs in one line."""
     return (
         f"{parameter_count(args):,} parameters on {world} {machine.name} of {gib(machine.memory)}, "
-        f"{machine.node} a node; tensors may take {gib(found.room)}; {found.timed} layouts timed"
+        f"{machine.node} per node; {gib(result.capacity)} usable for tensors; {result.timed} layouts timed"
     )
 
 
-def table(found: Found, world: int, tokens: float | None, price: float | None) -> Iterator[str]:
-    """A row a layout; with ``tokens`` the days and GPU-hours to train on them, at a ``price``."""
+def table_lines(result: SearchResult, world: int, tokens: float | None, price: float | None) -> Iterator[str]:
+    """One row per layout; with ``tokens`` also days and GPU-hours to train on them, and cost at a
+    ``price``."""
     rows = [["", "layout", "micro-batch", "recomputed", "schedule", "memory", "step", "tok/s/GPU", "MFU"]]
     rows[0] += ["days", "GPU-hours"] if tokens else []
     rows[0] += ["cost"] if price else []
-    for number, each in enumerate(found.ranked, 1):
+    for number, each in enumerate(result.ranked, 1):
         assert each.time
         row = [str(number), str(each.layout), *choices(each)]
         row += [f"{'' if each.peak else '~'}{gib(each.bytes)}", f"{each.seconds:.3g} s"]
@@ -56,11 +57,11 @@ def table(found: Found, world: int, tokens: float | None, price: float | None) -
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-    yield "~ by arithmetic; the others by a fake step of the fullest rank"
+    yield "~ estimated; the others measured in a fake step of the rank with the highest memory"
 
 
 def choices(each: Candidate) -> list[str]:
-    """Micro-batch and their number, checkpointing, and the schedule or whether parameters stay gathered."""
+    """Micro-batch size and count, checkpointing, and schedule or resharding."""
     options, checkpointing = each.config.parallelism, each.config.activation_checkpoint
     size, count = samples(each.config, each.layout)
     mode: str = checkpointing.mode
@@ -73,61 +74,64 @@ def choices(each: Candidate) -> list[str]:
     return [f"{size} × {count}", mode, schedule.strip() or "-"]
 
 
-def losers(found: Found) -> Iterator[str]:
-    """A line for each class of layouts that lose."""
-    winner = found.ranked[0]
-    yield "Why the others lose, and the best of each kind, or the first:"
-    for name, lost in found.losers.items():
-        best = f"{lost.best.layout}, {' '.join(choices(lost.best))}" if lost.best else ""
+def rejected_lines(result: SearchResult) -> Iterator[str]:
+    """One line per class of rejected layouts."""
+    winner = result.ranked[0]
+    yield "Rejected layouts, with the best or first of each kind:"
+    for name, layouts in result.rejected.items():
+        best = f"{layouts.best.layout}, {' '.join(choices(layouts.best))}" if layouts.best else ""
         if name == "fit":
-            size = f"; {best}: {gib(lost.best.bytes)} of {gib(found.room)}" if lost.best else ""
-            yield f"  {lost.count:>6,}  do not fit{size}"
-        elif name in _LOSES:
-            assert lost.best and lost.best.time
-            spent = {"compute": lost.best.time.compute, "bubble": lost.best.time.bubble}
-            part = (spent | lost.best.time.exposed)[name] / lost.best.seconds
-            slower = lost.best.seconds / winner.seconds - 1
-            yield f"  {lost.count:>6,}  {_LOSES[name]}; {best}: {part:.0%} of its step, {slower:.1%} slower"
+            size = f"; {best}: {gib(layouts.best.bytes)} of {gib(result.capacity)}" if layouts.best else ""
+            yield f"  {layouts.count:>6,}  do not fit{size}"
+        elif name in _SLOWER:
+            assert layouts.best and layouts.best.time
+            spent = {"compute": layouts.best.time.compute, "bubble": layouts.best.time.bubble}
+            part = (spent | layouts.best.time.exposed)[name] / layouts.best.seconds
+            slower = layouts.best.seconds / winner.seconds - 1
+            yield (
+                f"  {layouts.count:>6,}  {_SLOWER[name]}; {best}: {part:.0%} of its step, {slower:.1%} slower"
+            )
         else:
-            why = _NOT_TRIED.get(name) or f"refused by the preflight: {name}: {lost.reason}"
-            yield f"  {lost.count:>6,}  {why}"
+            reason = _REASONS.get(name) or f"rejected by the preflight: {name}: {layouts.reason}"
+            yield f"  {layouts.count:>6,}  {reason}"
 
 
-def explained(found: Found, args: ModelArgs, machine: Machine) -> Iterator[str]:
-    """The arithmetic of the first layout."""
-    best, room = found.ranked[0], found.room
+def breakdown_lines(result: SearchResult, args: ModelArgs, machine: Machine) -> Iterator[str]:
+    """Break down memory and step time of the first layout."""
+    best, capacity = result.ranked[0], result.capacity
     config, layout, time = best.config, best.layout, best.time
     assert time
-    parts, numbers = best.memory.parts, parameter_count(args)
-    yield f"{best.layout}, {' '.join(choices(best))}, in numbers:"
+    parts, parameters = best.memory.parts, parameter_count(args)
+    yield f"{best.layout}, {' '.join(choices(best))}:"
     yield (
-        f"  weights, gradients, optimizer state: {numbers:,} parameters × {found.states / numbers:.3g} bytes "
-        f"= {gib(found.states)}, which one {machine.name} {'has' if found.states < room else 'has not'}"
+        f"  weights, gradients, optimizer state: {parameters:,} parameters "
+        f"× {result.states / parameters:.3g} bytes = {gib(result.states)}, "
+        f"{'fits' if result.states < capacity else 'does not fit'} on one {machine.name}"
     )
-    yield f"  the fullest rank (of the pipeline's {layout.pp} the {best.memory.rank + 1}.) has"
+    yield f"  highest memory, on pipeline rank {best.memory.rank} of {layout.pp}:"
     for name, size in parts.items():
         if size:
             yield f"    {name:<20} {gib(size):>10}"
-    yield f"    {'together':<20} {gib(best.memory.bytes):>10}  by arithmetic"
+    yield f"    {'total':<20} {gib(best.memory.bytes):>10}  estimated"
     if best.peak:
-        yield f"    {'peak':<20} {gib(best.peak):>10}  by a fake step, of {gib(room)}"
+        yield f"    {'peak':<20} {gib(best.peak):>10}  in a fake step, of {gib(capacity)} usable"
     training = config.training
     tokens = training.global_batch_size * training.seq_len
     flops = model_flops(args, config.finetune, seq_len=training.seq_len)
     yield (
         f"  a step: {training.global_batch_size} samples × {training.seq_len} tokens × "
         f"{flops / 1e9:,.1f} GFLOP = {flops * tokens / 1e15:,.1f} PFLOP over {layout.world_size} GPUs: "
-        f"{time.mfu * time.seconds:.3g} s at the peak"
+        f"{time.mfu * time.seconds:.3g} s at peak FLOP/s"
     )
-    yield f"    {'computed':<20} {time.compute:>8.3f} s  at its rates, what is recomputed too"
+    yield f"    {'compute':<20} {time.compute:>8.3f} s  at achieved rates, with recomputation"
     for name, seconds in time.exposed.items():
-        yield f"    {f'{name} waited for':<20} {seconds:>8.3f} s"
+        yield f"    {f'{name} exposed':<20} {seconds:>8.3f} s"
     if time.bubble:
-        yield f"    {'pipeline':<20} {time.bubble:>8.3f} s  waiting for other ranks"
+        yield f"    {'pipeline bubble':<20} {time.bubble:>8.3f} s"
     yield f"    {'optimizer':<20} {time.optimizer:>8.3f} s"
-    yield f"    {'together':<20} {time.seconds:>8.3f} s"
+    yield f"    {'total':<20} {time.seconds:>8.3f} s"
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB."""
+    """Format bytes as GiB."""
     return f"{size / 2**30:,.1f} GiB"

@@ -1,8 +1,8 @@
-"""The layouts of a world, fastest first: which fit, how long a step takes on each, and why the others lose.
+"""Search the layouts of a world: those that fit, fastest first, and why the others are rejected.
 
-Memory is reckoned (:mod:`toolkit.planner.estimate`) for those layouts of :mod:`toolkit.planner.layouts` that
-the preflight accepts, then time (:mod:`toolkit.planner.time`) for those that fit. The best are run as fake
-steps, and those of them that do not fit fall out.
+For the layouts of :mod:`toolkit.planner.layouts` that the preflight accepts, the search estimates memory
+(:mod:`toolkit.planner.estimate`), then the step time (:mod:`toolkit.planner.time`) of those that fit. The
+best are verified in fake steps.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from toolkit.metrics.flops import model_flops
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import bubble, pipeline_stages
-from toolkit.planner.estimate import Estimate, estimate, fake_peak, samples, stored_bytes
-from toolkit.planner.layouts import SIZES, checkpointing_of, fixed_batch, settings_of, with_settings
+from toolkit.planner.estimate import Estimate, estimate, fake_peak, samples, state_bytes
+from toolkit.planner.layouts import SIZES, checkpointing_settings, fixed_batch, layout_settings, with_settings
 from toolkit.planner.machines import Machine
 from toolkit.planner.rates import Rates
 from toolkit.planner.work import BYTES
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 CONTEXT = 2.0 * GIB
-"""Bytes of a GPU that CUDA's context, libraries' workspaces and NCCL's buffers of some groups take."""
+"""GPU memory in bytes taken by the CUDA context, library workspaces and NCCL buffers."""
 FRAGMENTED = 0.05
-"""Part of a GPU's memory that lies between the blocks of the allocator."""
+"""Fraction of GPU memory lost to fragmentation."""
 _VERIFIED = 3
 _CLOSE = 1.1
-"""By so much the estimate may be too large: up to there a layout is looked at."""
+"""Factor by which the estimate may exceed the usable memory before a layout is rejected."""
 _LAYOUT_RULES = (
     *("mesh", "tensor_context_parallel", "pipeline", "fsdp"),
     *("optim", "adamw_8bit", "nf4", "float8"),
@@ -52,7 +52,7 @@ _LAYOUT_RULES = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with the settings that make it; ``peak`` are the bytes of a fake step, where one was taken."""
+    """A layout and its settings; ``peak`` is the peak memory of a fake step, if one was run."""
 
     config: Config
     settings: dict[str, Any]
@@ -71,44 +71,51 @@ class Candidate:
 
     @property
     def key(self) -> tuple[float, float]:
-        """The order of candidates."""
+        """Sort key of candidates."""
         return self.seconds, self.bytes
 
 
 @dataclass
-class Loser:
-    """A class of ``count`` layouts that lose, and the best of them, if one was looked at; of those that the
-    preflight refuses the ``reason`` of the first."""
+class RejectedLayouts:
+    """A class of ``count`` rejected layouts, and the best that was estimated, if any. ``reason`` is the first
+    one that the preflight gives."""
 
     reason: str
     count: int = 0
     best: Candidate | None = None
 
     def add(self, candidate: Candidate | None = None) -> None:
-        """Count one more; the best is the fastest, or what takes least where no time is known."""
+        """Count one more; the best has the lowest step time, or the lowest memory if no time is known."""
         self.count += 1
         if candidate and (self.best is None or candidate.key < self.best.key):
             self.best = candidate
 
 
 @dataclass
-class Found:
-    """``ranked`` layouts that fit into ``room`` bytes, ``losers`` by the name of their class, and how many
-    layouts were ``timed``. ``states`` are the bytes of parameters, gradients and optimizer on all ranks."""
+class SearchResult:
+    """Result of a search.
 
-    room: float
+    Attributes:
+        capacity: usable bytes per GPU.
+        states: bytes of parameters, gradients and optimizer state on all ranks.
+        ranked: layouts that fit, fastest first.
+        rejected: classes of rejected layouts by name.
+        timed: number of layouts whose step time was estimated.
+    """
+
+    capacity: float
     states: float = 0.0
     ranked: list[Candidate] = field(default_factory=list)
-    losers: dict[str, Loser] = field(default_factory=dict)
+    rejected: dict[str, RejectedLayouts] = field(default_factory=dict)
     timed: int = 0
 
-    def lose(self, name: str, reason: str = "") -> Loser:
-        """The class of that name; the first ``reason`` that is given stays."""
-        return self.losers.setdefault(name, Loser(reason))
+    def reject(self, name: str, reason: str = "") -> RejectedLayouts:
+        """Return the class ``name`` of rejected layouts; the first ``reason`` stays."""
+        return self.rejected.setdefault(name, RejectedLayouts(reason))
 
 
-def room(machine: Machine) -> float:
-    """Bytes of a GPU that tensors may take."""
+def usable_memory(machine: Machine) -> float:
+    """GPU memory in bytes that is usable for tensors."""
     return machine.memory * (1 - FRAGMENTED) - CONTEXT
 
 
@@ -121,14 +128,14 @@ def search(
     param_dtype: torch.dtype,
     top: int = 10,
     progress: Callable[[str], object] = str,
-) -> Found:
-    """Rank the layouts of ``world`` ranks of ``machine``; there may be none. ``progress`` is told of each.
+) -> SearchResult:
+    """Rank the layouts of ``world`` ranks of ``machine``; possibly none fits. ``progress`` reports each step.
 
     Raises:
-        ConfigError: the preflight has something against each layout.
+        ConfigError: the preflight rejects every layout.
     """
     queue = _Queue(config, args, world, machine, param_dtype, progress)
-    found, verified = queue.found, 0
+    result, verified = queue.result, 0
     for candidate in queue.fastest():
         if verified < _VERIFIED:
             progress(f"memory of {candidate.layout} measured in a fake step")
@@ -136,38 +143,39 @@ def search(
                 candidate.config, args, candidate.layout, candidate.memory, queue.stored, param_dtype
             )
             candidate = replace(candidate, peak=peak)
-            verified += candidate.bytes <= found.room
-        if candidate.bytes > found.room:
-            found.lose("fit").add(candidate)
+            verified += candidate.bytes <= result.capacity
+        if candidate.bytes > result.capacity:
+            result.reject("fit").add(candidate)
             continue
-        found.ranked.append(candidate)
-        if len(found.ranked) == top:
+        result.ranked.append(candidate)
+        if len(result.ranked) == top:
             break
-    queue.lose_rest()
-    return found
+    queue.reject_rest()
+    return result
 
 
-def _why(loser: Candidate, winner: Candidate) -> str:
-    """Name the part of a step of which the ``loser`` has more than the ``winner``."""
-    assert loser.time and winner.time
+def _main_cost(candidate: Candidate, winner: Candidate) -> str:
+    """Name the part of the step time in which ``candidate`` exceeds ``winner`` the most."""
+    assert candidate.time and winner.time
     parts, least = (
-        {"compute": it.compute, "bubble": it.bubble, **it.exposed} for it in (loser.time, winner.time)
+        {"compute": it.compute, "bubble": it.bubble, **it.exposed} for it in (candidate.time, winner.time)
     )
     return max(parts, key=lambda name: parts[name] - least.get(name, 0.0))
 
 
 def fits(config: Config, args: ModelArgs, world: int, machine: Machine, param_dtype: torch.dtype) -> bool:
-    """Say if the model fits on some layout of ``world`` ranks, by the estimate."""
+    """Report whether the model fits on any layout of ``world`` ranks, by the estimate."""
     queue = _Queue(config, args, world, machine, param_dtype, str)
     try:
-        return any(it.bytes <= queue.found.room for it in queue.fastest())
+        return any(it.bytes <= queue.result.capacity for it in queue.fastest())
     except ConfigError:
         return False
 
 
 @dataclass
-class _Family:
-    """Layouts of one tp and pp: the degrees of cp that are left, and whether one that was tried ``fits``."""
+class _LayoutGroup:
+    """Layouts with the same tp and pp: the remaining degrees of cp, and whether one that was tried
+    ``fits``."""
 
     tp: int
     pp: int
@@ -177,10 +185,10 @@ class _Family:
 
 
 class _Queue:
-    """Layouts, fastest first, of which only those are looked at that may be next.
+    """Layouts in order of step time, evaluated lazily.
 
-    Each waits under a time that it cannot be faster than: at first that of its GEMMs and of the pipeline's
-    bubble, then that without recomputation, at last its own.
+    The priority of each is a lower bound of its step time: first that of its GEMMs and pipeline bubble, then
+    the time without recomputation, finally its own.
     """
 
     def __init__(
@@ -194,150 +202,152 @@ class _Queue:
     ):
         self.config, self.args, self.world = fixed_batch(config, world), args, world
         self.machine, self.param_dtype, self.progress = machine, param_dtype, progress
-        self.stored = stored_bytes(self.config, args, param_dtype)
-        self.found = Found(room(machine))
-        self.found.states = args.n_layers * sum(self.stored.whole_block) + sum(self.stored.whole_ends)
+        self.stored = state_bytes(self.config, args, param_dtype)
+        self.result = SearchResult(usable_memory(machine))
+        self.result.states = args.n_layers * sum(self.stored.whole_block) + sum(self.stored.whole_ends)
         self._hardware = Hardware("cuda", machine.name, machine.node, "bfloat16" in machine.peak, 9.0)
         self._problems: list[Problem] = []
         self._accepted = self._fitting = 0
-        self._waiting: list[tuple[float, float, int, Callable[[], Candidate | None], Candidate | None]] = []
+        self._heap: list[tuple[float, float, int, Callable[[], Candidate | None], Candidate | None]] = []
         self._count = itertools.count()
-        self._full: set[str] = set()  # layouts with their checkpointing that a smaller micro-batch has filled
+        self._full: set[str] = set()  # keys of layouts that exceed memory with a smaller micro-batch
 
     def fastest(self) -> Iterator[Candidate]:
-        """The candidates that fit by the estimate, or nearly, in order.
+        """Yield the candidates that fit, or nearly, by the estimate, fastest first.
 
         Raises:
-            ConfigError: the preflight has something against each layout.
+            ConfigError: the preflight rejects every layout.
         """
         for tp in divisors(self.world):
             if self.machine.node % tp:
-                self.found.lose("node").add()
+                self.result.reject("node").add()
                 continue
             for pp in divisors(self.world // tp):
-                self._next_cp(_Family(tp, pp, divisors(self.world // (tp * pp))))
-        while self._waiting:
-            _, _, _, look, _ = heapq.heappop(self._waiting)
+                self._next_cp(_LayoutGroup(tp, pp, divisors(self.world // (tp * pp))))
+        while self._heap:
+            _, _, _, look, _ = heapq.heappop(self._heap)
             if candidate := look():
                 yield candidate
         if not self._accepted and self._problems:
             raise ConfigError(list({problem.key: problem for problem in self._problems}.values()))
 
-    def lose_rest(self) -> None:
-        """Count those that were not next."""
-        for *_, candidate in self._waiting:
-            if candidate and candidate.bytes <= self.found.room:
-                self.found.lose(_why(candidate, self.found.ranked[0])).add(candidate)
+    def reject_rest(self) -> None:
+        """Count the remaining layouts as rejected."""
+        for *_, candidate in self._heap:
+            if candidate and candidate.bytes <= self.result.capacity:
+                self.result.reject(_main_cost(candidate, self.result.ranked[0])).add(candidate)
             else:
-                self.found.lose("fit" if candidate else "bound").add(candidate)
+                self.result.reject("fit" if candidate else "bound").add(candidate)
 
-    def _wait(
+    def _push(
         self, seconds: float, look: Callable[[], Candidate | None], candidate: Candidate | None = None
     ) -> None:
         size = candidate.bytes if candidate else 0.0
-        heapq.heappush(self._waiting, (seconds, size, next(self._count), look, candidate))
+        heapq.heappush(self._heap, (seconds, size, next(self._count), look, candidate))
 
-    def _next_cp(self, family: _Family) -> None:
-        """Let the layouts of the next degree of cp wait, if there is one."""
-        while family.left:
-            cp, *family.left = family.left
-            dp = self.world // (family.tp * family.pp * cp)
+    def _next_cp(self, group: _LayoutGroup) -> None:
+        """Add the layouts of the next degree of cp, if there is one."""
+        while group.left:
+            cp, *group.left = group.left
+            dp = self.world // (group.tp * group.pp * cp)
             if self.config.training.global_batch_size % dp == 0:
                 break
-            self.found.lose("batch").add()
+            self.result.reject("batch").add()
         else:
             return
-        mesh = ParallelDims(family.pp, 1, dp, cp, family.tp)
+        mesh = ParallelDims(group.pp, 1, dp, cp, group.tp)
         parameters, gradients, state = self.stored.whole_block
         training = self.config.training
-        # A pipeline keeps whole gradients, whatever dp and cp are.
+        # A pipeline keeps unsharded gradients, whatever dp and cp are.
         whole = gradients / BYTES[training.dtype] * BYTES[training.mixed_precision_reduce]
-        if family.pp > 1 and whole * self.args.n_layers / (family.pp * family.tp) > self.found.room:
-            self.found.lose("fit").count += 1 + len(family.left)
+        if group.pp > 1 and whole * self.args.n_layers / (group.pp * group.tp) > self.result.capacity:
+            self.result.reject("fit").count += 1 + len(group.left)
             return
         if self.config.optimizer.early_step_in_backward:
             gradients = 0
-        held = self.args.n_layers * (parameters + gradients + state) / (mesh.tp * mesh.pp * mesh.cp)
+        sharded = self.args.n_layers * (parameters + gradients + state) / (mesh.tp * mesh.pp * mesh.cp)
         if training.enable_cpu_offload:
-            held = 0.0
+            sharded = 0.0
 
-        def lose(name: str, count: int) -> None:
-            self.found.lose(name).count += count
+        def reject(name: str, count: int) -> None:
+            self.result.reject(name).count += count
 
-        node, room = self.machine.node, self.found.room
-        for settings in settings_of(self.config, self.args, mesh, node, held, room, lose):
-            asked = with_settings(self.config, settings)
-            layout = degrees(asked.parallelism, self.world)
+        node, capacity = self.machine.node, self.result.capacity
+        for settings in layout_settings(self.config, self.args, mesh, node, sharded, capacity, reject):
+            config = with_settings(self.config, settings)
+            layout = degrees(config.parallelism, self.world)
             assert layout
-            family.tried.append((asked, layout))
-            seconds = least_seconds(asked, self.args, layout, self.machine, self.param_dtype)
-            self._wait(seconds, partial(self._without_recomputation, family, settings, asked, layout))
-        if family.left:
-            # Behind layouts without a bubble, whose memory may say it for nothing.
-            alone = least_seconds(self.config, self.args, replace(mesh, pp=1), self.machine, self.param_dtype)
-            self._wait(alone * 1.0001, partial(self._larger_cp, family))
+            group.tried.append((config, layout))
+            seconds = min_step_seconds(config, self.args, layout, self.machine, self.param_dtype)
+            self._push(seconds, partial(self._without_recomputation, group, settings, config, layout))
+        if group.left:
+            # After layouts without a bubble, whose estimates may already show that a smaller cp fits.
+            alone = min_step_seconds(
+                self.config, self.args, replace(mesh, pp=1), self.machine, self.param_dtype
+            )
+            self._push(alone * 1.0001, partial(self._larger_cp, group))
 
-    def _larger_cp(self, family: _Family) -> None:
-        if self._fits(family):
-            self.found.lose("needless cp").count += len(family.left)
+    def _larger_cp(self, group: _LayoutGroup) -> None:
+        if self._fits(group):
+            self.result.reject("needless cp").count += len(group.left)
         else:
-            self._next_cp(family)
+            self._next_cp(group)
 
-    def _fits(self, family: _Family) -> bool:
-        """Say if one of the family's layouts that were tried fits, the likeliest ones first."""
+    def _fits(self, group: _LayoutGroup) -> bool:
+        """Report whether a tried layout of the group fits; the likeliest are estimated first."""
         for whole in (True, False):
-            for asked, layout in [] if family.fits else family.tried:
-                if self._broken(asked):
+            for config, layout in [] if group.fits else group.tried:
+                if self._is_rejected(config):
                     continue
-                *others, none = checkpointing_of(asked)
+                *others, none = checkpointing_settings(config)
                 for choice in [none, *others]:
-                    tried = with_settings(asked, choice)
+                    tried = with_settings(config, choice)
                     memory = estimate(tried, self.args, layout, self.stored, self.param_dtype, whole=whole)
-                    if memory.bytes <= self.found.room:
-                        family.fits = True
+                    if memory.bytes <= self.result.capacity:
+                        group.fits = True
                         return True
-        return family.fits
+        return group.fits
 
     def _without_recomputation(
-        self, family: _Family, settings: dict[str, Any], asked: Config, layout: ParallelDims
+        self, group: _LayoutGroup, settings: dict[str, Any], config: Config, layout: ParallelDims
     ) -> None:
-        """Find the time of a layout that recomputes nothing, and let its choices of checkpointing wait."""
-        choices = checkpointing_of(asked)
-        if self._is_full(settings, choices[0]):
-            self.found.lose("fit").add()
+        """Time a layout without recomputation, and add its variants with checkpointing."""
+        choices = checkpointing_settings(config)
+        if self._exceeds_memory(settings, choices[0]):
+            self.result.reject("fit").add()
             return
-        if self._broken(asked):
+        if self._is_rejected(config):
             return
         *others, none = choices
-        took = self._time(with_settings(asked, none), layout)
+        time = self._time(with_settings(config, none), layout)
         for choice in others:
-            self._wait(took.seconds, partial(self._candidate, family, settings, choice, layout))
-        self._candidate(family, settings, none, layout, took)
+            self._push(time.seconds, partial(self._candidate, group, settings, choice, layout))
+        self._candidate(group, settings, none, layout, time)
 
     def _candidate(
         self,
-        family: _Family,
+        group: _LayoutGroup,
         settings: dict[str, Any],
         choice: dict[str, Any],
         layout: ParallelDims,
-        took: StepTime | None = None,
+        time: StepTime | None = None,
     ) -> None:
-        """Let a layout with its checkpointing wait under its own time, if it fits."""
-        if self._is_full(settings, choice):
-            self.found.lose("fit").add()
+        """Add a layout with its checkpointing and step time, if it fits."""
+        if self._exceeds_memory(settings, choice):
+            self.result.reject("fit").add()
             return
         tried = with_settings(self.config, settings | choice)
         memory = estimate(tried, self.args, layout, self.stored, self.param_dtype)
         candidate = Candidate(tried, settings | choice, layout, memory)
-        family.fits = family.fits or candidate.bytes <= self.found.room
-        if candidate.bytes > self.found.room * _CLOSE:
-            self._full.add(_but_for_sizes(settings, choice))
-            self.found.lose("fit").add(candidate)
+        group.fits = group.fits or candidate.bytes <= self.result.capacity
+        if candidate.bytes > self.result.capacity * _CLOSE:
+            self._full.add(_key_without_sizes(settings, choice))
+            self.result.reject("fit").add(candidate)
             return
-        candidate = replace(candidate, time=took or self._time(tried, layout))
-        self.found.timed += 1
-        self.progress(f"memory and step time estimated for {self.found.timed} layouts that fit")
-        self._wait(candidate.seconds, lambda: candidate, candidate)
+        candidate = replace(candidate, time=time or self._time(tried, layout))
+        self.result.timed += 1
+        self.progress(f"memory and step time estimated for {self.result.timed} layouts that fit")
+        self._push(candidate.seconds, lambda: candidate, candidate)
 
     def _time(self, config: Config, layout: ParallelDims) -> StepTime:
         from toolkit.planner.time import step_time
@@ -345,19 +355,19 @@ class _Queue:
         self.progress(f"step time of {layout} estimated")
         return step_time(config, self.args, layout, self.machine, param_dtype=self.param_dtype)
 
-    def _is_full(self, settings: dict[str, Any], choice: dict[str, Any]) -> bool:
-        """Say if a smaller micro-batch has taken too much."""
-        return _but_for_sizes(settings, choice) in self._full
+    def _exceeds_memory(self, settings: dict[str, Any], choice: dict[str, Any]) -> bool:
+        """Report whether a smaller micro-batch exceeds memory."""
+        return _key_without_sizes(settings, choice) in self._full
 
-    def _broken(self, config: Config) -> bool:
-        """Say if the preflight's rules about layouts have something against ``config``, and count it."""
+    def _is_rejected(self, config: Config) -> bool:
+        """Report whether the preflight's rules about layouts reject ``config``, and count it."""
         config = with_settings(config, {"activation_checkpoint.mode": "none"})
         run = PlannedRun(config, self.world, self._hardware)
         problems = [problem for it in _layout_rules() for problem in it.check(run)]
         self._problems += problems
         self._accepted += not problems
         if problems:
-            self.found.lose(problems[0].key, problems[0].rule).add()
+            self.result.reject(problems[0].key, problems[0].rule).add()
         return bool(problems)
 
 
@@ -367,15 +377,14 @@ def _layout_rules() -> list[Rule]:
     return [it for it in RULES.values() if it.check.__module__ in files]
 
 
-def _but_for_sizes(settings: dict[str, Any], choice: dict[str, Any]) -> str:
+def _key_without_sizes(settings: dict[str, Any], choice: dict[str, Any]) -> str:
     return str([it for it in (settings | choice).items() if it[0] not in SIZES])
 
 
-def least_seconds(
+def min_step_seconds(
     config: Config, args: ModelArgs, layout: ParallelDims, machine: Machine, param_dtype: torch.dtype
 ) -> float:
-    """Seconds that a step takes at least: all GEMMs of the model at the best rate, and the pipeline's
-    bubble."""
+    """Lower bound of the step time: all GEMMs at the highest rate, and the pipeline bubble."""
     rates = Rates(config, layout, machine, str(param_dtype).removeprefix("torch."))
     reached = max(machine.matmul, machine.attention) * rates.peak
     if rates.float8:

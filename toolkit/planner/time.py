@@ -1,11 +1,10 @@
-"""The forecast of a step's time: the work of the model's pieces at the rates of a machine.
+"""Forecast the step time from the measured work of the model at the rates of a machine.
 
-An operation takes the longer of two times: its FLOPs at the part of the peak that such operations reach, and
-its bytes at the memory's bandwidth. Compiled, what is between products is read and written once a chain. A
-collective takes its ring's bytes over the slowest link of its ranks, and a latency a hop. FSDP's run beside
-the computation of the unit before, and what is longer than that is exposed; those of tensor and context
-parallelism are waited for, unless they are asynchronous. A pipeline does its schedule's own actions, one
-after the other on each rank.
+An operation takes the longer of its FLOPs at the achieved rate and its bytes at memory bandwidth. When
+compiled, operations between GEMMs are fused and read and write memory once per chain. A collective takes its
+bytes over the slowest link of its ring, plus a latency per hop. FSDP's collectives overlap with the
+computation of the previous unit, and only the excess is exposed; those of tensor and context parallelism are
+exposed unless they are asynchronous. A pipeline runs the actions of its schedule in order on each rank.
 """
 
 from __future__ import annotations
@@ -25,30 +24,37 @@ from toolkit.planner.costs import checkpointed_blocks, costs
 from toolkit.planner.machines import Machine
 from toolkit.planner.pipeline import Timeline, simulate
 from toolkit.planner.rates import Pass, Rates
-from toolkit.planner.units import Unit, accumulating, added, around_backward, gathering, unit_of
-from toolkit.planner.work import BYTES, Costs, Piece
+from toolkit.planner.units import (
+    UnitTime,
+    accumulation,
+    backward_communication,
+    exposed_gathers,
+    sum_passes,
+    unit_time,
+)
+from toolkit.planner.work import BYTES, Costs, ModuleCost
 
 if TYPE_CHECKING:
     import torch
 
-_OF_FILES = {"PipelineScheduleSingle": "1F1B", "PipelineScheduleMulti": "LoopedBFS"}
-"""The schedules that stand in for those of files."""
+_FILE_SCHEDULES = {"PipelineScheduleSingle": "1F1B", "PipelineScheduleMulti": "LoopedBFS"}
+"""Schedules that approximate those read from files."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, of a pipeline the mean over its ranks. The parts add up to it.
+    """Step time in seconds and its parts, the mean over the ranks of a pipeline.
 
     Attributes:
-        compute: of forward, backward, what is computed again, and copies.
-        exposed: communication that nothing runs beside, by dimension: "tp", "cp", "dp_shard" (FSDP's, over
-            cp's ranks too), "dp_replicate".
-        bubble: waiting for other ranks of the pipeline, transfers included.
+        compute: forward, backward, recomputation and copies.
+        exposed: communication without overlap, by dimension: "tp", "cp", "dp_shard" (FSDP, over cp's ranks
+            too), "dp_replicate".
+        bubble: waiting for other pipeline ranks, transfers included.
         optimizer: clipping and update.
-        tokens_per_second: of all ranks.
-        mfu: model FLOPs by the peak, in the convention of the run's metrics: attention over the full square.
-        mfu_causal: with the half of the square that is seen.
-        timeline: of a pipeline.
+        tokens_per_second: on all ranks.
+        mfu: model FLOPs utilization as in the run's metrics, with full attention.
+        mfu_causal: the same with causal attention.
+        timeline: of the pipeline, if there is one.
     """
 
     seconds: float
@@ -67,8 +73,8 @@ def step_time(
 ) -> StepTime:
     """Forecast a step of a run that passed the preflight, on ``machine``.
 
-    The costs of the pieces are found in a fake step and kept, for which there must be no process group; with
-    them it takes milliseconds.
+    Costs are measured in fake steps and cached, which needs a process without a process group; with them the
+    forecast takes milliseconds.
     """
     dtype = str(param_dtype).removeprefix("torch.")
     rates = Rates(config, layout, machine, dtype)
@@ -76,28 +82,28 @@ def step_time(
     batch = batch_shape(
         global_batch_size=training.global_batch_size, local_batch_size=training.local_batch_size, dp=layout.dp
     )
-    assert batch, "the preflight found that the batch divides"
+    assert batch, "the preflight checks that the batch divides"
     rows = options.pipeline_parallel_microbatch_size if layout.pp > 1 else batch.local
     count = batch.total // layout.dp // rows
 
-    def found(checkpointed: bool) -> Costs:
+    def measured(checkpointed: bool) -> Costs:
         return costs(
             config, args, tp=layout.tp, cp=layout.cp, rows=rows, checkpointed=checkpointed,
             param_dtype=param_dtype,
         )  # fmt: skip
 
-    cut = Stages([module_names(args.n_layers)], [[0]])
+    split = Stages([module_names(args.n_layers)], [[0]])
     if layout.pp > 1:
-        cut = pipeline_stages(options, args.n_layers)
-    stages = _stages(cut.modules, config, rates, found(False), found(True))
+        split = pipeline_stages(options, args.n_layers)
+    stages = _stages(split.modules, config, rates, measured(False), measured(True))
     timeline = None
     if layout.pp > 1:
         hidden = rows * training.seq_len // (layout.cp * layout.tp) * args.dim * BYTES[dtype]
         timeline, passes = _pipeline(stages, config, rates, count, hidden)
     else:
-        passes = _accumulated(stages[0], config, rates, count)
-    held = [[unit for stage in each for unit in stages[stage]] for each in cut.of_ranks]
-    optimizer = max(_update(units, found(True), config, rates) for units in held)
+        passes = _without_pipeline(stages[0], config, rates, count)
+    by_rank = [[unit for stage in each for unit in stages[stage]] for each in split.of_ranks]
+    optimizer = max(_update(units, measured(True), config, rates) for units in by_rank)
     busy = passes.seconds
     passed = timeline.seconds if timeline else busy
     seconds = passed + optimizer
@@ -123,73 +129,80 @@ def step_time(
 
 
 def _stages(
-    modules: Sequence[Sequence[str]], config: Config, rates: Rates, kept: Costs, again: Costs
-) -> list[list[Unit]]:
-    """The units of each stage, in the order of their forwards."""
-    made: dict[int, Unit] = {}
+    modules: Sequence[Sequence[str]], config: Config, rates: Rates, kept: Costs, recomputed: Costs
+) -> list[list[UnitTime]]:
+    """FSDP units of each stage, in the order of forward."""
+    cache: dict[int, UnitTime] = {}
     reduced = BYTES[config.training.mixed_precision_reduce]
 
-    def unit(piece: Piece) -> Unit:
-        if id(piece) not in made:
+    def unit(part: ModuleCost) -> UnitTime:
+        if id(part) not in cache:
             fused = config.compile.blocks
-            if piece is kept.head:
+            if part is kept.head:
                 fused = config.compile.enable and "loss" in config.compile.components
-            made[id(piece)] = unit_of(
-                piece, rates, fused=fused, float8=rates.float8 and piece not in (kept.head, kept.embedding),
-                in_backward=piece is not kept.embedding, reduced=reduced,
+            cache[id(part)] = unit_time(
+                part, rates, fused=fused, float8=rates.float8 and part not in (kept.head, kept.embedding),
+                in_backward=part is not kept.embedding, reduced=reduced,
             )  # fmt: skip
-        return made[id(piece)]
+        return cache[id(part)]
 
-    found = []
+    stages = []
     for names in modules:
         layers = [name for name in names if name.startswith("layers.")]
         checkpointed = checkpointed_blocks(config.activation_checkpoint, len(layers))
         units = [unit(kept.embedding)] if "tok_embeddings" in names else []
         for index, name in enumerate(layers):
-            side = again if index in checkpointed else kept
+            side = recomputed if index in checkpointed else kept
             units.append(unit(side.first if name == "layers.0" else side.block))
-        found.append(units + ([unit(kept.head)] if "output" in names else []))
-    return found
+        stages.append(units + ([unit(kept.head)] if "output" in names else []))
+    return stages
 
 
-def _accumulated(units: Sequence[Unit], config: Config, rates: Rates, count: int) -> Pass:
-    """The micro-batches of a step without a pipeline."""
+def _without_pipeline(units: Sequence[UnitTime], config: Config, rates: Rates, count: int) -> Pass:
+    """Micro-batches of a step without a pipeline."""
     options = config.parallelism
     keeps, each = reshard_after_forward(options) == "never", options.fsdp_sync_each_batch
-    gathers = Pass(0.0, {"dp_shard": gathering(units)})
-    ends = [Pass(0.0, around_backward(units, gathers=not keeps, last=it, each=each)) for it in (False, True)]
-    return added(
+    gathers = Pass(0.0, {"dp_shard": exposed_gathers(units)})
+    ends = [
+        Pass(0.0, backward_communication(units, gathers=not keeps, last=it, each=each))
+        for it in (False, True)
+    ]
+    return sum_passes(
         [
-            added([pass_ for unit in units for pass_ in (unit.forward, unit.backward)], count),
-            _summing(units, config, rates, count, whole=not each),
-            added([gathers], 1 if keeps else count),
-            added([ends[False]], count - 1),
+            sum_passes([pass_ for unit in units for pass_ in (unit.forward, unit.backward)], count),
+            _accumulation(units, config, rates, count, whole=not each),
+            sum_passes([gathers], 1 if keeps else count),
+            sum_passes([ends[False]], count - 1),
             ends[True],
         ]
     )
 
 
-def _summing(units: Sequence[Unit], config: Config, rates: Rates, count: int, *, whole: bool) -> Pass:
+def _accumulation(
+    units: Sequence[UnitTime], config: Config, rates: Rates, count: int, *, whole: bool
+) -> Pass:
     reduced = BYTES[config.training.mixed_precision_reduce]
-    return accumulating(units, rates, count, whole=whole, gradient=BYTES[rates.dtype], reduced=reduced)
+    return accumulation(units, rates, count, whole=whole, gradient=BYTES[rates.dtype], reduced=reduced)
 
 
 def _pipeline(
-    stages: Sequence[Sequence[Unit]], config: Config, rates: Rates, count: int, hidden: float
+    stages: Sequence[Sequence[UnitTime]], config: Config, rates: Rates, count: int, hidden: float
 ) -> tuple[Timeline, Pass]:
-    """The timeline of the schedule, and the mean of the ranks' passes; ``hidden`` are the bytes that go from
-    rank to rank."""
+    """Timeline of the schedule, and the mean of the ranks' passes; ``hidden`` is the size in bytes of each
+    transfer."""
     options = config.parallelism
     passes = []
     for units in stages:
-        sums = added([_summing(units, config, rates, count, whole=True)], 1 / count)
-        passes.append((added(it.forward for it in units), added([*(it.backward for it in units), sums])))
+        sums = sum_passes([_accumulation(units, config, rates, count, whole=True)], 1 / count)
+        passes.append(
+            (sum_passes(it.forward for it in units), sum_passes([*(it.backward for it in units), sums]))
+        )
     gathers = [sum(it.gather for it in units) for units in stages]
     more = [0.0] * len(stages)
     if reshard_after_forward(options) != "never":  # gathered in each pass
-        more, gathers = [gathering(units) for units in stages], more
+        more, gathers = [exposed_gathers(units) for units in stages], more
     timeline = simulate(
-        _OF_FILES.get(options.pipeline_parallel_schedule, options.pipeline_parallel_schedule),
+        _FILE_SCHEDULES.get(options.pipeline_parallel_schedule, options.pipeline_parallel_schedule),
         options.pipeline_parallel_degree,
         count,
         forward=[forward.seconds + it for (forward, _), it in zip(passes, more, strict=True)],
@@ -202,15 +215,15 @@ def _pipeline(
     exposed = Pass(
         0.0, {"dp_shard": 2 * count * sum(more) + timeline.waits * options.pipeline_parallel_degree}
     )
-    total = [added([it for both in passes for it in both], count), exposed]
-    return timeline, added(total, 1 / options.pipeline_parallel_degree)
+    total = [sum_passes([it for both in passes for it in both], count), exposed]
+    return timeline, sum_passes(total, 1 / options.pipeline_parallel_degree)
 
 
-def _update(units: Sequence[Unit], found: Costs, config: Config, rates: Rates) -> float:
-    """The optimizer on what this rank stores of ``units``: the norm reads gradients, clipping scales them,
-    where the update does not."""
-    numbers = sum(unit.trained for unit in units) / rates.groups["dp_shard"][0]
-    step = rates.run(found.update).compute
+def _update(units: Sequence[UnitTime], measured: Costs, config: Config, rates: Rates) -> float:
+    """Time of the optimizer on this rank's shards of ``units``, including the norm, and clipping unless it is
+    fused into the update."""
+    elements = sum(unit.trained for unit in units) / rates.groups["dp_shard"][0]
+    step = rates.run(measured.update).compute
     options = config.optimizer
     clips = not (options.name in OPTIMIZERS and options.implementation == "fused")
-    return step * numbers / max(1, found.updated) + rates.copy((3 if clips else 1) * 4.0 * numbers)
+    return step * elements / max(1, measured.updated) + rates.copy((3 if clips else 1) * 4.0 * elements)

@@ -1,8 +1,7 @@
-"""Count what a rank sends in a step: the collectives and transfers that a fake step asks for.
+"""Count the communication of a rank in the collectives and transfers of a fake step.
 
-Bytes are those of whole tensors, added up over a step without validation: what all ranks have together after
-an all-gather and before a reduce-scatter, what each has in an all-reduce, and what one sends in a transfer or
-gives to an all-to-all.
+Bytes per step, excluding validation, measured on full tensors: the output of an all-gather, the input of a
+reduce-scatter, all-reduce or all-to-all, and the tensor of a transfer.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from toolkit.planner.fake_step import fake_run, micro_batches
 
 WORLD = "world"
 
-# Operation, and the place of the whole tensor among the arguments, or None: it is the result.
+# Operation, and the index of the full tensor among the arguments; None stands for the result.
 _C10D: dict[str, tuple[str, int]] = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
@@ -42,8 +41,8 @@ FUNCTIONAL: dict[str, tuple[str, int | None]] = {
 
 @dataclass(frozen=True)
 class Exchange:
-    """``bytes`` of whole tensors in ``operation`` ("all_gather", "reduce_scatter", "all_reduce",
-    "all_to_all", "send") over the ``ranks`` of ``dimension``."""
+    """``bytes`` of full tensors in ``operation`` ("all_gather", "reduce_scatter", "all_reduce", "all_to_all",
+    "send") over the ``ranks`` of ``dimension``."""
 
     dimension: str
     operation: str
@@ -51,14 +50,14 @@ class Exchange:
     bytes: int
 
     @property
-    def sent(self) -> float:
-        """Bytes that each rank sends, if collectives go around a ring."""
+    def sent_bytes(self) -> float:
+        """Bytes that each rank sends with ring collectives."""
         turn = (len(self.ranks) - 1) / len(self.ranks)
         return self.bytes * {"send": 1.0, "all_reduce": 2 * turn}.get(self.operation, turn)
 
 
 class _Traffic(TorchDispatchMode):
-    """Add up what is sent while it is entered, by dimension, operation and ranks."""
+    """Counts communication while it is entered, by dimension, operation and ranks."""
 
     def __init__(self, layout: ParallelDims):
         super().__init__()
@@ -111,14 +110,13 @@ def step_traffic(
     param_dtype: torch.dtype,
     target: str = "cpu",
 ) -> list[Exchange]:
-    """Count what ``rank`` sends in a step of a run that passed the preflight.
+    """Count the communication of ``rank`` in a step of a run that passed the preflight.
 
-    Of many micro-batches few are run, twice, and each further one adds the difference. Needs no process
-    group, and must not be called where there is one.
+    Many micro-batches are extrapolated from two fake steps with few. Must be called without a process group.
     """
 
     def counted(count: int) -> Counter[tuple[str, str, tuple[int, ...]]]:
-        clear_sharding_cache()  # which has groups of an equal mesh of an earlier world
+        clear_sharding_cache()  # it contains groups of an earlier fake world
         with (
             fake_run(config, args, layout, rank, param_dtype=param_dtype, target=target, count=count) as run,
             _Traffic(layout) as traffic,
@@ -129,9 +127,9 @@ def step_traffic(
     count = micro_batches(config, layout)
     fewest = max(1, layout.pp)
     if count <= 3 * fewest or config.parallelism.pipeline_parallel_schedule_csv:
-        found = counted(count)
+        total = counted(count)
     else:
-        few, found = counted(2 * fewest), counted(3 * fewest)
-        for key in found:
-            found[key] += (found[key] - few[key]) // fewest * (count - 3 * fewest)
-    return [Exchange(*key, size) for key, size in found.items() if size]
+        few, total = counted(2 * fewest), counted(3 * fewest)
+        for key in total:
+            total[key] += (total[key] - few[key]) // fewest * (count - 3 * fewest)
+    return [Exchange(*key, size) for key, size in total.items() if size]

@@ -1,4 +1,4 @@
-"""FSDP's units: their passes, and what of their gathers and reductions runs beside nothing."""
+"""Estimate the passes of FSDP units, and the exposed part of their gathers and reductions."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ from dataclasses import dataclass
 from functools import partial
 
 from toolkit.planner.rates import Pass, Rates
-from toolkit.planner.work import Piece
+from toolkit.planner.work import ModuleCost
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Passes of an FSDP unit, seconds of its collectives, and its numbers that are trained."""
+class UnitTime:
+    """Passes of an FSDP unit, seconds of its collectives, and its trained elements."""
 
     forward: Pass
     backward: Pass
     gather: float
     reduce: float
     all_reduce: float
-    in_backward: bool  # gathered there again
+    in_backward: bool  # gathered again in backward
     trained: int
 
 
-def unit_of(
-    piece: Piece, rates: Rates, *, fused: bool, float8: bool, in_backward: bool, reduced: int
-) -> Unit:
-    # A gather reads the fp32 part that is stored, writes it as it is computed in, then where all can read it,
-    # and puts the whole together; a reduction makes numbers of so many ``reduced`` bytes of the gradients,
-    # mostly fp32, and adds up its part of all ranks'. Each unit is gathered twice and reduced once.
-    ranks, gathered = rates.groups["dp_shard"][0], piece.gathered_bytes
-    gradients = float(reduced * piece.trained)
+def unit_time(
+    part: ModuleCost, rates: Rates, *, fused: bool, float8: bool, in_backward: bool, reduced: int
+) -> UnitTime:
+    # A gather casts the fp32 shard to the compute dtype, copies it into a buffer and copies the gathered
+    # parameters out; a reduction casts the gradients to elements of ``reduced`` bytes, mostly fp32, and sums
+    # the rank's shard.
+    ranks, gathered = rates.groups["dp_shard"][0], part.gathered_bytes
+    gradients = float(reduced * part.trained)
     shared = ranks > 1
-    gather = rates.copy((4 * piece.numbers + (3 if shared else 1) * gathered) / ranks + 2 * gathered)
+    gather = rates.copy((4 * part.elements + (3 if shared else 1) * gathered) / ranks + 2 * gathered)
     reduce = rates.copy(1.5 * gradients + 3 * gradients / ranks * shared)
     run = partial(rates.run, fused=fused, float8=float8)
-    return Unit(
-        forward=run(piece.forward),
-        backward=added([run(piece.again), run(piece.backward)]),
+    return UnitTime(
+        forward=run(part.forward),
+        backward=sum_passes([run(part.recompute), run(part.backward)]),
         gather=gather + rates.send("dp_shard", "all_gather", gathered),
         reduce=reduce + rates.send("dp_shard", "reduce_scatter", gradients),
         all_reduce=rates.send("dp_replicate", "all_reduce", gradients / ranks),
         in_backward=in_backward,
-        trained=piece.trained,
+        trained=part.trained,
     )
 
 
-def accumulating(
-    units: Sequence[Unit], rates: Rates, count: int, *, whole: bool, gradient: int, reduced: int
+def accumulation(
+    units: Sequence[UnitTime], rates: Rates, count: int, *, whole: bool, gradient: int, reduced: int
 ) -> Pass:
-    """The sums of the gradients of ``count`` micro-batches: of this rank's part of what each reduces, or,
-    where the last one alone reduces, of ``whole`` ones, whose numbers of ``gradient`` bytes torch adds up in
+    """Accumulate the gradients of ``count`` micro-batches: shards if each micro-batch reduces, or ``whole``
+    gradients if only the last one does, with elements of ``gradient`` bytes that torch accumulates in
     ``reduced`` bytes."""
     trained = sum(unit.trained for unit in units)
     if count == 1:
@@ -62,7 +62,7 @@ def accumulating(
     return Pass(rates.copy(trained * size), {})
 
 
-def added(passes: Iterable[Pass], times: float = 1.0) -> Pass:
+def sum_passes(passes: Iterable[Pass], times: float = 1.0) -> Pass:
     compute, exposed = 0.0, dict[str, float]()
     for each in passes:
         compute += each.compute * times
@@ -71,28 +71,31 @@ def added(passes: Iterable[Pass], times: float = 1.0) -> Pass:
     return Pass(compute, exposed)
 
 
-def gathering(units: Sequence[Unit]) -> float:
-    """Seconds of gathers that a forward waits for: the first unit's, and of the others what is longer than
-    the unit before takes."""
+def exposed_gathers(units: Sequence[UnitTime]) -> float:
+    """Exposed seconds of gathers in forward: the first unit's, and of each other one the excess over the
+    computation of the previous unit."""
     later = zip(units, units[1:], strict=False)
     return units[0].gather + sum(max(0.0, it.gather - before.forward.seconds) for before, it in later)
 
 
-def reducing(units: Sequence[Unit], *, gathers: bool, reduces: bool, replicas: bool) -> float:
-    """Seconds of communication that a backward waits for: beside a unit the one before it is gathered and the
-    one after it reduced; the first unit's reduction is beside nothing."""
-    exposed = owed = 0.0
+def exposed_in_backward(units: Sequence[UnitTime], *, gathers: bool, reduces: bool, replicas: bool) -> float:
+    """Exposed seconds of communication in backward: each unit overlaps with the gather of the previous unit
+    and the reduction of the next; the first unit's reduction overlaps with nothing."""
+    exposed = pending = 0.0
     for place in reversed(range(len(units))):
         unit = units[place]
         before = units[place - 1] if place else None
-        beside = owed + (before.gather if gathers and before and before.in_backward else 0.0)
-        exposed += max(0.0, beside - unit.backward.seconds)
-        owed = (unit.reduce if reduces else 0.0) + (unit.all_reduce if replicas else 0.0)
-    return exposed + owed
+        overlapped = pending + (before.gather if gathers and before and before.in_backward else 0.0)
+        exposed += max(0.0, overlapped - unit.backward.seconds)
+        pending = (unit.reduce if reduces else 0.0) + (unit.all_reduce if replicas else 0.0)
+    return exposed + pending
 
 
-def around_backward(units: Sequence[Unit], *, gathers: bool, last: bool, each: bool) -> dict[str, float]:
-    """Seconds that a backward waits for FSDP, by dimension, in the ``last`` one of a step or another."""
-    without = reducing(units, gathers=gathers, reduces=last or each, replicas=False)
-    with_replicas = reducing(units, gathers=gathers, reduces=last or each, replicas=last)
+def backward_communication(
+    units: Sequence[UnitTime], *, gathers: bool, last: bool, each: bool
+) -> dict[str, float]:
+    """Exposed seconds of FSDP in backward by dimension, in the ``last`` micro-batch of a step or an earlier
+    one."""
+    without = exposed_in_backward(units, gathers=gathers, reduces=last or each, replicas=False)
+    with_replicas = exposed_in_backward(units, gathers=gathers, reduces=last or each, replicas=last)
     return {"dp_shard": without, "dp_replicate": with_replicas - without}

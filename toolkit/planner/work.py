@@ -1,4 +1,4 @@
-"""The work of a step, as data: operations and collectives of each part of a model."""
+"""Describe the work of a step as data: operations and collectives of each part of a model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Literal
 
 Kind = Literal["matmul", "attention", "other"]
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-"""Bytes of a number."""
+"""Element size in bytes."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """``count`` operations alike, each of ``flops`` and of ``bytes`` read and written."""
+    """``count`` equal operations, each with ``flops`` and ``bytes`` read and written."""
 
     kind: Kind
     flops: float
@@ -22,8 +22,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class Collective:
-    """``count`` exchanges alike over the ranks of ``dimension``, of ``bytes`` of the whole tensor each; with
-    ``waits`` nothing is computed until it is done."""
+    """``count`` equal collectives over ``dimension``, each on a full tensor of ``bytes``; with ``waits``
+    computation waits for it."""
 
     dimension: str
     operation: str
@@ -34,35 +34,34 @@ class Collective:
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of a pass through a piece. ``fused`` are the bytes of each chain of operations that a
-    compiler makes one of: those that come from before it, and what comes out of it."""
+    """Operations of a pass through a part of the model. ``fused`` are the bytes that each chain of operations
+    reads and writes once a compiler fuses it."""
 
     operations: tuple[Operation, ...] = ()
     collectives: tuple[Collective, ...] = ()
     fused: tuple[float, ...] = ()
 
     def flops(self, *kinds: Kind) -> float:
-        """FLOPs of these kinds, or of all."""
+        """FLOPs of these kinds of operations, or of all."""
         return sum(it.flops * it.count for it in self.operations if not kinds or it.kind in kinds)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A pass of one micro-batch through embedding, block or head.
+class ModuleCost:
+    """Cost of one micro-batch in the embedding, a block or the head.
 
     Attributes:
-        numbers: parameters, of which tensor parallelism has left a part, once they are gathered.
-        gathered_bytes: of them, in the dtype in which they are gathered.
-        trained: how many of ``numbers`` are trained.
-        saved_bytes: activations that stay from forward to backward.
-        forward_bytes, backward_bytes: the most that lives beside what was there before, what is gathered,
-            and gradients.
+        elements: gathered elements of its parameters, sharded by tensor parallelism only.
+        gathered_bytes: their size in the dtype in which they are gathered.
+        trained: trained ones among ``elements``.
+        saved_bytes: activations saved for backward.
+        forward_bytes, backward_bytes: peak temporary memory, without gathered parameters and gradients.
     """
 
     forward: Work
     backward: Work
-    again: Work
-    numbers: int
+    recompute: Work
+    elements: int
     gathered_bytes: int
     trained: int
     saved_bytes: int
@@ -72,11 +71,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Costs:
-    """``first`` is a model's first block. ``update`` is the work of the optimizer on ``updated`` numbers."""
+    """Costs of a model. ``first`` is its first block; ``update`` the optimizer's work on ``updated``
+    elements."""
 
-    embedding: Piece
-    first: Piece
-    block: Piece
-    head: Piece
+    embedding: ModuleCost
+    first: ModuleCost
+    block: ModuleCost
+    head: ModuleCost
     update: Work
     updated: int
