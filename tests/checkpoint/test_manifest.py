@@ -10,9 +10,9 @@ from toolkit.checkpoint.manifest import (
     build_manifest,
     check_files,
     committed_steps,
+    invalid_steps,
     read_manifest,
     step_folder,
-    unsound_steps,
 )
 from toolkit.errors import CheckpointError
 
@@ -94,7 +94,7 @@ def test_what_cannot_be_read_is_not_passed_over(tmp_path, monkeypatch):
         patched.setattr(module, "read_bytes", _denied)
         with pytest.raises(CheckpointError, match="step-7/manifest.json cannot be read: Permission"):
             committed_steps(tmp_path)
-        assert list(unsound_steps(tmp_path)) == [7, 8]
+        assert list(invalid_steps(tmp_path)) == [7, 8]
     monkeypatch.setattr(type(tmp_path), "iterdir", _denied)
     with pytest.raises(CheckpointError, match=f"{tmp_path} cannot be listed: Permission denied"):
         committed_steps(tmp_path)
@@ -118,7 +118,7 @@ def test_what_is_not_a_checkpoint_is_said(tmp_path):
     _commit(tmp_path, 8)
     with pytest.raises(CheckpointError, match="no such folder"):
         read_manifest(tmp_path / "step-9")
-    with pytest.raises(CheckpointError, match="folder of them.*step-8"):
+    with pytest.raises(CheckpointError, match="folder of checkpoints.*step-8"):
         read_manifest(tmp_path)
     other = tmp_path / "other"
     other.mkdir()

@@ -84,7 +84,7 @@ class Counting(SGD):
 BUFFER = {"momentum_buffer": torch.zeros(3)}
 WRONG_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "returns None, not a torch.optim.Optimizer": lambda named: None,
-    "leaves out second, which require": lambda named: SGD([named[0][1]], lr=1),
+    "omits second, which require": lambda named: SGD([named[0][1]], lr=1),
     r"no method fresh_state": lambda named: SGD(named, lr=1),
     r"is a list": lambda named: Counting(named, [1]),
     r"and is momentum_buffer of Tensor, count of int": lambda named: Counting(named, BUFFER, {"count": 3}),
@@ -159,7 +159,7 @@ CONVERTS: dict[str, Callable[[nn.Module], Any]] = {
         "extra", nn.Parameter(torch.ones(2))
     ),
     "adds, removes, reshapes or casts bias, weight": lambda model: model.to(torch.bfloat16),
-    "trains bias, which is frozen": lambda model: setattr(model, "bias", nn.Parameter(torch.ones(2))),
+    "unfreezes bias": lambda model: setattr(model, "bias", nn.Parameter(torch.ones(2))),
 }
 
 

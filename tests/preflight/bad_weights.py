@@ -208,10 +208,10 @@ CASES = [
         FROM_M,
         {
             "model-00002-of-00002.safetensors": _then(lambda at: _second(at).unlink()),
-            "two saves of a model, model.safetensors.index.json and model.safetensors | keep one": _then(
+            "a model in two formats, model.safetensors.index.json and model.safetensors | keep one": _then(
                 lambda at: (at / "model.safetensors").write_bytes(_second(at).read_bytes())
             ),
-            "two saves of a model, model.safetensors.index.json and consolidated.00.pth": _then(
+            "a model in two formats, model.safetensors.index.json and consolidated.00.pth": _then(
                 lambda at: (at / "consolidated.00.pth").touch()
             ),
             "misshapen: lm_head.weight (4300, 32) where (4352, 32) is due": _then(_narrow_tied_head),

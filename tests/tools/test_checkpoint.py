@@ -97,7 +97,7 @@ def test_verify_reads_the_index_too(folder: Path, capsys: pytest.CaptureFixture[
     code, said = _call(capsys, "verify", folder)
     assert code == EXIT_DATA
     [line] = [line for line in said.splitlines() if not line.endswith(": sound")]
-    assert "the chunks of model.weight overlap or leave holes in its shape (3, 4)" in line
+    assert "the chunks of model.weight overlap or leave gaps in its shape (3, 4)" in line
 
 
 def test_diff_names_settings_and_tensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from toolkit.distributed.agreement import Ranks
-from toolkit.distributed.dtensor import local_part
+from toolkit.distributed.dtensor import shard_and_offset
 from toolkit.launcher.environment import whole_number
 
 _SHARE = 0.5
@@ -21,7 +21,7 @@ def fits_gathered(model: nn.Module, device: torch.device) -> tuple[bool, str]:
     """Say if all ranks have room for the gathered weights of ``model``, which has no storage yet and which tp
     has split already; alike on every rank. Beside it what a user should know where they have not."""
     ranks = Ranks()
-    parts = (local_part(parameter)[0] for parameter in model.parameters())
+    parts = (shard_and_offset(parameter)[0] for parameter in model.parameters())
     weights = sum(part.nbytes for part in parts)
     sharing = whole_number(os.environ, "LOCAL_WORLD_SIZE", ranks.size, 1) if device.type == "cpu" else 1
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_here()

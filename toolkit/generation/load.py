@@ -30,13 +30,13 @@ from toolkit.generation.cpu_prepack import can_pack, pack
 from toolkit.generation.generator import Generator
 from toolkit.hardware import lacks_cpp_compiler
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.attention_choice import attention_choice
+from toolkit.models.common.attention_choice import choose_attention
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.meta_decoder import meta_decoder
 from toolkit.models.parameters import table
 from toolkit.parallel.mesh import Mesh, build_mesh
-from toolkit.weights.hf_assets import asked_bos, eos_ids, run_of, tokenizer_of
-from toolkit.weights.load import open_alike
+from toolkit.weights.hf_assets import configured_add_bos, eos_ids, run_of, tokenizer_of
+from toolkit.weights.load import open_on_all_ranks
 from toolkit.weights.source import WeightSource
 from toolkit.weights.views import note_of
 
@@ -142,11 +142,11 @@ def load_model(
     run = run_of(trained)
     settings = saved_settings(run)
     beside = next((it for it in (trained, source) if tokenizer_of(it)), source)
-    tokenizer = _tokenizer(beside, tokenizer_path, asked_bos(run) if add_bos is None else add_bos)
+    tokenizer = _tokenizer(beside, tokenizer_path, configured_add_bos(run) if add_bos is None else add_bos)
     if check:
         check(tokenizer, source.args)
     prefix = any(it.options.adapter == "prefix_tuning" for it in of_base.adapters.values())
-    attention = attention_choice(
+    attention = choose_attention(
         "auto",
         "",
         device=device.type,
@@ -189,10 +189,10 @@ def _open(path: Path | str, named: Mapping[str, Path | str], verify: bool) -> tu
         found.update({} if own is None else {_OWN: own})
         return base
 
-    base = open_alike(opened)
+    base = open_on_all_ranks(opened)
     assert base is not None
     for name, folder in named.items():
-        adapter = open_alike(partial(open_adapter_on, folder, base, verify=verify, ranks=Ranks()))
+        adapter = open_on_all_ranks(partial(open_adapter_on, folder, base, verify=verify, ranks=Ranks()))
         assert isinstance(adapter, Adapter)
         found[name] = adapter
     return base, Adapters(base, found)

@@ -17,7 +17,7 @@ from toolkit.config.training import Model
 from toolkit.errors import ConfigError, Problem
 from toolkit.finetune.parameters import IN_ATTENTION, all_shapes, trained_names
 from toolkit.models.common.args import ModelArgs
-from toolkit.parallel.dims import ParallelDims, takes_ring
+from toolkit.parallel.dims import ParallelDims, uses_ring
 from toolkit.planner.operations import found_costs
 from toolkit.planner.work import Costs
 
@@ -100,7 +100,7 @@ def _alike(config: Config, args: ModelArgs, *, tp: int, cp: int, rows: int, chec
             "context_parallel_load_balancer",
         )
     }
-    ring = takes_ring(parallelism, device="cuda", documents=False) and cp > 1
+    ring = uses_ring(parallelism, device="cuda", documents=False) and cp > 1
     mode = checkpointing.mode if checkpointed else "none"
     if mode == "memory_budget":  # which chooses by what its recomputation costs, as "op" does
         mode, option = "selective", "op"

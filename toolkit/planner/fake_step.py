@@ -31,7 +31,7 @@ from toolkit.optim import grad_clip
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel import activation_offload, fsdp
-from toolkit.parallel.dims import ParallelDims, takes_ring
+from toolkit.parallel.dims import ParallelDims, uses_ring
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch
@@ -64,11 +64,11 @@ class _OnTheHost(activation_offload.HostCopy):
 
     def __init__(self, tensor: Tensor):
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.coming = None
+        self.device_copy = None
 
     def fetch(self) -> None:
-        if self.coming is None:
-            self.coming = torch.empty(self.shape, dtype=self.dtype)
+        if self.device_copy is None:
+            self.device_copy = torch.empty(self.shape, dtype=self.dtype)
 
 
 class _Shapes(FakeTensorMode):
@@ -201,9 +201,9 @@ def fake_run(
     with pretended(rank, layout.world_size), ExitStack() as stack:
         if target in loss.CHUNK_LOGITS:
             stack.enter_context(mock.patch.dict(loss.CHUNK_LOGITS, cpu=loss.CHUNK_LOGITS[target]))
-        stack.enter_context(mock.patch.object(grad_clip, "_norm_by_pieces", _norm))
+        stack.enter_context(mock.patch.object(grad_clip, "_chunked_norm", _norm))
         stack.enter_context(mock.patch.object(activation_offload, "HostCopy", _OnTheHost))
-        stack.enter_context(mock.patch.object(fsdp, "SKIPPING", ("cpu",) if target == "cuda" else ()))
+        stack.enter_context(mock.patch.object(fsdp, "SKIP_DEVICES", ("cpu",) if target == "cuda" else ()))
         mesh = build_mesh(device, **asdict(layout))
         model_parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
         if target == "cuda":
@@ -274,7 +274,7 @@ def _simplified(config: Config, target: str, *, cp: int) -> Config:
     if target == "cuda" and attention != "sdpa":  # which takes masks of parts of sequences
         attention = "blockwise" if cp > 1 else "sdpa"
     parallelism = config.parallelism
-    if not takes_ring(config.parallelism, device=target, documents=config.data.document_mask):
+    if not uses_ring(config.parallelism, device=target, documents=config.data.document_mask):
         parallelism = parallelism.model_copy(update={"context_parallel_rotate_method": "allgather"})
     return config.model_copy(
         update={
