@@ -144,7 +144,7 @@ def test_buffers_that_are_no_weights_are_told(folder: Path) -> None:
     assert check(configure(*START), world_size=1, hardware=CPU) == []
     said = notes(configure(*START), world_size=1, hardware=CPU)
     assert [line for line in said if "model.position_ids" in line] == [
-        "m also stores model.position_ids: ignored, no weight of this model"
+        "m also stores model.position_ids: ignored, not weights of this model"
     ]
 
 

@@ -117,7 +117,7 @@ class HFConfig:
             n_kv_heads=n_kv_heads,
         )
         if args.head_dim % 2 and not fields.problems:
-            fields.reject("head_dim", f"is {args.head_dim}; it must be even, because RoPE rotates pairs")
+            fields.reject("head_dim", f"must be even, because RoPE rotates pairs, and it is {args.head_dim}")
         fields.finish(f"{path} does not describe {self.display_name} that is supported")
         return args
 

@@ -75,7 +75,7 @@ def read_args(folder: Path, *, vocab_size: int) -> ModelArgs:
     )
     check_heads(fields, heads="n_heads", kv_heads="n_kv_heads", n_heads=n_heads, n_kv_heads=n_kv_heads)
     if args.head_dim % 2 and not fields.problems:
-        fields.reject("head_dim", f"is {args.head_dim}; it must be even, because RoPE rotates pairs")
+        fields.reject("head_dim", f"must be even, because RoPE rotates pairs, and it is {args.head_dim}")
     fields.finish(f"{path} does not describe a Llama that is supported")
     return args
 
