@@ -180,8 +180,8 @@ def test_names_and_shapes_that_do_not_fit_come_in_one_message(saved):
         saved.load(5, target)
     message = str(error.value)
     assert "not in the checkpoint: model.extra" in message
-    assert "model.weight (9, 4) there, (9, 5) here" in message
-    assert "not in this model: model.norm" in message
+    assert "model.weight (9, 4) in the checkpoint, (9, 5) in the model" in message
+    assert "in the checkpoint but not in this model: model.norm" in message
     assert not any(tensor.any() for tensor in target.values())
 
 

@@ -395,7 +395,7 @@ def test_an_upload_that_fails_leaves_nothing_and_is_told(
     def fails(code: int, *said: str) -> None:
         assert convert_weights.main(command) == code
         err = capsys.readouterr().err
-        assert all(words in err for words in said) and "stay in" not in err, err
+        assert all(words in err for words in said) and "are kept in" not in err, err
         assert not any((tmp_path / "tmp").glob("upload-*")) and not RemotePath(f"{url}/meta").is_dir()
 
     server.fail("PUT", "meta/params.json", status=403, code="AccessDenied")

@@ -36,7 +36,7 @@ def test_every_key_that_is_a_path_of_this_machine(field: Field) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([f"--{key}=s3://bucket/run"])
     assert str(caught.value).startswith(
-        f"--{key}: {key} = 's3://bucket/run'\n  rule: s3:// is a URL, and only"
+        f"--{key}: {key} = 's3://bucket/run'\n  rule: s3:// is a URL, but only"
     )
     assert len(caught.value.problems) == 1
 

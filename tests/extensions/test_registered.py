@@ -88,7 +88,7 @@ WRONG_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     r"no method fresh_state": lambda named: SGD(named, lr=1),
     r"is a list": lambda named: Counting(named, [1]),
     r"and is momentum_buffer of Tensor, count of int": lambda named: Counting(named, BUFFER, {"count": 3}),
-    r"gives \[\], but after a step there are \['momentum_buffer'\]": lambda named: Counting(named, {}),
+    r"returns \[\], but a step creates \['momentum_buffer'\]": lambda named: Counting(named, {}),
     r"gives momentum_buffer the shape \(\), but after a step it has \(3,\)": lambda named: Counting(
         named, {"momentum_buffer": torch.zeros(())}
     ),
@@ -131,7 +131,7 @@ def test_an_optimizer_that_keeps_something_in_its_groups(
 ) -> None:
     """It is in no checkpoint, and would count parameters for steps where each is updated by itself."""
     keep = IN_GROUPS[name]
-    with pytest.raises(ConfigError, match=f"its step changes {name} of a group"):
+    with pytest.raises(ConfigError, match=f"its step changes {name} of a parameter group"):
         step_of(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=keep), enable, early)
     step_of(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=keep), enable=False)
 

@@ -304,7 +304,7 @@ def test_chat_prompts(name: str, generation_prompt: bool, tmp_path: Path) -> Non
 def test_heads_of_a_qwen3_keep_their_size_with_another_dim() -> None:
     args = resolve("qwen3", "0.6B", dim=512, n_heads=8)
     assert (args.dim, args.n_heads, args.head_dim) == (512, 8, 128)
-    with pytest.raises(KeyError, match="no family of models gpt"):
+    with pytest.raises(KeyError, match="no model family gpt"):
         spec("gpt")
 
 

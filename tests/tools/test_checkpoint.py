@@ -74,7 +74,7 @@ def test_a_folder_of_checkpoints_is_answered_with_one(
 ) -> None:
     for place in (folder, folder.parent):
         code, said = _call(capsys, "inspect", place)
-        assert code == EXIT_DATA and f"name one, for example {folder / 'step-10'}" in said
+        assert code == EXIT_DATA and f"choose one, for example {folder / 'step-10'}" in said
 
 
 def test_verify_finds_a_flipped_bit_and_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

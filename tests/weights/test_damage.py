@@ -107,7 +107,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "in two files": (
         lambda f: in_two(f, both=NORM),
-        f"holds tensors twice: {NORM} in a.safetensors and in b.safetensors",
+        f"has duplicate tensors: {NORM} in a.safetensors and in b.safetensors",
     ),
     "in another file": (
         lambda f: in_two(f, index={UP: "b.safetensors"}),
