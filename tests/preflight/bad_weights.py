@@ -216,7 +216,7 @@ CASES = [
             ),
             "of another shape: lm_head.weight (4300, 32) instead of (4352, 32)": _then(_narrow_tied_head),
             "norm.weight as I32 | use the original model": _then(_quantize),
-            "is truncated | ": _then(
+            "is truncated: its header": _then(
                 lambda at: _second(at).write_bytes(_second(at).read_bytes()[:-4])
             ),
             "missing: model.layers.2.": _model(num_hidden_layers=3),
