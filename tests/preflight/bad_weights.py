@@ -214,14 +214,14 @@ CASES = [
             "a model in two formats, model.safetensors.index.json and consolidated.00.pth": _then(
                 lambda at: (at / "consolidated.00.pth").touch()
             ),
-            "of another shape: lm_head.weight (4300, 32) instead of (4352, 32)": _then(_narrow_tied_head),
+            "misshapen: lm_head.weight (4300, 32) where (4352, 32) is due": _then(_narrow_tied_head),
             "norm.weight as I32 | use the original model": _then(_quantize),
-            "is truncated: its header": _then(
+            "is truncated: its header describes | take a folder of safetensors that is whole": _then(
                 lambda at: _second(at).write_bytes(_second(at).read_bytes()[:-4])
             ),
             "missing: model.layers.2.": _model(num_hidden_layers=3),
-            "unexpected: model.layers.1.": _model(num_hidden_layers=1),
-            "of another shape: model.layers.0.mlp.gate_proj.weight (48, 32) instead of (64, 32)": _model(
+            "too many: model.layers.1.": _model(num_hidden_layers=1),
+            "misshapen: model.layers.0.mlp.gate_proj.weight (48, 32) where (64, 32)": _model(
                 intermediate_size=64
             ),
         },
